@@ -1,0 +1,44 @@
+"""What can go wrong, as types: each error is ours and the built-in kind a caller would expect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+class LsrError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ShapeError(LsrError, ValueError):
+    """Two sizes disagree; the message holds both, and the sizes that would do."""
+
+
+class PrecisionError(LsrError, ArithmeticError):
+    """A number is not finite, or a precision cannot hold what was asked of it."""
+
+
+class BudgetError(LsrError, ValueError):
+    """An error, parameter or byte budget cannot be met; the message says what can be reached."""
+
+
+class ConvergenceError(LsrError, RuntimeError):
+    """An iteration stopped short of its goal; ``record`` holds how far it came."""
+
+    def __init__(self, message: str, record: Any = None) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+class CheckpointError(LsrError, ValueError):
+    """A file cannot be read or written as asked; the message names the file and, if known, the tensor."""
+
+    def __init__(self, message: str, *, path: str | Path | None = None, tensor: str | None = None) -> None:
+        where = ": ".join(str(part) for part in (path, tensor) if part is not None)
+        super().__init__(f"{where}: {message}" if where else message)
+        self.path = path
+        self.tensor = tensor
+
+
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """The file is sound, but holds something this library does not express and will not drop silently."""
