@@ -65,7 +65,9 @@ class KroneckerShape:
     def of(cls, rows: Sequence[int], columns: Sequence[int]) -> KroneckerShape:
         """From the row sizes and the column sizes of the factors."""
         if len(rows) != len(columns):
-            raise ShapeError(f"{len(rows)} row sizes {tuple(rows)} against {len(columns)} column sizes {tuple(columns)}")
+            raise ShapeError(
+                f"{len(rows)} row sizes {tuple(rows)} against {len(columns)} column sizes {tuple(columns)}"
+            )
         return cls(tuple(zip(rows, columns, strict=True)))
 
     @classmethod

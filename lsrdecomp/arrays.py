@@ -1,0 +1,131 @@
+"""The one file that asks which array library it was handed.
+
+Everything numerical is written against the array API standard [1]_, so the same lines run on NumPy, on torch tensors
+where they lie, and on any other library that `array_api_compat` knows.
+
+References
+----------
+.. [1] Python array API standard, https://data-apis.org/array-api/
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import array_api_compat
+import numpy as np
+
+from lsrdecomp.errors import PrecisionError, ShapeError
+
+Array: TypeAlias = Any
+"""An array of any library of the array API standard."""
+
+Namespace: TypeAlias = Any
+
+
+def namespace(*arrays: Array) -> Namespace:
+    """The array API namespace that all ``arrays`` share."""
+    return array_api_compat.array_namespace(*arrays)
+
+
+def dtype_name(array: Array) -> str:
+    """Name of the element type, the same in every library: ``"float32"``, ``"bfloat16"``, …"""
+    return str(getattr(array.dtype, "name", array.dtype)).rsplit(".", 1)[-1]
+
+
+def as_floating(value: Any, name: str = "matrix") -> Array:
+    """An array with a real or complex floating type of at least single precision.
+
+    Lists become NumPy arrays; integers and booleans become float64; half precisions become float32. Raises
+    `PrecisionError` for element types without arithmetic, such as objects and strings.
+    """
+    array = value if array_api_compat.is_array_api_obj(value) else np.asarray(value)
+    kind = dtype_name(array)
+    if kind in ("float32", "float64", "complex64", "complex128"):
+        return array
+    xp = namespace(array) if kind != "object" and not kind.startswith(("str", "bytes", "void")) else None
+    if xp is None:
+        raise PrecisionError(f"{name}: elements of type {kind} have no arithmetic; pass a numeric array")
+    if kind.startswith(("int", "uint", "bool", "long")):
+        return xp.astype(array, xp.float64)
+    if kind.startswith(("float", "bfloat")):
+        return xp.astype(array, xp.float32)
+    raise PrecisionError(f"{name}: cannot compute with elements of type {kind}")
+
+
+def as_double(array: Array) -> Array:
+    """The same numbers in float64 or complex128."""
+    xp = namespace(array)
+    wide = xp.complex128 if is_complex(array) else xp.float64
+    return array if array.dtype == wide else xp.astype(array, wide)
+
+
+def is_complex(array: Array) -> bool:
+    return dtype_name(array).startswith("complex")
+
+
+def device(array: Array) -> Any:
+    """Where the array lies."""
+    return array_api_compat.device(array)
+
+
+def conjugate(array: Array) -> Array:
+    """Complex conjugate; real arrays are left as they are."""
+    return namespace(array).conj(array) if is_complex(array) else array
+
+
+def adjoint(array: Array) -> Array:
+    """Conjugate transpose of the last two axes."""
+    return conjugate(namespace(array).matrix_transpose(array))
+
+
+def require_finite(array: Array, name: str = "matrix") -> None:
+    """Raise `PrecisionError`, with a count and the first place, unless every entry is finite."""
+    xp = namespace(array)
+    bad = ~xp.isfinite(array)
+    if bool(xp.any(bad)):
+        count = int(xp.sum(xp.astype(bad, xp.int64)))
+        first = int(xp.argmax(xp.astype(xp.reshape(bad, (-1,)), xp.int8)))
+        where = tuple(int(q) for q in np.unravel_index(first, tuple(array.shape)))
+        raise PrecisionError(
+            f"{name}: {count} of {math.prod(array.shape)} entries are not finite (the first at {where}); "
+            "remove or replace them before decomposing"
+        )
+
+
+def norm(array: Array) -> float:
+    """Frobenius norm in double precision, safe against overflow and underflow of the squares."""
+    xp = namespace(array)
+    if 0 in array.shape:
+        return 0.0
+    magnitude = xp.abs(array)
+    largest = float(xp.max(magnitude))
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
+    scaled = xp.astype(magnitude, xp.float64) / largest
+    return largest * math.sqrt(float(xp.sum(scaled * scaled)))
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """A NumPy copy or view on the host, of any library's array."""
+    if array_api_compat.is_torch_array(array):
+        return np.asarray(array.detach().cpu().numpy())
+    return np.asarray(array)
+
+
+def like(values: np.ndarray, array: Array) -> Array:
+    """NumPy ``values`` moved to the library, device and precision of ``array``.
+
+    Random starts come from a NumPy generator and pass through here, so every library starts from the same numbers.
+    """
+    xp = namespace(array)
+    return xp.asarray(values, dtype=array.dtype, device=device(array))
+
+
+def require_matrix(array: Array, name: str = "matrix") -> None:
+    """Raise `ShapeError` unless ``array`` has two dimensions and at least one entry."""
+    if array.ndim != 2:
+        raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(array.shape)}")
+    if 0 in array.shape:
+        raise ShapeError(f"{name}: a matrix of shape {tuple(array.shape)} has no entries to approximate")
