@@ -55,8 +55,8 @@ class KroneckerShape:
     def __post_init__(self) -> None:
         try:
             factors = tuple((_size(m), _size(n)) for m, n in self.factors)
-        except TypeError as error:
-            raise ShapeError(f"factors must be pairs of integers, got {self.factors!r}") from error
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"factors must be pairs of positive integers, got {self.factors!r}") from error
         if not factors:
             raise ShapeError("a Kronecker shape needs at least one factor")
         object.__setattr__(self, "factors", factors)

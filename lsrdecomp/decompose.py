@@ -1,0 +1,157 @@
+"""decompose: one matrix in, a separated matrix of the asked rank or error out, with its error measured as stored."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.precision import precision
+from lsrdecomp.separated import SeparatedMatrix
+from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solution import Decomposition, Solution, Solver, Status, Sweep
+from lsrdecomp.solvers.svd import SVD
+from lsrdecomp.targets import Target, as_target
+
+DENSE_SVD_LIMIT = 64
+"""Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
+
+
+def decompose(
+    matrix: Any,
+    shape: KroneckerShape | Literal["balanced"] = "balanced",
+    *,
+    rank: int | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    storage: str | None = None,
+    solver: Solver | None = None,
+    throw: bool = False,
+    on_sweep: Callable[[Sweep], Any] | None = None,
+) -> Decomposition:
+    """Approximate a matrix by a short sum of Kronecker products.
+
+    Parameters
+    ----------
+    matrix : array_like, shape (m, n), or Target
+        Real or complex, of any array library; it stays where it is.
+    shape : KroneckerShape or "balanced"
+        Sizes of the factors; "balanced" splits both sides into two factors as evenly as their divisors allow.
+    rank : int, optional
+        Number of terms s, or, beside a tolerance, the most that may be used. More than the shape can need is clipped.
+    rtol, atol : float, optional
+        Allowed ‖M − M̂‖_F, relative to ‖M‖_F or absolute; the fewest terms that keep it *as stored* are used.
+    storage : str, optional
+        Element type of the stored factors, ``"float32"``, ``"float16"``, ``"bfloat16"``, …; absent, the matrix's own.
+    solver : Solver, optional
+        Any solver value, see `lsrdecomp.solvers`; absent, one is chosen by order, size and kind of target.
+    throw : bool
+        Raise `ConvergenceError`, which holds the record, when the tolerance was not met.
+    on_sweep : callable, optional
+        Called with each `Sweep` of an iterative solver.
+
+    Returns
+    -------
+    Decomposition
+        The approximation as stored, its measured error, condition γ and a status.
+
+    Raises
+    ------
+    ShapeError, PrecisionError, BudgetError
+        For sizes that do not tile, entries that are not finite, and contradictory or missing goals.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> i = np.arange(64.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> result = decompose(hilbert, KroneckerShape(((8, 8), (8, 8))), rtol=1e-6)
+    >>> result.separation_rank, result.relative_error < 1e-6
+    (6, True)
+
+    References
+    ----------
+    C. F. Van Loan and N. Pitsianis (1993), doi:10.1007/978-94-015-8196-7_17; G. Beylkin and M. J. Mohlenkamp (2005),
+    doi:10.1137/040604959.
+    """
+    target = as_target(matrix)
+    goal = _absolute_goal(target, rank, rtol, atol)
+    if shape == "balanced":
+        shape = KroneckerShape.balanced(target.shape)
+    shape.check(target.shape)
+    solver = solver if solver is not None else choose_solver(target, shape)
+    most = None if rank is None else min(rank, shape.max_separation_rank)
+    solution = solver.solve(target, shape, rank=most, atol=goal, on_sweep=on_sweep)
+    record = _measure(target, solution, storage, goal)
+    if goal is not None and storage is not None:
+        record = _pay_for_rounding(target, shape, solver, most, goal, storage, record, on_sweep)
+    if throw and not record.status.met:
+        raise ConvergenceError(f"{record.status.value} ({record})", record)
+    return record
+
+
+def choose_solver(target: Target, shape: KroneckerShape) -> Solver:
+    """The solver that `decompose` takes when none is given."""
+    return SVD()
+
+
+def _absolute_goal(target: Target, rank: int | None, rtol: float | None, atol: float | None) -> float | None:
+    if rank is None and rtol is None and atol is None:
+        raise BudgetError("say what is wanted: rank=, rtol= or atol=")
+    if rtol is not None and atol is not None:
+        raise BudgetError(f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both")
+    if rank is not None and (isinstance(rank, bool) or rank != int(rank) or rank < 1):
+        raise ShapeError(f"a separation rank is a positive integer, got {rank}")
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise BudgetError(f"{name} must be finite and not negative, got {value}")
+    return rtol * target.norm if rtol is not None else atol
+
+
+def _measure(target: Target, solution: Solution, storage: str | None, goal: float | None) -> Decomposition:
+    approximation: SeparatedMatrix = solution.approximation
+    stored = approximation if storage is None else approximation.round_to(storage)
+    error, norm = target.residual_norm(stored), target.norm
+    status = solution.status
+    if goal is not None and error > goal * (1.0 + 1e-12) and status is Status.converged:
+        status = Status.precision_exhausted
+    return Decomposition(
+        approximation=stored,
+        relative_error=error / norm if norm > 0.0 else error,
+        condition=stored.condition,
+        status=status,
+        storage=storage or precision(stored.dtype).name,
+        norm=norm,
+        sweeps=solution.sweeps,
+        optimality_gap=solution.optimality_gap,
+        gap_kind=solution.gap_kind,
+    )
+
+
+def _pay_for_rounding(
+    target: Target,
+    shape: KroneckerShape,
+    solver: Solver,
+    rank: int | None,
+    goal: float,
+    storage: str,
+    record: Decomposition,
+    on_sweep: Callable[[Sweep], Any] | None,
+) -> Decomposition:
+    """Tighten the truncation until truncation and rounding together meet the goal, if rounding alone can."""
+    allowed = goal
+    for _ in range(8):
+        if record.status is not Status.precision_exhausted:
+            break
+        allowed *= min(0.9, goal / record.error)
+        if allowed == 0.0:
+            break
+        solution = solver.solve(target, shape, rank=rank, atol=allowed, on_sweep=on_sweep)
+        tried = _measure(target, solution, storage, goal)
+        if tried.error <= goal:
+            return tried
+        if tried.error > 0.999 * record.error:
+            return record if record.error <= tried.error else tried
+        record = tried
+    return record

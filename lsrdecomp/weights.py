@@ -1,0 +1,303 @@
+"""Positive semidefinite weights of a norm, as operators: identity, diagonal, dense, low rank + identity, Kronecker.
+
+The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C (`NormWeights`).
+Every weight knows how it acts, how its root acts and its trace, and may carry leading batch axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from lsrdecomp.arrays import Array, Namespace, as_double, namespace
+from lsrdecomp.errors import PrecisionError, ShapeError
+
+
+class Weight(Protocol):
+    """A symmetric positive semidefinite matrix C of shape (size, size), known by its action in double precision."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def trace(self) -> Array:
+        """Sum of the eigenvalues; an array of the batch axes, () for a single weight."""
+        ...
+
+    def apply(self, x: Array) -> Array:
+        """C x for x of shape (…, size, b)."""
+        ...
+
+    def root(self, x: Array) -> Array:
+        """C^½ x with the symmetric root, for x of shape (…, size, b)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The weight of the plain Frobenius norm."""
+
+    size: int
+
+    @property
+    def trace(self) -> float:
+        return float(self.size)
+
+    def apply(self, x: Array) -> Array:
+        return x
+
+    def root(self, x: Array) -> Array:
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """diag(v) for v ≥ 0 of shape (…, n)."""
+
+    values: Array
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", _not_negative(as_double(self.values), "diagonal weight"))
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[-1])
+
+    @property
+    def trace(self) -> Array:
+        return namespace(self.values).sum(self.values, axis=-1)
+
+    def apply(self, x: Array) -> Array:
+        return self.values[..., :, None] * x
+
+    def root(self, x: Array) -> Array:
+        return namespace(self.values).sqrt(self.values)[..., :, None] * x
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A symmetric positive semidefinite matrix, held: shape (…, n, n).
+
+    The root comes from one eigendecomposition, O(n³); use `LowRankPlusIdentity` for wide layers. Negative eigenvalues
+    at the level of rounding count as zero.
+    """
+
+    matrix: Array
+
+    def __post_init__(self) -> None:
+        matrix = as_double(self.matrix)
+        if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+            raise ShapeError(f"dense weight: expected a square matrix, got shape {tuple(matrix.shape)}")
+        object.__setattr__(self, "matrix", _finite(matrix, "dense weight"))
+
+    @property
+    def size(self) -> int:
+        return int(self.matrix.shape[-1])
+
+    @property
+    def trace(self) -> Array:
+        return namespace(self.matrix).linalg.trace(self.matrix)
+
+    def apply(self, x: Array) -> Array:
+        return self.matrix @ x
+
+    def root(self, x: Array) -> Array:
+        return self._root @ x
+
+    @cached_property
+    def _root(self) -> Array:
+        xp = namespace(self.matrix)
+        values, vectors = xp.linalg.eigh(0.5 * (self.matrix + xp.matrix_transpose(self.matrix)))
+        floor = -1e-8 * xp.max(xp.abs(values))
+        if bool(xp.any(values < floor)):
+            raise PrecisionError(
+                f"dense weight: smallest eigenvalue {float(xp.min(values)):.3g} of a largest {float(xp.max(values)):.3g}; "
+                "a weight must be positive semidefinite"
+            )
+        roots = xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values)))
+        return (vectors * roots[..., None, :]) @ xp.matrix_transpose(vectors)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankPlusIdentity:
+    """V diag(λ) Vᵀ + rest·(I − V Vᵀ): leading eigenpairs, and one value for all other directions.
+
+    Parameters
+    ----------
+    basis : Array, shape (…, n, q)
+        V, orthonormal columns (or zero columns, as padding).
+    values : Array, shape (…, q)
+        λ ≥ 0.
+    rest : Array, shape (…), or float
+        Eigenvalue of the complement, ≥ 0.
+    """
+
+    basis: Array
+    values: Array
+    rest: Array
+
+    def __post_init__(self) -> None:
+        basis = _finite(as_double(self.basis), "basis of a weight")
+        xp = namespace(basis)
+        values = _not_negative(as_double(self.values), "values of a weight")
+        rest = self.rest if hasattr(self.rest, "shape") else xp.asarray(self.rest)
+        rest = _not_negative(xp.astype(rest, xp.float64), "rest of a weight")
+        if tuple(values.shape) != (*basis.shape[:-2], basis.shape[-1]):
+            raise ShapeError(f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}")
+        for name, value in (("basis", basis), ("values", values), ("rest", rest)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def size(self) -> int:
+        return int(self.basis.shape[-2])
+
+    @property
+    def trace(self) -> Array:
+        xp = namespace(self.basis)
+        lengths = xp.sum(self.basis * self.basis, axis=-2)
+        return self.size * self.rest + xp.sum(lengths * (self.values - self.rest[..., None]), axis=-1)
+
+    def apply(self, x: Array) -> Array:
+        return self._act(self.values, self.rest, x)
+
+    def root(self, x: Array) -> Array:
+        xp = namespace(self.basis)
+        return self._act(xp.sqrt(self.values), xp.sqrt(self.rest), x)
+
+    def _act(self, values: Array, rest: Array, x: Array) -> Array:
+        inside = namespace(self.basis).matrix_transpose(self.basis) @ x
+        return rest[..., None, None] * x + self.basis @ ((values - rest[..., None])[..., :, None] * inside)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerWeight:
+    """W_1 ⊗ … ⊗ W_d of smaller weights, never formed; the first factor is outermost, as in ``numpy.kron``."""
+
+    factors: tuple[Weight, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(factor.size for factor in self.factors)
+
+    @property
+    def trace(self) -> Array:
+        return math.prod(factor.trace for factor in self.factors)
+
+    def apply(self, x: Array) -> Array:
+        for i, factor in enumerate(self.factors):
+            x = self._along(i, factor.apply, x)
+        return x
+
+    def root(self, x: Array) -> Array:
+        for i, factor in enumerate(self.factors):
+            x = self._along(i, factor.root, x)
+        return x
+
+    def _along(self, axis: int, act: object, x: Array) -> Array:
+        xp, lead = namespace(x), tuple(x.shape[:-2])
+        before = math.prod(factor.size for factor in self.factors[:axis])
+        size, columns = self.factors[axis].size, x.shape[-1]
+        after = self.size // (before * size)
+        q = len(lead)
+        swap = (*range(q), q + 1, q, q + 2)
+        entries = xp.permute_dims(xp.reshape(x, (*lead, before, size, after * columns)), swap)
+        image = act(xp.reshape(entries, (*lead, size, before * after * columns)))  # type: ignore[operator]
+        image = xp.permute_dims(xp.reshape(image, (*lead, size, before, after * columns)), swap)
+        return xp.reshape(image, (*lead, self.size, columns))
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """The two weights of the norm ‖G^½ X C^½‖_F of matrices X of shape (m, n).
+
+    Parameters
+    ----------
+    output : Weight of size m
+        G, for instance the covariance of the gradients at a layer's output.
+    input : Weight of size n
+        C, for instance the covariance of a layer's inputs.
+    """
+
+    output: Weight
+    input: Weight
+
+    @classmethod
+    def frobenius(cls, matrix_shape: tuple[int, int]) -> NormWeights:
+        """Identity on both sides: the plain Frobenius norm."""
+        return cls(Identity(matrix_shape[0]), Identity(matrix_shape[1]))
+
+    @property
+    def is_frobenius(self) -> bool:
+        return isinstance(self.output, Identity) and isinstance(self.input, Identity)
+
+    def check(self, matrix_shape: tuple[int, int]) -> None:
+        """Raise `ShapeError` unless the weights fit matrices of this shape."""
+        if (self.output.size, self.input.size) != tuple(matrix_shape):
+            raise ShapeError(
+                f"weights of sizes {self.output.size} (output) and {self.input.size} (input) for a matrix of "
+                f"shape {matrix_shape[0]}×{matrix_shape[1]}"
+            )
+
+
+def stack_weights(weights: Sequence[Weight]) -> Weight:
+    """Weights of equal size and kind as one weight with a leading batch axis.
+
+    Bases of `LowRankPlusIdentity` weights are padded with zero columns to a common width, which changes nothing.
+    Raises `ShapeError` if sizes or kinds differ.
+    """
+    kinds, sizes = {type(weight) for weight in weights}, {weight.size for weight in weights}
+    if len(kinds) != 1 or len(sizes) != 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ShapeError(f"weights to stack must agree: kinds {names}; sizes {sorted(sizes)}")
+    first = weights[0]
+    if isinstance(first, Identity):
+        return first
+    if isinstance(first, Diagonal):
+        return Diagonal(_stack([w.values for w in weights]))  # type: ignore[attr-defined]
+    if isinstance(first, Dense):
+        return Dense(_stack([w.matrix for w in weights]))  # type: ignore[attr-defined]
+    if isinstance(first, KroneckerWeight):
+        return KroneckerWeight(
+            tuple(stack_weights(column) for column in zip(*(w.factors for w in weights), strict=True))
+        )  # type: ignore[attr-defined]
+    if isinstance(first, LowRankPlusIdentity):
+        low_rank: list[LowRankPlusIdentity] = list(weights)  # type: ignore[arg-type]
+        width = max(int(w.basis.shape[-1]) for w in low_rank)
+        padded = [_padded(w, width) for w in low_rank]
+        return LowRankPlusIdentity(
+            _stack([basis for basis, _ in padded]),
+            _stack([values for _, values in padded]),
+            _stack([w.rest for w in low_rank]),
+        )
+    raise ShapeError(f"weights of kind {type(first).__name__} cannot be stacked")
+
+
+def _padded(weight: LowRankPlusIdentity, width: int) -> tuple[Array, Array]:
+    xp, missing = namespace(weight.basis), width - int(weight.basis.shape[-1])
+    if missing == 0:
+        return weight.basis, weight.values
+    zeros = xp.zeros_like(weight.basis[:, :1])
+    basis = xp.concat((weight.basis, *[zeros] * missing), axis=1)
+    return basis, xp.concat((weight.values, *[xp.zeros_like(weight.values[:1])] * missing), axis=0)
+
+
+def _stack(arrays: list[Array]) -> Array:
+    xp: Namespace = namespace(*arrays)
+    return xp.stack(arrays, axis=0)
+
+
+def _finite(array: Array, name: str) -> Array:
+    xp = namespace(array)
+    if not bool(xp.all(xp.isfinite(array))):
+        raise PrecisionError(f"{name}: entries are not finite; calibrate again or remove the layer")
+    return array
+
+
+def _not_negative(array: Array, name: str) -> Array:
+    xp = namespace(array)
+    if bool(xp.any(_finite(array, name) < 0)):
+        raise PrecisionError(f"{name}: an entry of {float(xp.min(array)):.3g}; a weight must be positive semidefinite")
+    return array

@@ -1,0 +1,39 @@
+"""Fixtures shared by all tests: the array libraries, and real files where they are at hand."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("default")
+
+LIBRARIES = ("numpy", "torch", "array_api_strict")
+
+
+@pytest.fixture(params=LIBRARIES)
+def xp(request: pytest.FixtureRequest) -> ModuleType:
+    """The namespace of each array library in turn; a test that takes it runs on all of them."""
+    module = pytest.importorskip(request.param)
+    if request.param == "array_api_strict":
+        return module
+    return importlib.import_module(f"array_api_compat.{module.__name__}")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20260101)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real adapters and task files that may not be committed; tests that need them skip where they are absent."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("the real adapters and task files are not beside this checkout")
+    return folder

@@ -1,0 +1,34 @@
+"""Slow, obvious references that tests compare against."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.precision import unit_roundoff
+
+
+def kron_sum(weights, factors):
+    """Σ λ_k ⊗_i M_k⁽ⁱ⁾ by numpy.kron, term by term."""
+    weights, factors = to_numpy(weights), [to_numpy(f) for f in factors]
+    return sum(
+        (weights[k] * reduce(np.kron, [f[k] for f in factors]) for k in range(len(weights))),
+        np.zeros((np.prod([f.shape[1] for f in factors]), np.prod([f.shape[2] for f in factors]))),
+    )
+
+
+def block_rearrange(matrix, first, second):
+    """Rearrangement of two factors by its definition: row (i, j) is the (i, j) block, read row by row."""
+    (m, n), (p, q) = first, second
+    return np.stack([matrix[i * p : (i + 1) * p, j * q : (j + 1) * q].reshape(-1) for i in range(m) for j in range(n)])
+
+
+def close(actual, expected, size=1, condition=1.0, dtype="float64"):
+    """Equal in Frobenius norm up to size × condition × unit roundoff of the expected norm."""
+    actual, expected = to_numpy(actual), to_numpy(expected)
+    scale = np.max(np.abs(expected), initial=0.0) or 1.0
+    gap = np.linalg.norm((actual - expected) / scale)
+    allowed = 32 * size * condition * unit_roundoff(dtype) * max(np.linalg.norm(expected / scale), 1.0)
+    assert gap <= allowed, f"relative difference {gap:.3g}, allowed {allowed:.3g}"

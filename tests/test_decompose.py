@@ -1,0 +1,148 @@
+"""decompose and the rearranged SVD: optimal, measured, and clear about what cannot be had."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close
+
+import lsrdecomp as lsr
+from lsrdecomp.errors import BudgetError, ConvergenceError
+from lsrdecomp.kronecker import rearrange
+from lsrdecomp.solution import Status
+from lsrdecomp.solvers.svd import SVD, tail_norms
+from lsrdecomp.testing import kronecker_shapes, matrices, separated_matrices
+
+TWO = kronecker_shapes(order=2)
+
+
+@given(TWO, st.data())
+def test_truncation_error_is_the_tail_of_the_spectrum(shape, data):
+    matrix = data.draw(matrices(shape.matrix_shape))
+    sigma = np.linalg.svd(rearrange(matrix, shape) / np.abs(matrix).max(), compute_uv=False) * np.abs(matrix).max()
+    for rank in {1, shape.max_separation_rank // 2 + 1, shape.max_separation_rank}:
+        result = lsr.decompose(matrix, shape, rank=rank, solver=SVD())
+        tail = np.linalg.norm(sigma[rank:] / sigma[0]) * sigma[0] / (np.linalg.norm(matrix / sigma[0]) * sigma[0])
+        assert result.relative_error == pytest.approx(tail, rel=1e-12, abs=1e-14)
+        assert result.condition == pytest.approx(1.0, abs=1e-12)
+
+
+@given(separated_matrices(shape=lsr.KroneckerShape(((4, 3), (2, 5))), max_rank=3))
+def test_rearrangement_turns_separation_rank_into_rank(case):
+    singular = np.linalg.svd(rearrange(case.to_matrix(), case.kronecker_shape), compute_uv=False)
+    assert np.all(singular[case.separation_rank :] <= 1e-13 * np.sum(case.weights))
+
+
+@given(TWO, st.data(), st.floats(1e-12, 2.0))
+def test_the_fewest_terms_that_meet_a_tolerance_are_taken(shape, data, rtol):
+    matrix = data.draw(matrices(shape.matrix_shape))
+    result = lsr.decompose(matrix, shape, rtol=rtol, solver=SVD())
+    assert result.status is Status.converged
+    assert result.relative_error <= rtol * (1 + 1e-12)
+    if result.separation_rank > 1:
+        fewer = lsr.decompose(matrix, shape, rank=result.separation_rank - 1, solver=SVD())
+        assert fewer.relative_error > rtol * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(("storage", "floor"), [("float16", 2e-3), ("bfloat16", 1e-2), ("float32", 1e-6)])
+def test_a_tolerance_holds_for_what_is_stored(rng, storage, floor):
+    matrix = rng.standard_normal((24, 24)) * np.exp(-0.5 * np.arange(24))
+    result = lsr.decompose(matrix, rtol=floor, storage=storage)
+    assert result.status is Status.converged
+    assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= floor * np.linalg.norm(matrix)
+    for factor in result.approximation.folded():  # what is stored survives the cast unchanged
+        again = lsr.SeparatedMatrix.from_factors((factor, np.ones((factor.shape[0], 1, 1))))
+        assert np.all(np.isfinite(again.weights))
+
+
+def test_storage_too_coarse_for_the_tolerance_is_said(rng):
+    result = lsr.decompose(rng.standard_normal((12, 12)), rtol=1e-5, storage="bfloat16")
+    assert result.status is Status.precision_exhausted
+    assert result.relative_error > 1e-5
+    with pytest.raises(ConvergenceError, match="Rounding to the storage type") as caught:
+        lsr.decompose(rng.standard_normal((12, 12)), rtol=1e-5, storage="bfloat16", throw=True)
+    assert caught.value.record.storage == "bfloat16"
+
+
+def test_too_few_terms_for_the_tolerance_is_said(rng):
+    result = lsr.decompose(rng.standard_normal((12, 12)), rank=2, rtol=1e-3)
+    assert (result.status, result.separation_rank) == (Status.rank_exhausted, 2)
+
+
+def test_appendix_b_is_wrong_about_rank_one_matrices(rng):
+    """A rank-one matrix can need as many terms as its rearrangement has rows (ERRATUM, docs/notation)."""
+    u, v = rng.standard_normal(16), rng.standard_normal(16)
+    shape = lsr.KroneckerShape(((4, 4), (4, 4)))
+    curve = lsr.error_curve(np.outer(u, v), shape)
+    assert curve.rank_for(1e-12) == 16 == shape.max_separation_rank
+
+
+def test_every_library_finds_the_same(xp, rng):
+    matrix = rng.standard_normal((12, 20))
+    shape = lsr.KroneckerShape(((3, 4), (4, 5)))
+    ours = lsr.decompose(xp.asarray(matrix), shape, rank=4)
+    theirs = lsr.decompose(matrix, shape, rank=4)
+    close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=64)
+    assert type(ours.approximation.weights) is type(xp.asarray([1.0]))
+    assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (1, 6), (6, 1), (1, 1), (2, 13)])
+def test_primes_and_single_rows_work(shape, rng):
+    matrix = rng.standard_normal(shape)
+    result = lsr.decompose(matrix, rtol=1e-13)
+    close(result.approximation.to_matrix(), matrix, size=64)
+
+
+def test_zero_matrix_needs_no_terms():
+    result = lsr.decompose(np.zeros((6, 6)), rtol=1e-3)
+    assert (result.separation_rank, result.relative_error, result.status) == (0, 0.0, Status.converged)
+
+
+def test_rank_above_dimension_is_clipped(rng):
+    assert lsr.decompose(rng.standard_normal((4, 4)), rank=99).separation_rank == 4
+
+
+def test_low_rank_pairs_are_decomposed_without_being_formed(rng):
+    left, right = rng.standard_normal((30, 3)), rng.standard_normal((3, 40))
+    shape = lsr.KroneckerShape(((5, 8), (6, 5)))
+    ours, theirs = (lsr.decompose(t, shape, rank=5) for t in (lsr.LowRank(left, right), left @ right))
+    assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("goal", "error", "words"),
+    [
+        ({}, BudgetError, "say what is wanted"),
+        ({"rtol": 0.1, "atol": 0.1}, BudgetError, "not both"),
+        ({"rtol": -1.0}, BudgetError, "not negative"),
+        ({"rtol": float("nan")}, BudgetError, "finite"),
+        ({"rank": 0}, lsr.ShapeError, "positive"),
+        ({"rank": 1.5}, lsr.ShapeError, "positive"),
+        ({"rank": 1, "shape": lsr.KroneckerShape(((5, 1), (2, 4)))}, lsr.ShapeError, "5 x 2 = 10 rows"),
+    ],
+)
+def test_contradictory_goals_are_refused(goal, error, words):
+    with pytest.raises(error, match=words):
+        lsr.decompose(np.ones((4, 4)), **goal)
+
+
+@given(st.lists(st.floats(0, 1e300), min_size=1, max_size=8))
+def test_tail_norms_descend_without_overflow(values):
+    sigma = np.sort(np.array(values))[::-1]
+    tails = tail_norms(sigma)
+    assert len(tails) == len(values) + 1
+    assert tails[-1] == 0.0
+    assert all(np.isfinite(tails))
+    assert tails == sorted(tails, reverse=True)
+
+
+def test_curve_is_monotone_and_reads_off_ranks(rng):
+    matrix = rng.standard_normal((16, 16))
+    curve = lsr.error_curve(matrix)
+    assert curve.relative_errors[0] == pytest.approx(1.0)
+    assert list(curve.relative_errors) == sorted(curve.relative_errors, reverse=True)
+    assert curve.rank_for(0.5) == lsr.decompose(matrix, rtol=0.5).separation_rank
+    assert curve.parameters_for(0.5) == curve.rank_for(0.5) * 32
+    with pytest.raises(BudgetError, match="the smallest error on the curve is 0.5, not 0.1"):
+        lsr.ErrorCurve("x", (0, 1), (0, 4), (1.0, 0.5), 1.0).rank_for(0.1)

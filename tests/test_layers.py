@@ -1,0 +1,122 @@
+"""The house: imports only go down, the core starts without torch, the public names are these."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lsrdecomp
+
+PACKAGE = Path(lsrdecomp.__file__).parent
+
+STOREYS = (
+    ("errors",),
+    ("arrays", "shape"),
+    ("precision",),
+    ("kronecker",),
+    ("separated",),
+    ("product", "weights"),
+    ("targets",),
+    ("operator_targets", "algebra", "interchange", "testing"),
+    ("solution",),
+    ("solvers", "checkpoints"),
+    ("storage", "search"),
+    ("decompose",),
+    ("analysis",),
+    ("compression", "plots", "adapters"),
+    ("training", "fleet"),
+    ("cli",),
+)
+"""From the ground up; a room imports only from storeys below its own (its own files may import each other)."""
+
+HEIGHT = {room: height for height, rooms in enumerate(STOREYS) for room in rooms}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, wherever in the file it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("lsrdecomp.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lsrdecomp"):
+            found |= {node.module} if "." in node.module else {f"lsrdecomp.{alias.name}" for alias in node.names}
+    return found
+
+
+def files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_go_down(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for module in imports(path):
+        other = room_of(module)
+        if other != room:
+            assert HEIGHT[other] < HEIGHT[room], f"{room} (storey {HEIGHT[room]}) imports {module} above or beside it"
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [("solvers", "decompose"), ("plots", "solvers"), ("adapters", "solvers"), ("adapters", "decompose")],
+)
+def test_walls_with_a_reason(room, forbidden):
+    for path in files():
+        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") == room:
+            assert all(room_of(module) != forbidden for module in imports(path)), path
+
+
+def test_kernels_never_import_peft():
+    for path in (PACKAGE / "adapters" / "kernels").glob("*.py"):
+        assert "peft" not in path.read_text(), path
+
+
+def test_only_adapters_and_training_import_torch_at_the_top():
+    for path in files():
+        if path.relative_to(PACKAGE).parts[0] in ("adapters", "training"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"torch", "peft", "transformers"}, path
+
+
+HEAVY = ("torch", "peft", "transformers", "matplotlib", "ray", "sklearn", "pandas", "tensorly", "hypothesis")
+
+
+@pytest.mark.parametrize("statement", ["import lsrdecomp", "import lsrdecomp.cli.main"])
+def test_cold_import_loads_nothing_heavy(statement):
+    code = f"{statement}, sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
+
+
+def test_public_names():
+    public = {name for name in vars(lsrdecomp) if not name.startswith("_")}
+    rooms = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert public - rooms | (public & {"decompose"}) == PUBLIC
+
+
+PUBLIC = {
+    "CheckpointError",
+    "Decomposition",
+    "ErrorBudget",
+    "ErrorCurve",
+    "KroneckerShape",
+    "LowRank",
+    "LsrError",
+    "PrecisionError",
+    "ProductShape",
+    "SeparatedMatrix",
+    "SeparatedProduct",
+    "ShapeError",
+    "decompose",
+    "error_curve",
+    "unit_roundoff",
+}

@@ -1,0 +1,58 @@
+"""Unit roundoffs, rounding and the rule γ·μ·‖M‖ ≤ ε."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsrdecomp import ErrorBudget, PrecisionError, unit_roundoff
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.precision import PRECISIONS, precision, round_to
+
+STORED = [name for name in PRECISIONS if name != "tf32"]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_unit_roundoff_is_where_one_plus_u_rounds_to_even(name):
+    u, kind = unit_roundoff(name), np.dtype(getattr(ml_dtypes, name, name))
+    one = np.ones((), kind)
+    assert np.asarray(1.0 + u).astype(kind) == one  # a tie, to even
+    assert np.asarray(1.0 + u * (1 + 2.0**-20) if name != "float64" else 1.0 + 2 * u).astype(kind) > one
+
+
+@given(st.floats(1e-3, 100.0), st.sampled_from(STORED))
+def test_rounding_a_normal_number_is_within_the_unit_roundoff(x, name):
+    rounded = round_to(np.array([x, -x]), name)
+    assert rounded.dtype == np.float64
+    assert abs(rounded[0] - x) <= unit_roundoff(name) * x + precision(name).smallest_normal * unit_roundoff(name)
+    assert rounded[1] == -rounded[0]
+
+
+def test_libraries_and_dtypes_agree(xp):
+    values = np.array([1.0, 1 / 3, 65000.0, 1e-7])
+    for name in ("float64", "float32", "float16", "bfloat16"):
+        assert np.array_equal(np.asarray(round_to(xp.asarray(values), name)), round_to(values, name))
+    assert unit_roundoff(xp.float32) == unit_roundoff(np.float32) == 2.0**-24
+
+
+def test_overflow_and_unknown_types_are_refused_with_numbers():
+    with pytest.raises(PrecisionError, match="float16: the entry 1e\\+06 lies above the largest number 65504"):
+        round_to(np.array([1e6]), "float16")
+    with pytest.raises(PrecisionError, match="int8: no unit roundoff"):
+        unit_roundoff("int8")
+    with pytest.raises(PrecisionError, match="tf32"):
+        round_to(np.ones(1), "tf32")
+
+
+def test_the_rule_couples_condition_precision_and_tolerance():
+    budget = ErrorBudget(rtol=1e-2, compute="float32", storage="float16")
+    assert budget.unit_roundoff == 2.0**-11
+    assert budget.allowed(10.0) == pytest.approx(0.1)
+    assert budget.largest_condition(10.0) == pytest.approx(1e-2 * 2**11)
+    assert budget.admits(10.0, 20.0)
+    assert not budget.admits(10.0, 21.0)
+    assert ErrorBudget(atol=0.5).allowed(10.0) == 0.5
+    for wrong in ({}, {"rtol": 1.0, "atol": 1.0}, {"rtol": -1.0}, {"atol": float("inf")}):
+        with pytest.raises(BudgetError):
+            ErrorBudget(**wrong)
