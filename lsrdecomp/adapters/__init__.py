@@ -1,0 +1,10 @@
+"""LSR adapters inside PEFT. Importing this package makes PEFT know ``peft_type: LSR``."""
+
+from lsrdecomp.adapters.config import LsrConfig
+from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.adapters.model import LsrModel
+from lsrdecomp.adapters.register import register
+
+register("lsr", LsrConfig, LsrModel)
+
+__all__ = ["LsrConfig", "LsrLayer", "LsrModel"]

@@ -1,0 +1,182 @@
+"""Settings of an LSR adapter as PEFT stores them in adapter_config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft.config import PeftConfig
+from peft.utils.peft_types import PeftType
+
+from lsrdecomp.adapters.register import add_member
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.shape import ProductShape, balanced_split
+
+STARTS = (True, False, "paper")
+SIDES = ("out", "inner", "into")
+
+
+@dataclass
+class TargetConfig(PeftConfig):
+    """Which modules an adapter goes to, with PEFT's names and meanings.
+
+    Parameters
+    ----------
+    target_modules : list of str or str, optional
+        Module names (an ending suffices) or one regular expression; ``"all-linear"`` for every linear layer but the
+        output layer; the architecture's usual layers if absent.
+    exclude_modules : list of str or str, optional
+        Modules to leave out although ``target_modules`` matches them.
+    layers_to_transform : int or list of int, optional
+        Only these layer indices.
+    layers_pattern : str or list of str, optional
+        Name of the list of layers, if it is not a common one.
+    modules_to_save : list of str, optional
+        Modules that are trained in full and saved with the adapter.
+    bias : {"none", "all", "<kind>_only"}
+        Which biases of the base model are trained and saved.
+    """
+
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = None
+    bias: str = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)  # type: ignore[assignment]
+        if isinstance(self.exclude_modules, list):
+            self.exclude_modules = set(self.exclude_modules)  # type: ignore[assignment]
+        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
+            for name in ("layers_to_transform", "layers_pattern"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"`{name}` cannot be used when `target_modules` is a str.")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("When `layers_pattern` is specified, `layers_to_transform` must also be specified.")
+
+
+@dataclass
+class LsrConfig(TargetConfig):
+    """Settings of an LSR adapter: ΔW = scaling · (Σ_k B1_k ⊗ B2_k ⊗ …)(Σ_k A1_k ⊗ A2_k ⊗ …).
+
+    Parameters
+    ----------
+    r : int, optional
+        Inner rank, the rank of ΔW. Taken from ``inner_shape`` if absent, else 16.
+    inner_shape : list of int, optional
+        Kronecker split of the inner rank, one size per factor. The most even split of ``r`` if absent.
+    order : int, optional
+        Number of Kronecker factors. Taken from ``inner_shape`` if absent, else 2.
+    separation_rank : int or [int, int]
+        Number of terms, of both sides or as ``[out side, in side]``.
+    lsr_alpha : float
+        ΔW is scaled by ``lsr_alpha / r``.
+    use_rslora : bool
+        Scale by ``lsr_alpha / sqrt(r)`` instead (Kalajdzievski, 2023).
+    lsr_dropout : float
+        Dropout on the input of the adapter while training.
+    init_weights : {True, False, "paper"}
+        True: ΔW = 0, one factor zero and the others random. False: every factor random. "paper": as the authors of
+        LSR-Adapt start, 0.01 times a standard normal everywhere.
+    rank_pattern, alpha_pattern, separation_rank_pattern : dict
+        Module name or regular expression to ``r``, ``lsr_alpha``, ``separation_rank`` of those layers.
+    shape_pattern : dict
+        Module name or regular expression to ``{"out": [m1, ...], "inner": [r1, ...], "into": [n1, ...]}``.
+
+    Raises
+    ------
+    ShapeError
+        If sizes contradict one another.
+
+    References
+    ----------
+    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
+       adaptation, 2025.
+    """
+
+    r: int | None = field(default=None)
+    inner_shape: list[int] | None = None
+    order: int | None = None
+    separation_rank: int | list[int] = 8
+    lsr_alpha: float = 16
+    use_rslora: bool = False
+    lsr_dropout: float = 0.0
+    init_weights: bool | str = True
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    separation_rank_pattern: dict[str, Any] = field(default_factory=dict)
+    shape_pattern: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = add_member(PeftType, "LSR")
+        if self.bias not in ("none", "all", "lsr_only"):
+            raise ValueError(f"bias must be 'none', 'all' or 'lsr_only', got {self.bias!r}")
+        if not any(self.init_weights is start or self.init_weights == start for start in STARTS):
+            raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
+        if not 0.0 <= self.lsr_dropout < 1.0:
+            raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
+        self._settle_inner_shape()
+        separation_ranks("separation_rank", self.separation_rank)
+        for name, rank in self.rank_pattern.items():
+            positive(f"rank_pattern[{name!r}]", rank)
+        for name, pair in self.separation_rank_pattern.items():
+            separation_ranks(f"separation_rank_pattern[{name!r}]", pair)
+        for name, sizes in self.shape_pattern.items():
+            product_shape(f"shape_pattern[{name!r}]", sizes)
+
+    def _settle_inner_shape(self) -> None:
+        if self.order is None:
+            self.order = len(self.inner_shape) if self.inner_shape is not None else 2
+        positive("order", self.order)
+        if self.inner_shape is None:
+            self.r = 16 if self.r is None else positive("r", self.r)
+            return
+        self.inner_shape = [positive("inner_shape", size) for size in self.inner_shape]
+        if len(self.inner_shape) != self.order:
+            raise ShapeError(
+                f"inner_shape {self.inner_shape} has {len(self.inner_shape)} sizes, but order is {self.order}"
+            )
+        product = math.prod(self.inner_shape)
+        if self.r is None:
+            self.r = product
+        if product != positive("r", self.r):
+            sizes = " x ".join(map(str, self.inner_shape))
+            raise ShapeError(f"inner_shape {sizes} = {product}, but r is {self.r}; leave one of the two out")
+
+    def inner_split(self, r: int) -> tuple[int, ...]:
+        """Kronecker split of an inner rank: ``inner_shape`` where it has this product, else the most even one."""
+        if self.inner_shape is not None and math.prod(self.inner_shape) == r:
+            return tuple(self.inner_shape)
+        return balanced_split(r, self.order or 2)
+
+
+def positive(name: str, value: Any) -> int:
+    """``value`` as a positive integer, or a `ShapeError` naming the setting."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ShapeError(f"{name} should be a positive integer value but the value passed is {value!r}")
+    return value
+
+
+def separation_ranks(name: str, value: Any) -> tuple[int, int]:
+    """Terms of the out side and of the in side, from one number or two."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != 2:
+            raise ShapeError(f"{name} should be one number or [out side, in side], got {list(value)!r}")
+        return positive(name, value[0]), positive(name, value[1])
+    return positive(name, value), positive(name, value)
+
+
+def product_shape(name: str, sizes: Any) -> ProductShape:
+    """A `ProductShape` from one value of ``shape_pattern``."""
+    if not isinstance(sizes, dict) or set(sizes) != set(SIDES):
+        raise ShapeError(f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {sizes!r}')
+    try:
+        return ProductShape(**{side: tuple(sizes[side]) for side in SIDES})
+    except (TypeError, ShapeError) as error:
+        raise ShapeError(f"{name}: {error}") from error

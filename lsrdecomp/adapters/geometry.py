@@ -1,0 +1,136 @@
+"""How a matrix ΔW, or a pair B̂Â, acts in each kind of layer, and where it lies in the layer's weight."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import _get_in_out_features
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lsrdecomp.adapters.errors import UnsupportedLayerError
+
+CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGeometry:
+    """``y = x Wᵀ``; the stored weight is W, or Wᵀ in a transformers ``Conv1D``."""
+
+    matrix_shape: tuple[int, int]
+    transposed: bool = False
+
+    def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return F.linear(F.linear(x, right), left)
+
+    def matrix_output(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return F.linear(x, matrix)
+
+    def to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.T if self.transposed else matrix
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T if self.transposed else weight
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingGeometry:
+    """Rows of the stored weight are looked up: the out side is the embedding dimension, the in side the vocabulary."""
+
+    matrix_shape: tuple[int, int]
+    padding_idx: int | None
+
+    def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        return F.linear(F.embedding(x, right.T, padding_idx=self.padding_idx), left)
+
+    def matrix_output(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return F.embedding(x, matrix.T, padding_idx=self.padding_idx)
+
+    def to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.T
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.T
+
+
+@dataclass(frozen=True, slots=True)
+class ConvGeometry:
+    """A convolution in one to three dimensions; the in side is channels of one group times the kernel's window."""
+
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    dilation: tuple[int, ...]
+    groups: int
+    pad: tuple[int, ...] | None  # of a padding mode other than zeros
+    padding_mode: str
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        return self.weight_shape[0], math.prod(self.weight_shape[1:])
+
+    def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        # Every group sees the same Â on its own channels, and its own rows of B̂.
+        window = right.reshape(-1, *self.weight_shape[1:])
+        inner = self._convolve(x, window.repeat(self.groups, *[1] * (window.ndim - 1)))
+        point = left.reshape(*left.shape, *[1] * (window.ndim - 2))
+        return CONVOLUTIONS[window.ndim - 2](inner, point, groups=self.groups)  # type: ignore[no-any-return]
+
+    def matrix_output(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return self._convolve(x, self.to_weight(matrix))
+
+    def to_weight(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.weight_shape)
+
+    def to_matrix(self, weight: Tensor) -> Tensor:
+        return weight.reshape(self.matrix_shape)
+
+    def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
+        padding = self.padding
+        if self.pad is not None:
+            x, padding = F.pad(x, self.pad, mode=self.padding_mode), 0
+        convolve = CONVOLUTIONS[weight.ndim - 2]
+        return convolve(  # type: ignore[no-any-return]
+            x, weight, stride=self.stride, padding=padding, dilation=self.dilation, groups=self.groups
+        )
+
+
+Geometry = LinearGeometry | EmbeddingGeometry | ConvGeometry
+
+
+def geometry_of(layer: nn.Module, quantized: bool = False) -> Geometry:
+    """The geometry of a layer of the base model.
+
+    Raises
+    ------
+    UnsupportedLayerError
+        For any other kind of module.
+    """
+    if isinstance(layer, Conv1D):
+        rows, columns = layer.weight.shape
+        return LinearGeometry((columns, rows), transposed=True)
+    if isinstance(layer, nn.Linear) or quantized:
+        into, out = _get_in_out_features(layer)
+        if into is not None and out is not None:
+            return LinearGeometry((out, into))
+    if isinstance(layer, nn.Embedding):
+        return EmbeddingGeometry((layer.embedding_dim, layer.num_embeddings), layer.padding_idx)
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        zeros = layer.padding_mode == "zeros"
+        return ConvGeometry(
+            weight_shape=tuple(layer.weight.shape),
+            stride=layer.stride,
+            padding=layer.padding,
+            dilation=layer.dilation,
+            groups=layer.groups,
+            pad=None if zeros else tuple(layer._reversed_padding_repeated_twice),
+            padding_mode="constant" if zeros else layer.padding_mode,
+        )
+    raise UnsupportedLayerError(
+        f"Target module {layer} is not supported. Currently, only the following modules are supported: "
+        "`torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, "
+        "`transformers.pytorch_utils.Conv1D`, and quantized linear layers that PEFT knows."
+    )

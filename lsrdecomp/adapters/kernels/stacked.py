@@ -1,0 +1,89 @@
+"""Sums of Kronecker products held as stacked factors: form the matrix, or apply it without forming it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+
+from torch import Tensor
+
+from lsrdecomp.errors import ShapeError
+
+
+def expand(factors: Sequence[Tensor]) -> Tensor:
+    """Form ``Σ_k F1[k] ⊗ F2[k] ⊗ … ⊗ Fd[k]``.
+
+    Rearranged, the sum is one matrix product (Van Loan and Pitsianis): the first half of the factors against the
+    second half, contracted over the terms. Differentiable in every factor.
+
+    Parameters
+    ----------
+    factors : sequence of Tensor
+        Factor ``i`` of shape (s, m_i, n_i); the first is the outermost, as in ``numpy.kron``.
+
+    Returns
+    -------
+    Tensor
+        Shape (m_1···m_d, n_1···n_d), dtype of the factors. About 2 s m n operations, where m × n is that shape.
+
+    Raises
+    ------
+    ShapeError
+        If a factor has not three dimensions, or the numbers of terms differ.
+    """
+    terms = _terms(factors)
+    flat = [factor.reshape(terms, -1) for factor in factors]
+    half = max(1, len(flat) // 2)
+    outer, inner = reduce(_khatri_rao, flat[:half]), flat[half:]
+    rearranged = outer.transpose(0, 1) @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
+    order = len(factors)
+    sizes = [size for factor in factors for size in factor.shape[1:]]
+    interleaved = rearranged.reshape(sizes)  # (m_1, n_1, m_2, n_2, ...)
+    separated = interleaved.permute(*range(0, 2 * order, 2), *range(1, 2 * order, 2))
+    return separated.reshape(math.prod(sizes[0::2]), math.prod(sizes[1::2]))
+
+
+def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Apply ``Σ_k F1[k] ⊗ … ⊗ Fd[k]`` to the last axis of ``x`` without forming the matrix.
+
+    Parameters
+    ----------
+    factors : sequence of Tensor
+        As for `expand`.
+    x : Tensor
+        Shape (..., n_1···n_d).
+
+    Returns
+    -------
+    Tensor
+        Shape (..., m_1···m_d). One small matrix product per factor and term.
+    """
+    terms = _terms(factors)
+    columns = [factor.shape[2] for factor in factors]
+    if x.shape[-1] != math.prod(columns):
+        sizes = " x ".join(map(str, columns))
+        raise ShapeError(f"{sizes} = {math.prod(columns)} columns, but the input has {x.shape[-1]} entries")
+    y = x.reshape(-1, 1, *columns).expand(-1, terms, *columns)  # (batch, s, n_1, ..., n_d)
+    for axis, factor in enumerate(factors, start=2):
+        last = y.movedim(axis, -1)
+        product = last.flatten(2, -2) if last.ndim > 3 else last.unsqueeze(2)
+        product = product @ factor.transpose(1, 2)  # (batch, s, rest, n_i) @ (s, n_i, m_i)
+        y = product.reshape(*last.shape[:-1], factor.shape[1]).movedim(-1, axis)
+    return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
+
+
+def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
+    return (left.unsqueeze(2) * right.unsqueeze(1)).flatten(1)  # (s, p), (s, q) -> (s, p q)
+
+
+def _terms(factors: Sequence[Tensor]) -> int:
+    if not factors:
+        raise ShapeError("a Kronecker product has at least one factor")
+    shapes = [tuple(factor.shape) for factor in factors]
+    if any(len(shape) != 3 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ShapeError(f"factors must have shapes (s, m_i, n_i) with one s, got {', '.join(map(str, shapes))}")
+    return shapes[0][0]
+
+
+__all__ = ["apply", "expand"]

@@ -1,0 +1,93 @@
+"""PEFT knows LSR once this package is imported, and only then."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from enum import Enum
+
+import pytest
+from adapters_support import write_lsr_directory
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils.peft_types import PeftType
+
+from lsrdecomp.adapters import LsrConfig, LsrModel
+from lsrdecomp.adapters.register import add_member, register
+from lsrdecomp.errors import LsrError
+
+OPEN = """
+import sys
+from peft import PeftConfig
+{imports}
+print(type(PeftConfig.from_pretrained(sys.argv[1])).__name__)
+"""
+
+
+def test_the_enum_member_is_a_real_one():
+    member = PeftType.LSR
+    assert isinstance(member, PeftType)
+    assert isinstance(member, str)
+    assert member is PeftType("LSR") is PeftType["LSR"]
+    assert (member.name, member.value, member == "LSR", f"{member.value}") == ("LSR", "LSR", True, "LSR")
+    assert member in PeftType
+    assert "LSR" in list(PeftType)
+    assert list(PeftType).count(member) == 1
+    assert len(PeftType) == len(PeftType.__members__)
+    assert pickle.loads(pickle.dumps(member)) is member
+    assert copy.deepcopy(member) is member
+    assert hash(member) == hash(PeftType("LSR"))
+    with pytest.raises(AttributeError):
+        PeftType.LSR = "other"
+
+
+def test_registering_twice_changes_nothing():
+    before = (dict(PEFT_TYPE_TO_CONFIG_MAPPING), list(PeftType))
+    assert register("lsr", LsrConfig, LsrModel) is PeftType.LSR
+    assert (dict(PEFT_TYPE_TO_CONFIG_MAPPING), list(PeftType)) == before
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LSR] is LsrModel
+    assert PEFT_TYPE_TO_PREFIX_MAPPING[PeftType.LSR] == LsrModel.prefix == "lsr_"
+
+
+def test_a_name_that_means_something_else_is_refused():
+    with pytest.raises(LsrError, match="LORA already belongs to peft"):
+        register("lora", LsrConfig, LsrModel)
+
+
+def test_a_member_is_added_to_any_string_enum():
+    class Colour(str, Enum):  # noqa: UP042 PEFT's own enum is declared so
+        RED = "RED"
+
+    blue = add_member(Colour, "BLUE")
+    assert Colour.BLUE is blue is Colour("BLUE") is add_member(Colour, "BLUE")
+    assert list(Colour) == ["RED", "BLUE"]
+    assert add_member(Colour, "RED") is Colour.RED
+
+
+@pytest.mark.parametrize(
+    ("imports", "answer"),
+    [("", "KeyError: <PeftType"), ("import lsrdecomp.adapters", "LsrConfig")],
+    ids=["bare", "ours"],
+)
+def test_a_fresh_process_needs_the_import(tmp_path, imports, answer):
+    write_lsr_directory(tmp_path, {"lin": ((2, 2), (1, 2), (2, 2))})
+    code = OPEN.format(imports=imports)
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    if imports:
+        assert run.stdout.strip() == answer, run.stderr
+    else:
+        assert run.returncode != 0
+        assert "KeyError: 'LSR'" in run.stderr
+
+
+def test_the_settings_survive_their_file(tmp_path):
+    config = LsrConfig(
+        r=6,
+        inner_shape=[3, 2],
+        separation_rank=[4, 2],
+        shape_pattern={"q": {side: [2, 3] for side in ("out", "inner", "into")}},
+    )
+    config.save_pretrained(tmp_path)
+    assert PeftConfig.from_pretrained(str(tmp_path)) == config
