@@ -1,0 +1,85 @@
+"""What lies at a path: its config, its weight file and the tensors' headers, before anyone says which format it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.checkpoints.files import read_json, regular_file_size
+from lsrdecomp.checkpoints.pickle_file import read_pickle
+from lsrdecomp.checkpoints.safetensors_file import read_header
+from lsrdecomp.checkpoints.tensors import StoredTensor
+from lsrdecomp.errors import CheckpointError
+
+CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's own order
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An adapter as found. ``config`` is None where there is no adapter_config.json."""
+
+    path: Path
+    weights: Path
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+    config: Mapping[str, Any] | None = None
+    listed: bool = False  # a pickled list without names: the tensors are called "0", "1", …
+
+    @property
+    def config_path(self) -> Path:
+        return self.weights.parent / CONFIG
+
+    def metadata_error(self, message: str) -> CheckpointError:
+        return CheckpointError(message, path=self.weights)
+
+    def config_error(self, message: str) -> CheckpointError:
+        return CheckpointError(message, path=self.config_path)
+
+
+def open_bundle(path: str | Path, name: str | None = None) -> Bundle:
+    """Find config and weights at a path and read the headers; `CheckpointError` if there is not exactly one adapter.
+
+    Parameters
+    ----------
+    path : str or Path
+        A directory with adapter_config.json, a directory with one weight file, or a weight file.
+    name : str, optional
+        Weight file or sub-directory to take where a directory has several.
+    """
+    path = Path(path)
+    place = path / name if name is not None else path
+    if not place.exists() and not place.is_symlink():
+        raise CheckpointError("no such file or directory", path=place)
+    if not place.is_dir():
+        with_config = place.name in PEFT_WEIGHTS and (place.parent / CONFIG).exists()
+        return _read(place, place, read_json(place.parent / CONFIG) if with_config else None)
+    if (place / CONFIG).exists() or (place / CONFIG).is_symlink():
+        config = read_json(place / CONFIG)
+        found = [place / file for file in PEFT_WEIGHTS if (place / file).exists() or (place / file).is_symlink()]
+        if not found:
+            raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=place)
+        return _read(place, found[0], config)
+    files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
+    inner = sorted(entry.name for entry in place.iterdir() if (entry / CONFIG).exists())
+    if inner and not files:
+        held = ", ".join(map(repr, inner[:8]))
+        raise CheckpointError(f"holds {len(inner)} adapters ({held}): say which by name=", path=place)
+    if len(files) != 1:
+        held = ", ".join(repr(file.name) for file in files[:8])
+        text = f"{len(files)} weight files ({held}): say which by name=" if files else f"no {CONFIG} and no weight file"
+        raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=place)
+    return _read(place, files[0], None)
+
+
+def _read(path: Path, weights: Path, config: Mapping[str, Any] | None) -> Bundle:
+    if weights.suffix == ".safetensors":
+        header = read_header(weights)
+        return Bundle(path, weights, header.tensors, header.metadata, config)
+    if regular_file_size(weights) == 0:
+        raise CheckpointError("the file is empty", path=weights)
+    tensors, listed = read_pickle(weights)
+    return Bundle(path, weights, tensors, {}, config, listed)

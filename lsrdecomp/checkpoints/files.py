@@ -1,0 +1,77 @@
+"""Looking at files before trusting them: kind, size, Git-LFS pointers, JSON of bounded size and depth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.errors import CheckpointError
+
+MAX_JSON = 16 * 2**20
+LFS = b"version https://git-lfs"
+
+
+def regular_file_size(path: Path) -> int:
+    """Bytes in a regular file (symbolic links are followed: the Hugging Face cache is made of them).
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such file, if it is a directory, a device or a pipe, or if it is a Git-LFS pointer.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError("not a regular file", path=path)
+        with path.open("rb") as file:
+            start = file.read(256)
+    except FileNotFoundError:
+        broken = " (a symbolic link that leads nowhere)" if path.is_symlink() else ""
+        raise CheckpointError(f"no such file{broken}", path=path) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
+    if start.startswith(LFS):
+        size = next((line[5:].decode("ascii", "replace") for line in start.split(b"\n") if line[:5] == b"size "), "?")
+        meant = "a config" if path.suffix == ".json" else "weights"
+        text = f"this is a Git-LFS pointer, not {meant} ({size} bytes are elsewhere): run git lfs pull"
+        raise CheckpointError(text, path=path)
+    return status.st_size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of at most 16 MiB from a regular file."""
+    size = regular_file_size(path)
+    if size > MAX_JSON:
+        raise CheckpointError(f"{size} bytes of JSON; at most {MAX_JSON} are read", path=path)
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]:
+    """A JSON object; a key given twice, a wrong encoding or endless nesting is a `CheckpointError`."""
+    try:
+        value = json.loads(text.decode("utf-8-sig" if what == "file" else "utf-8"), object_pairs_hook=_once)
+    except RecursionError:
+        raise CheckpointError(f"the {what}'s JSON is nested too deeply", path=path) from None
+    except ValueError as error:
+        raise CheckpointError(f"the {what} is not JSON: {str(error)[:200]}", path=path) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"the {what}'s JSON is a {type(value).__name__}, expected an object", path=path)
+    return value
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for name, member in pairs:
+        if name in value:
+            raise ValueError(f"{name[:200]!r} is given twice")
+        value[name] = member
+    return value

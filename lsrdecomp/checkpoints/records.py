@@ -1,0 +1,209 @@
+"""Records of a checkpoint: layers that read themselves, and what is carried along untouched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.shape import ProductShape
+
+KINDS = ("linear", "conv1d", "embedding", "conv")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayer:
+    """A low-rank update of one module: ``ΔW = scale · B @ A``, out × in, whatever the storage.
+
+    Attributes
+    ----------
+    name : str
+        Module path in the base model, such as ``"encoder.layer.0.attention.self.query"``.
+    kind : str
+        ``"linear"``, ``"conv1d"`` (the base stores its weight in × out), ``"embedding"`` (its weight is ΔWᵀ) or
+        ``"conv"`` (``in_features`` is channels times kernel).
+    scale : float
+        What the format multiplies by: alpha / r, alpha / √r, or 1.
+    dtype : str
+        As stored.
+    up, down : StoredTensor
+        B and A in the file.
+    kernel : tuple of int
+        Kernel of a convolution, else empty.
+    """
+
+    name: str
+    kind: str
+    out_features: int
+    in_features: int
+    rank: int
+    scale: float
+    dtype: str
+    up: StoredTensor = field(repr=False)
+    down: StoredTensor = field(repr=False)
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
+    def parameters(self) -> int:
+        return self.rank * (self.out_features + self.in_features)
+
+    def load(self) -> tuple[Array, Array]:
+        """B, shape (m, r), and A, shape (r, n), in at least float32; `CheckpointError` if a number is not finite."""
+        up = self.up.load().reshape(self.out_features, self.rank)
+        return up, self.down.load().reshape(self.rank, self.in_features)
+
+
+@dataclass(frozen=True, slots=True)
+class LsrLayer:
+    """A product of two separated matrices: ``ΔW = scale · (Σ_k ⊗_i B_i[k]) (Σ_k ⊗_i A_i[k])``.
+
+    Attributes
+    ----------
+    shape : ProductShape
+        How the out side, the inner rank and the in side are split.
+    left_rank, right_rank : int
+        Terms on the out side (B) and on the in side (A).
+    """
+
+    name: str
+    kind: str
+    shape: ProductShape
+    left_rank: int
+    right_rank: int
+    scale: float
+    dtype: str
+    left: tuple[StoredTensor, ...] = field(repr=False)
+    right: tuple[StoredTensor, ...] = field(repr=False)
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def out_features(self) -> int:
+        return self.shape.matrix_shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.shape.matrix_shape[1]
+
+    @property
+    def rank(self) -> int:
+        return self.shape.inner_rank
+
+    @property
+    def parameters(self) -> int:
+        return self.shape.parameters(self.left_rank, self.right_rank)
+
+    def load(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Factors of B, each (s, m_i, r_i), and of A, each (t, r_i, n_i), in at least float32."""
+        return tuple(tensor.load() for tensor in self.left), tuple(tensor.load() for tensor in self.right)
+
+
+Layer = LoraLayer | LsrLayer
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An adapter that was opened: headers are read, numbers are not.
+
+    Attributes
+    ----------
+    path : Path
+        As given: a directory or a file.
+    format : str
+        ``"peft-lora"``, ``"lsr"``, …
+    config : Mapping
+        The raw adapter_config.json, or what stands for it.
+    layers : tuple of LoraLayer or LsrLayer
+        In the order of their names, numbers compared as numbers.
+    extras : Mapping of str to StoredTensor
+        Everything else in the file (heads, saved modules, biases), by the key PEFT would give it.
+    weights : Path
+        The weight file.
+    notes : tuple of str
+        What a reader of the report should know.
+    """
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    layers: tuple[Any, ...]
+    extras: Mapping[str, StoredTensor]
+    weights: Path
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def source_sha256(self) -> str:
+        """SHA-256 of the weight file; read through once, when first asked for."""
+        return sha256(self.weights)
+
+    @property
+    def adapter_parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def extra_parameters(self) -> int:
+        return sum(tensor.parameters for tensor in self.extras.values())
+
+    def layer(self, name: str) -> Any:
+        """The layer of this module; `CheckpointError` if there is none."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise CheckpointError(f"no layer {name!r} among {len(self.layers)}", path=self.path)
+
+
+def low_rank_layer(name: str, up: StoredTensor, down: StoredTensor, scale: float, *, kind: str = "linear") -> LoraLayer:
+    """A `LoraLayer` from its two stored halves, checked against each other.
+
+    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and (r, channels, *kernel).
+    """
+    if len(up.shape) < 2 or len(up.shape) != len(down.shape):
+        raise up.error(f"shapes {up.shape} and {down.shape} of the two halves are not of one layer")
+    if 0 in up.shape or 0 in down.shape:
+        empty = up if 0 in up.shape else down
+        raise empty.error(f"shape {empty.shape} is empty: shards of a distributed run were not gathered before saving")
+    kernel = down.shape[2:]
+    if kernel:
+        kind = "conv"
+    if any(side != 1 for side in up.shape[2:]):
+        raise up.error(f"shape {up.shape}: the out side of a convolution should have a 1 x 1 kernel")
+    if up.shape[1] != down.shape[0]:
+        grouped = kernel and down.shape[0] % up.shape[1] == 0
+        reason = "; grouped convolutions are not read" if grouped else ""
+        raise up.error(
+            f"rank {up.shape[1]} in shape {up.shape}, but {down.shape[0]} in {down.shape} of {down.name}{reason}"
+        )
+    for half in (up, down):
+        if not half.dtype.startswith(("float", "bfloat")):
+            raise half.error(f"dtype {half.dtype}, expected floating-point numbers")
+    inputs = math.prod(down.shape[1:])
+    return LoraLayer(name, kind, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel))
+
+
+def rank_notes(layers: tuple[LoraLayer, ...]) -> tuple[str, ...]:
+    """One note if some layers have a rank above what their matrix can have."""
+    above = [layer for layer in layers if layer.rank > min(layer.shape)]
+    if not above:
+        return ()
+    first = above[0]
+    shape = f"{first.out_features} x {first.in_features}"
+    return (
+        f"{len(above)} of {len(layers)} layers have a rank above their size ({first.name}: rank {first.rank} on "
+        f"{shape}): compressing clips it to {min(first.shape)}",
+    )
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sort key that puts layer.2 before layer.10."""
+    parts = name.replace("_", ".").split(".")
+    return (*((0, int(p), "") if p.isdecimal() and p.isascii() else (1, 0, p) for p in parts), (2, 0, name))

@@ -1,0 +1,234 @@
+"""Writing whole or not at all: a temporary directory beside the output, fsync, one atomic rename."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.checkpoints.bundle import CONFIG
+from lsrdecomp.checkpoints.safetensors_file import NAMES, encode_header
+from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
+from lsrdecomp.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # no such locks outside POSIX: leftovers of killed runs then stay until removed by hand
+    fcntl = None  # type: ignore[assignment]
+
+WEIGHTS = "adapter_model.safetensors"
+IN_MEMORY = 64 * 2**20
+LEFTOVER_AGE = 60.0  # seconds
+
+
+@contextmanager
+def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> Iterator[Path]:
+    """A directory to fill that becomes ``out`` as a whole when the block ends, or vanishes if it fails.
+
+    A kill at any moment leaves the old state or the new one, and at most a hidden ``.<out>.*.partial`` beside it,
+    which the next run to the same place removes.
+
+    Raises
+    ------
+    CheckpointError
+        If ``out`` exists and ``force`` is not given, if with ``force`` it is something else than an adapter
+        directory, if it equals, holds or lies inside an input, or if the disk is full.
+    """
+    out = Path(out)
+    _check_output(out, inputs, force)
+    made = _make_parents(out.absolute().parent)
+    part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
+    lock = None
+    try:
+        _remove_leftovers(out.absolute())
+        part.mkdir()
+        lock = _lock(part)
+        yield part
+        for file in part.iterdir():
+            _fsync(file)
+        _fsync(part)
+        _put_in_place(part, out.absolute(), force)
+        _fsync(out.absolute().parent)
+        made = []
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CheckpointError(f"could not be written: {reason}; nothing was left behind", path=out) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # the failed output, or the one that was replaced
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if lock is not None:
+            os.close(lock)
+
+
+class TensorWriter:
+    """Gathers tensors one by one and writes a safetensors file; beyond 64 MiB they wait on disk, not in memory.
+
+    Parameters
+    ----------
+    directory : Path
+        Where the waiting bytes go: the place of the file to be.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._spool = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(directory))  # noqa: SIM115
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._spool.close()
+
+    def add(self, name: str, array: Array) -> None:
+        """Append one tensor with the bits it has."""
+        check_name(name, self.directory)
+        dtype = array.dtype.name
+        if dtype not in NAMES:
+            raise CheckpointError(f"dtype {dtype} is not one of {', '.join(NAMES)}", tensor=name)
+        if name in self.tensors:
+            raise CheckpointError("is written twice", tensor=name)
+        data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
+        self.tensors[name] = (dtype, array.shape)
+        self._places[name] = (self._spool.tell(), data.nbytes)
+        self._spool.write(data.data)
+
+    def write(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write the file in the order of the safetensors library: widest dtype first, then by name."""
+        order = sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
+        with path.open("wb") as file:
+            file.write(encode_header({name: self.tensors[name] for name in order}, metadata))
+            for name in order:
+                begin, left = self._places[name]
+                self._spool.seek(begin)
+                while left:
+                    piece = self._spool.read(min(left, 2**20))
+                    file.write(piece)
+                    left -= len(piece)
+
+
+def cast(array: Array, storage: str, name: str) -> Array:
+    """Round to the storage dtype; `CheckpointError` if a number is not finite there."""
+    with np.errstate(over="ignore"):
+        stored = np.asarray(array).astype(by_dtype(storage), copy=False)
+    if not np.isfinite(stored).all():
+        largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
+        text = f"its largest entry {largest:.3g} does not fit {storage}; store as bfloat16 or float32"
+        raise CheckpointError(text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name)
+    return stored
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A JSON object, sorted and indented as PEFT writes its configs."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
+    if out.is_symlink():
+        raise CheckpointError("the output is a symbolic link; name the directory itself", path=out)
+    target = out.resolve()
+    for given in inputs:
+        source = given.resolve()
+        if target == source or target in source.parents or (source in target.parents and source.is_dir()):
+            raise CheckpointError(f"the output is, holds or lies inside the input {given}; choose another", path=out)
+    if not out.exists():
+        return
+    if not force:
+        raise CheckpointError("already exists; choose another output, or force to replace it as a whole", path=out)
+    held = list(out.iterdir()) if out.is_dir() else None
+    if held is None or (held and not (out / CONFIG).is_file()) or any(entry.is_dir() for entry in held):
+        text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
+        raise CheckpointError(f"{text}; remove it yourself", path=out)
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    missing: list[Path] = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    missing.reverse()
+    try:
+        for parent in missing:
+            parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot be made: {error.strerror}", path=missing[-1]) from error
+    return missing
+
+
+def _put_in_place(part: Path, out: Path, force: bool) -> None:
+    if not force or not out.exists():
+        os.rename(part, out)
+    elif not _exchange(part, out):
+        old = part.with_suffix(".old")
+        os.rename(out, old)
+        try:
+            os.rename(part, out)
+        except BaseException:
+            os.rename(old, out)
+            raise
+        os.rename(old, part)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two directories in one step where the system can (Linux, macOS)."""
+    name, arguments = (
+        ("renamex_np", (os.fsencode(first), os.fsencode(second), 2))
+        if sys.platform == "darwin"
+        else ("renameat2", (-100, os.fsencode(first), -100, os.fsencode(second), 2))
+    )
+    try:
+        return bool(getattr(ctypes.CDLL(None), name)(*arguments) == 0)
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+def _lock(directory: Path) -> int | None:
+    if fcntl is None:
+        return None
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _remove_leftovers(out: Path) -> None:
+    """Clear what killed runs left: hidden directories of ours that nobody holds a lock on any more."""
+    for left in map(
+        Path, glob.glob(str(Path(glob.escape(str(out.parent))) / f".{glob.escape(out.name[:180])}.*.partial"))
+    ):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime < LEFTOVER_AGE:
+                continue
+            handle = _lock(left)
+            if handle is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(handle)
+
+
+def _fsync(path: Path) -> None:
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
