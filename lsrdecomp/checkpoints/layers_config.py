@@ -51,7 +51,6 @@ def carried_fields(
     fields["bias"] = "none" if not held or bias not in ("all", "lora_only", "lsr_only") else bias
     if fields["bias"] not in ("none", "all"):
         fields["bias"] = only
-    fields["fan_in_fan_out"] = bool(config.get("fan_in_fan_out", False))
     fields["inference_mode"] = True
     for field in ("base_model_name_or_path", "task_type", "modules_to_save"):
         fields.setdefault(field, None)

@@ -92,6 +92,9 @@ def write_lsr(
         ``out_dir``.
     """
     out = Path(out_dir)
+    if source.config.get("trainable_token_indices"):
+        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
+        raise UnsupportedError(text, path=source.path)
     given = {layer.name: layer for layer in source.layers}
     shapes: dict[str, tuple[ProductShape, int, int]] = {}
     with new_directory(out, inputs=(source.path,), force=force) as part, TensorWriter(part) as writer:
@@ -114,7 +117,7 @@ def write_lsr(
         kinds = {
             name: [given[name].kind, list(given[name].kernel)]
             for name in shapes
-            if name in given and given[name].kind not in ("linear", "conv1d")
+            if name in given and given[name].kind != "linear"
         }
         writer.write(part / WEIGHTS, metadata(source, provenance, kinds=kinds, storage=storage))
         config = {**_config(source, shapes), **(config_extra or {})}
@@ -124,7 +127,7 @@ def write_lsr(
 
 
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and kernel of the layers that are neither Linear nor Conv1D, from the header's record."""
+    """Kind and kernel of the layers that are not plain Linear, from the header's record."""
     record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
     kinds = provenance(record).get("kinds", {})
     try:
@@ -139,12 +142,14 @@ class _Expected:
     def __init__(self, config: Config) -> None:
         self.config = config
         raw, path = config.raw, config.path
-        self.order = config.integer("order", 2)
-        self.rank = config.integer("r", 8)
-        self.alpha = config.number("lsr_alpha", self.rank)
-        self.root = math.sqrt if config.flag("use_rslora") else float
+        # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
         self.inner = None if raw.get("inner_shape") is None else self.sizes(raw["inner_shape"], "inner_shape")
-        self.terms = self.separation(raw.get("separation_rank", 1), "separation_rank")
+        self.order = config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+        usual = math.prod(self.inner) if self.inner else 16
+        self.rank = config.integer("r") if raw.get("r") is not None else usual
+        self.alpha = config.number("lsr_alpha", 16)
+        self.root = math.sqrt if config.flag("use_rslora") else float
+        self.terms = self.separation(raw.get("separation_rank", 8), "separation_rank")
         self.ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", path)
         self.alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
         terms = {
@@ -173,8 +178,9 @@ class _Expected:
         shape = ProductShape(
             tuple(t.shape[1] for t in left), tuple(t.shape[2] for t in left), tuple(t.shape[2] for t in right)
         )
-        rank = self.ranks.get(name, self.rank)
-        promised = self.shapes.get(name, None) or self.default(shape.matrix_shape, rank)
+        given = self.shapes.get(name, None)
+        rank = self.ranks.get(name, self.rank if given is None else given.inner_rank)
+        promised = given or self.default(shape.matrix_shape, rank)
         if promised != shape or shape.inner_rank != rank:
             raise left[0].error(f"factors of shape {shape}, but the config says {promised} with r = {rank}")
         terms = self.all_terms.get(name, self.terms)

@@ -98,6 +98,7 @@ def write_lora(
             "lora_alpha": common,
             "rank_pattern": patterns(ranks, common),
             "alpha_pattern": patterns(ranks, common),
+            "fan_in_fan_out": any(name in known and known[name].kind == "conv1d" for name in ranks),
             "use_rslora": False,
             "use_dora": False,
             "lora_dropout": 0.0,
