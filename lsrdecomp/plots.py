@@ -61,9 +61,9 @@ def plot_error_curves(
 
 def save_figure(ax: Axes, path: Any) -> None:
     """Write the figure of ``ax`` as PNG or SVG, by the ending of ``path``, without a date inside."""
-    ax.figure.savefig(
-        path, dpi=150, bbox_inches="tight", metadata={"Date": None} if str(path).endswith("svg") else None
-    )
+    figure = ax.get_figure(root=True)
+    metadata = {"Date": None} if str(path).endswith("svg") else None
+    figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
 
 
 def _positive(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -76,3 +76,8 @@ def _new_axes() -> Axes:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(6.4, 4.2), layout="constrained").subplots()
+
+
+def available() -> None:
+    """Raise `ImportError` now rather than after a long computation, where matplotlib is not installed."""
+    import matplotlib  # noqa: F401

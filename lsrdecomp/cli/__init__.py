@@ -1,0 +1,1 @@
+"""The command line: words and tables at the edge of the library."""

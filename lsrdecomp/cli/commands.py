@@ -1,0 +1,269 @@
+"""The verbs: read arguments, call the library, show what it returned."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
+from lsrdecomp.cli import tables
+from lsrdecomp.compression.curves import adapter_curves
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.run import (
+    Compression,
+    export_lora,
+    layer_pair,
+    layer_product,
+)
+from lsrdecomp.compression.run import (
+    compress as compress_checkpoint,
+)
+from lsrdecomp.compression.verify import verify as verify_checkpoints
+from lsrdecomp.errors import LsrError, UnsupportedError
+from lsrdecomp.solvers.svd import tail_norms
+from lsrdecomp.targets import LowRank
+
+Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")]
+Out = Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output directory as a whole.")]
+Storage = Annotated[str, typer.Option("--storage", help="float32, float16 or bfloat16 for the written factors.")]
+
+
+def inspect(adapter: Adapter, json: JsonFile = None) -> None:
+    """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
+    checkpoint = open_checkpoint(adapter)
+    with tables.progress(len(checkpoint.layers), "reading") as advance:
+        ranks = []
+        for layer in checkpoint.layers:
+            ranks.append(_norm_and_rank(checkpoint, layer))
+            advance(layer)
+    _show(json, tables.checkpoint_table(checkpoint, ranks), _describe(checkpoint))
+    if json is not None:
+        tables.write_json(_inspection(checkpoint, ranks), json)
+
+
+def compress(
+    adapter: Adapter,
+    out: Out,
+    rtol: Annotated[
+        float | None, typer.Option(help="Largest relative Frobenius error of every layer, as written.")
+    ] = None,
+    separation_rank: Annotated[int | None, typer.Option(help="Terms of each side, instead of --rtol.")] = None,
+    inner_shape: Annotated[
+        str | None, typer.Option(help="Split of the inner rank, such as 4x2; chosen if absent.")
+    ] = None,
+    storage: Storage = "float32",
+    json: JsonFile = None,
+    force: Force = False,
+) -> None:
+    """Turn a LoRA adapter into an LSR adapter that PEFT opens.
+
+    Exit code 1, and nothing written, if --rtol cannot be met in this storage.
+    """
+    plan = CompressionPlan(rtol=rtol, separation_rank=separation_rank, inner_shape=_sizes(inner_shape), storage=storage)
+    checkpoint = open_checkpoint(adapter)
+    result = _compressed(checkpoint, plan)
+    _show(json, tables.layers_table(result.layers, result.totals))
+    if not result.met:
+        total = result.totals
+        _say(
+            f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: {total.worst_layer} "
+            f"reaches {total.worst_error:.3g}. Nothing was written; allow a larger --rtol or a finer --storage."
+        )
+    else:
+        result.save(out, force=force)
+        _show(json, *_summary(result, out))
+    if json is not None:
+        tables.write_json(result.to_json(), json)
+    if not result.met:
+        raise typer.Exit(1)
+
+
+def curve(
+    adapter: Adapter,
+    out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Show how the error of a whole adapter falls with parameters, for each structure."""
+    _check_picture(out)
+    checkpoint = open_checkpoint(adapter)
+    with tables.progress(len(checkpoint.layers), "curves") as advance:
+        curves = adapter_curves(checkpoint, on_layer=advance)
+    _show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
+    if out is not None:
+        _draw(checkpoint, curves, out)
+        _show(json, f"Wrote {out}.")
+    if json is not None:
+        facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
+        tables.write_json({**facts, "curves": [one.to_json() for one in curves]}, json)
+
+
+def verify(
+    source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
+    written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
+    json: JsonFile = None,
+) -> None:
+    """Measure a written adapter against its source anew; exit code 1 if it is not what its record says."""
+    result = verify_checkpoints(open_checkpoint(source), open_checkpoint(written))
+    differing = [layer.name for layer in result.layers if not layer.agrees]
+    _show(json, tables.verification_table(result), f"Relative error over all layers: {result.relative_error:.4g}.")
+    if differing:
+        _say(f"{len(differing)} layers are not what the writer measured, the first {differing[0]}: a file was changed")
+    if result.source_recorded and not result.source_matches:
+        _say(f"{source} is not the file this was made from: its SHA-256 differs from the recorded one")
+    if json is not None:
+        layers = [
+            {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers
+        ]
+        facts = {"passed": result.passed, "relative_error": result.relative_error}
+        tables.write_json({**facts, "source_matches": result.source_matches, "layers": layers}, json)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def export(
+    adapter: Adapter,
+    out: Out,
+    to: Annotated[str, typer.Option(help="Format to write: lora.")] = "lora",
+    profile: Annotated[str, typer.Option(help="peft, or server: one padded rank and scale for all layers.")] = "peft",
+    storage: Storage = "float32",
+    force: Force = False,
+) -> None:
+    """Write an LSR adapter as a plain LoRA directory of the same ΔW, for tools that load LoRA."""
+    if to != "lora":
+        raise UnsupportedError(f"cannot write {to!r}; the format written here is lora")
+    export_lora(open_checkpoint(adapter), out, storage=storage, profile=profile, force=force)
+    typer.echo(f"Wrote {out}: a LoRA directory, exact up to rounding to {storage}.")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
+) -> None:
+    """Compress the adapter that comes with the package, export it, measure both again, draw its error curves."""
+    with as_file(files("lsrdecomp.cli") / "demo_adapter") as source:
+        typer.echo("The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us.\n")
+        compress(source, out / "lsr", rtol=0.3, storage="float16", force=True)
+        typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
+        export(out / "lsr", out / "lora", force=True)
+        typer.echo("\nThe same, measured again from the files:")
+        checkpoint = open_checkpoint(source)
+        for name in ("lsr", "lora"):
+            result = verify_checkpoints(checkpoint, open_checkpoint(out / name))
+            typer.echo(f"  {out / name}: relative error {result.relative_error:.6f} over {len(result.layers)} layers")
+        _draw(checkpoint, adapter_curves(checkpoint), out / "curves.png")
+        typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters.")
+
+
+ALL = (inspect, compress, curve, verify, export, demo)
+
+
+def _compressed(checkpoint: Checkpoint, plan: CompressionPlan) -> Compression:
+    with tables.progress(len(checkpoint.layers), "compressing") as advance:
+        return compress_checkpoint(checkpoint, plan, on_layer=advance)
+
+
+def _summary(result: Compression, out: Path) -> tuple[str, ...]:
+    total = result.totals
+    head = f" and {total.extra_parameters:,} numbers of other modules, untouched" if total.extra_parameters else ""
+    size = sum(path.stat().st_size for path in out.iterdir() if path.suffix == ".safetensors")
+    return (
+        "",
+        f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer{head}.",
+        f"Relative Frobenius error {total.relative_error:.3g} over all layers, {total.worst_error:.3g} in the worst "
+        f"({total.worst_layer}), measured on what was written.",
+        f"Wrote {out}: {size:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`.",
+    )
+
+
+def _show(json: Path | None, *parts: Any) -> None:
+    """Print for people, unless standard output is for the machine."""
+    if json is None or str(json) != "-":
+        output = tables.console()
+        for part in parts:
+            output.print(part)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"lsrdecomp: {message}", err=True)
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.lower().replace("×", "x").split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
+    return tuple(int(part) for part in parts)
+
+
+def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
+    """‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
+    pair = layer_pair(checkpoint, layer) if isinstance(layer, LoraLayer) else LowRank(*layer_product(layer).to_lora())
+    tails = tail_norms(pair.svd[1])
+    return pair.norm, next(k for k, tail in enumerate(tails) if tail <= 0.01 * tails[0])
+
+
+def _describe(checkpoint: Checkpoint) -> str:
+    lines = [
+        "",
+        f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.layers)} layers, {checkpoint.adapter_parameters:,} "
+        f"parameters; {checkpoint.extra_parameters:,} numbers in {len(checkpoint.extras)} other tensors.",
+        *(f"Note: {note}." for note in checkpoint.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "sha256": checkpoint.source_sha256,
+        "parameters": checkpoint.adapter_parameters,
+        "extra_parameters": checkpoint.extra_parameters,
+        "notes": list(checkpoint.notes),
+        "layers": [
+            {
+                "name": layer.name,
+                "kind": layer.kind,
+                "rows": layer.out_features,
+                "columns": layer.in_features,
+                "rank": layer.rank,
+                "parameters": layer.parameters,
+                "dtype": layer.dtype,
+                "norm": norm,
+                "rank_for_1_percent": enough,
+            }
+            for layer, (norm, enough) in zip(checkpoint.layers, ranks, strict=True)
+        ],
+    }
+
+
+def _check_picture(out: Path | None) -> None:
+    if out is None:
+        return
+    if out.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"a picture ends in .png or .svg, got {out.name}", param_hint="--out")
+    _plots()
+
+
+def _plots() -> Any:
+    try:
+        from lsrdecomp import plots
+
+        plots.available()
+    except ImportError as error:
+        raise LsrError("pictures need matplotlib: pip install 'lsrdecomp[plots]'") from error
+    return plots
+
+
+def _draw(checkpoint: Checkpoint, curves: Any, out: Path) -> None:
+    plots = _plots()
+    axes = plots.plot_error_curves(curves, storages=("bfloat16", "float16"))
+    axes.axvline(checkpoint.adapter_parameters, color="0.45", linewidth=1.0)
+    axes.set_title(f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters", fontsize=10)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plots.save_figure(axes, out)

@@ -1,0 +1,137 @@
+"""Tables for people, JSON for machines, progress on stderr when someone watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.checkpoints import Checkpoint, LoraLayer
+from lsrdecomp.compression.report import LayerReport, Totals
+from lsrdecomp.compression.verify import Verification
+
+PLAIN_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe, where nothing should be folded."""
+
+
+def console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
+    """A bar on stderr, only on a terminal; yields the callback that advances it."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    quiet = not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda _: bar.advance(task)
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write to a file as a whole, or to standard output for ``-``."""
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def layers_table(layers: Sequence[LayerReport], total: Totals) -> Table:
+    """What each layer became."""
+    table = _table("layer", "matrix", "rank", "structure", "shape", "terms", "parameters", "error", "γ")
+    for layer in layers:
+        left, right = layer.separation_ranks
+        table.add_row(
+            layer.name,
+            f"{layer.rows}×{layer.columns}",
+            str(layer.source_rank),
+            layer.structure,
+            layer.shape,
+            f"{left}" if left == right else f"{left}+{right}",
+            f"{layer.parameters:,} of {layer.parameters_before:,}",
+            f"{layer.relative_error:.3g}{'' if layer.met else ' !'}",
+            f"{layer.condition:.2f}",
+        )
+    table.add_section()
+    table.add_row(
+        f"{total.layers} layers",
+        "",
+        "",
+        "",
+        "",
+        "",
+        f"{total.parameters:,} of {total.parameters_before:,}",
+        f"{total.relative_error:.3g}",
+        "",
+        style="bold",
+    )
+    return table
+
+
+def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]]) -> Table:
+    """What an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
+    table = _table("layer", "kind", "matrix", "rank", "structure", "parameters", "dtype", "‖ΔW‖", "rank for 1 %")
+    for layer, (norm, enough) in zip(checkpoint.layers, ranks, strict=True):
+        table.add_row(
+            layer.name,
+            layer.kind,
+            f"{layer.out_features}×{layer.in_features}",
+            str(layer.rank),
+            "LoRA" if isinstance(layer, LoraLayer) else f"{layer.left_rank}+{layer.right_rank} × {layer.shape}",
+            f"{layer.parameters:,}",
+            layer.dtype,
+            f"{norm:.4g}",
+            str(enough),
+        )
+    return table
+
+
+def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Table:
+    """Errors against parameters, with a bar; ``reference`` is the parameter count of the LoRA itself."""
+    table = _table("structure", "terms", "parameters", "of LoRA", "error", "")
+    for curve in curves:
+        for rank, count, error in zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True):
+            share = f"{100 * count / reference:.1f} %"
+            table.add_row(
+                curve.label, str(rank), f"{count:,}", share, f"{error:.3g}", "█" * round(24 * min(error, 1.0))
+            )
+        table.add_section()
+    return table
+
+
+def verification_table(result: Verification) -> Table:
+    """Errors measured anew beside those the writer recorded."""
+    table = _table("layer", "parameters", "‖ΔW‖", "error now", "recorded", "")
+    for layer in result.layers:
+        recorded = "–" if layer.recorded_error is None else f"{layer.recorded_error:.3g}"
+        mark = "" if layer.agrees else "differs"
+        table.add_row(
+            layer.name, f"{layer.parameters:,}", f"{layer.norm:.4g}", f"{layer.relative_error:.3g}", recorded, mark
+        )
+    return table
+
+
+LEFT = ("layer", "kind", "structure", "shape", "dtype", "")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(
+            column, justify="left" if column in LEFT else "right", overflow="fold", no_wrap=column != "layer"
+        )
+    return table
