@@ -129,3 +129,13 @@ def require_matrix(array: Array, name: str = "matrix") -> None:
         raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(array.shape)}")
     if 0 in array.shape:
         raise ShapeError(f"{name}: a matrix of shape {tuple(array.shape)} has no entries to approximate")
+
+
+def zero_padded(array: Array, axis: int, size: int) -> Array:
+    """The array with zeros appended along ``axis`` up to ``size``; as it is if that long already."""
+    missing = size - int(array.shape[axis])
+    if missing <= 0:
+        return array
+    xp = namespace(array)
+    zeros = xp.zeros((*array.shape[:axis], missing, *array.shape[axis + 1 :]), dtype=array.dtype, device=device(array))
+    return xp.concat((array, zeros), axis=axis)

@@ -7,12 +7,12 @@ Every weight knows how it acts, how its root acts and its trace, and may carry l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
-from lsrdecomp.arrays import Array, Namespace, as_double, namespace
+from lsrdecomp.arrays import Array, Namespace, as_double, device, namespace, zero_padded
 from lsrdecomp.errors import PrecisionError, ShapeError
 
 
@@ -114,7 +114,7 @@ class Dense:
         floor = -1e-8 * xp.max(xp.abs(values))
         if bool(xp.any(values < floor)):
             raise PrecisionError(
-                f"dense weight: smallest eigenvalue {float(xp.min(values)):.3g} of a largest {float(xp.max(values)):.3g}; "
+                f"dense weight: eigenvalues from {float(xp.min(values)):.3g} to {float(xp.max(values)):.3g}; "
                 "a weight must be positive semidefinite"
             )
         roots = xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values)))
@@ -141,10 +141,8 @@ class LowRankPlusIdentity:
 
     def __post_init__(self) -> None:
         basis = _finite(as_double(self.basis), "basis of a weight")
-        xp = namespace(basis)
         values = _not_negative(as_double(self.values), "values of a weight")
-        rest = self.rest if hasattr(self.rest, "shape") else xp.asarray(self.rest)
-        rest = _not_negative(xp.astype(rest, xp.float64), "rest of a weight")
+        rest = _not_negative(as_double(_as_array(self.rest, basis)), "rest of a weight")
         if tuple(values.shape) != (*basis.shape[:-2], basis.shape[-1]):
             raise ShapeError(f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}")
         for name, value in (("basis", basis), ("values", values), ("rest", rest)):
@@ -196,7 +194,7 @@ class KroneckerWeight:
             x = self._along(i, factor.root, x)
         return x
 
-    def _along(self, axis: int, act: object, x: Array) -> Array:
+    def _along(self, axis: int, act: Callable[[Array], Array], x: Array) -> Array:
         xp, lead = namespace(x), tuple(x.shape[:-2])
         before = math.prod(factor.size for factor in self.factors[:axis])
         size, columns = self.factors[axis].size, x.shape[-1]
@@ -204,7 +202,7 @@ class KroneckerWeight:
         q = len(lead)
         swap = (*range(q), q + 1, q, q + 2)
         entries = xp.permute_dims(xp.reshape(x, (*lead, before, size, after * columns)), swap)
-        image = act(xp.reshape(entries, (*lead, size, before * after * columns)))  # type: ignore[operator]
+        image = act(xp.reshape(entries, (*lead, size, before * after * columns)))
         image = xp.permute_dims(xp.reshape(image, (*lead, size, before, after * columns)), swap)
         return xp.reshape(image, (*lead, self.size, columns))
 
@@ -252,41 +250,33 @@ def stack_weights(weights: Sequence[Weight]) -> Weight:
     if len(kinds) != 1 or len(sizes) != 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ShapeError(f"weights to stack must agree: kinds {names}; sizes {sorted(sizes)}")
-    first = weights[0]
-    if isinstance(first, Identity):
-        return first
-    if isinstance(first, Diagonal):
-        return Diagonal(_stack([w.values for w in weights]))  # type: ignore[attr-defined]
-    if isinstance(first, Dense):
-        return Dense(_stack([w.matrix for w in weights]))  # type: ignore[attr-defined]
-    if isinstance(first, KroneckerWeight):
-        return KroneckerWeight(
-            tuple(stack_weights(column) for column in zip(*(w.factors for w in weights), strict=True))
-        )  # type: ignore[attr-defined]
-    if isinstance(first, LowRankPlusIdentity):
-        low_rank: list[LowRankPlusIdentity] = list(weights)  # type: ignore[arg-type]
-        width = max(int(w.basis.shape[-1]) for w in low_rank)
-        padded = [_padded(w, width) for w in low_rank]
+    each: list[Any] = list(weights)
+    if isinstance(each[0], Identity):
+        return each[0]
+    if isinstance(each[0], Diagonal):
+        return Diagonal(_stack([w.values for w in each]))
+    if isinstance(each[0], Dense):
+        return Dense(_stack([w.matrix for w in each]))
+    if isinstance(each[0], KroneckerWeight):
+        return KroneckerWeight(tuple(stack_weights(column) for column in zip(*(w.factors for w in each), strict=True)))
+    if isinstance(each[0], LowRankPlusIdentity):
+        width = max(int(w.basis.shape[-1]) for w in each)
         return LowRankPlusIdentity(
-            _stack([basis for basis, _ in padded]),
-            _stack([values for _, values in padded]),
-            _stack([w.rest for w in low_rank]),
+            _stack([zero_padded(w.basis, 1, width) for w in each]),
+            _stack([zero_padded(w.values, 0, width) for w in each]),
+            _stack([w.rest for w in each]),
         )
-    raise ShapeError(f"weights of kind {type(first).__name__} cannot be stacked")
-
-
-def _padded(weight: LowRankPlusIdentity, width: int) -> tuple[Array, Array]:
-    xp, missing = namespace(weight.basis), width - int(weight.basis.shape[-1])
-    if missing == 0:
-        return weight.basis, weight.values
-    zeros = xp.zeros_like(weight.basis[:, :1])
-    basis = xp.concat((weight.basis, *[zeros] * missing), axis=1)
-    return basis, xp.concat((weight.values, *[xp.zeros_like(weight.values[:1])] * missing), axis=0)
+    raise ShapeError(f"weights of kind {type(each[0]).__name__} cannot be stacked")
 
 
 def _stack(arrays: list[Array]) -> Array:
     xp: Namespace = namespace(*arrays)
     return xp.stack(arrays, axis=0)
+
+
+def _as_array(value: Any, like: Array) -> Array:
+    xp = namespace(like)
+    return value if hasattr(value, "shape") else xp.asarray(value, dtype=xp.float64, device=device(like))
 
 
 def _finite(array: Array, name: str) -> Array:

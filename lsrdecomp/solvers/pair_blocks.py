@@ -1,0 +1,136 @@
+"""One side of the joint least squares problem: block updates of the factors of a batch of separated matrices.
+
+The side X = Σ_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾, m × r, minimises tr(Xᵀ W X H) − 2⟨X, K⟩ over one stack of factors at a time. A
+stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor, the terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solvers.batched import (
+    Stacks,
+    balanced_terms,
+    conjugate_gradients,
+    damped,
+    diagonal_matrix,
+    mttkrp,
+    rearranged,
+    summed,
+)
+from lsrdecomp.weights import Identity, Weight
+
+DAMPING = 64.0
+"""Proximal term of a block solve, in units of size × unit roundoff × mean diagonal: harmless to convergence, and the
+step stays a descent step however singular the normal matrix is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The fixed part of one side's problem: its shape, its weight W, and how blocks are solved."""
+
+    shape: KroneckerShape
+    weight: Weight
+    cg_steps: int
+    ridge: float
+
+    def update(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
+        """Minimise over each stack in turn; the objective never rises.
+
+        Parameters
+        ----------
+        stacks : list of Array, shapes (L, m_i·r_i, s)
+        gram : Array, shape (L, r, r)
+            H, positive semidefinite.
+        cross : Array, shape (L, m, r)
+            K.
+        """
+        tensor, gram_tensor = rearranged(cross, self.shape), rearranged(gram, self._inner)
+        stacks = list(stacks)
+        for i in range(self.shape.order):
+            right_hand = mttkrp(tensor, stacks, i)
+            normal = self._normal(stacks, gram_tensor, i)
+            penalty = self._penalty(stacks, gram, i)
+            if isinstance(self.weight, Identity):
+                stacks[i] = self._direct(stacks, i, normal, penalty, right_hand)
+            else:
+                stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
+        return balanced_terms(stacks)
+
+    @property
+    def _inner(self) -> KroneckerShape:
+        return KroneckerShape.of(self.shape.columns, self.shape.columns)
+
+    def _normal(self, stacks: Stacks, gram_tensor: Array, i: int) -> Array:
+        """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
+        xp = namespace(gram_tensor)
+        batch, s = gram_tensor.shape[0], stacks[0].shape[2]
+        grams = []
+        for j, stack in enumerate(stacks):
+            m, r = self.shape.factors[j]
+            if j == i:
+                grams.append(stack)  # never read
+                continue
+            rows = xp.reshape(stack, (batch, m, r * s))
+            products = xp.reshape(xp.matrix_transpose(rows) @ rows, (batch, r, s, r, s))
+            grams.append(xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s)))
+        r = self.shape.columns[i]
+        normal = xp.reshape(mttkrp(gram_tensor, grams, i), (batch, r, r, s, s))
+        return xp.reshape(xp.permute_dims(normal, (0, 1, 3, 2, 4)), (batch, r * s, r * s))
+
+    def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array:
+        """ridge · mean(W) · tr H / r · ∏_{j≠i} ‖F_kʲ‖² for every column (a, k) of block i; shape (L, r_i·s)."""
+        xp = namespace(gram)
+        batch, s, r = gram.shape[0], stacks[0].shape[2], self.shape.columns[i]
+        if self.ridge == 0.0:
+            return xp.zeros((batch, r * s), dtype=gram.dtype, device=device(gram))
+        sizes = xp.ones((batch, s), dtype=gram.dtype, device=device(gram))
+        for j, stack in enumerate(stacks):
+            if j != i:
+                sizes = sizes * xp.sum(stack * stack, axis=1)
+        scale = self.ridge * mean_eigenvalue(self.weight, gram) * xp.linalg.trace(gram) / gram.shape[1]
+        return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
+
+    def _direct(self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
+        """Exact block minimum in the Frobenius norm, as a proximal step from the present block."""
+        xp = namespace(normal)
+        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
+        block = xp.reshape(stacks[i], (batch, m, r * s))
+        normal = normal + diagonal_matrix(penalty)
+        gradient = xp.reshape(right_hand, (batch, m, r * s)) - block @ normal
+        step = xp.linalg.solve(
+            damped(normal, DAMPING * r * s * unit_roundoff("float64")), xp.matrix_transpose(gradient)
+        )
+        return xp.reshape(block + xp.matrix_transpose(step), stacks[i].shape)
+
+    def _conjugate_gradients(
+        self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array, gram: Array
+    ) -> Array:
+        """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
+        xp = namespace(normal)
+        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
+        mean = mean_eigenvalue(self.weight, gram)[:, None, None]
+        inverse = xp.linalg.inv(damped(mean * normal + diagonal_matrix(penalty), 1e-8))
+        inverse = 0.5 * (inverse + xp.matrix_transpose(inverse))
+
+        def precondition(x: Array) -> Array:
+            return xp.reshape(xp.reshape(x, (batch, m, r * s)) @ inverse, x.shape)
+
+        def apply(x: Array) -> Array:
+            formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
+            image = mttkrp(rearranged(self.weight.apply(formed @ gram), self.shape), stacks, i)
+            return image + xp.reshape(xp.reshape(x, (batch, m, r * s)) * penalty[:, None, :], x.shape)
+
+        residual = right_hand - apply(stacks[i])
+        return stacks[i] + conjugate_gradients(apply, precondition, residual, self.cg_steps)
+
+
+def mean_eigenvalue(weight: Weight, like: Array) -> Array:
+    """tr W / size of each problem of a batch, shape (L,)."""
+    xp = namespace(like)
+    return xp.broadcast_to(
+        xp.asarray(weight.trace / weight.size, dtype=like.dtype, device=device(like)), (like.shape[0],)
+    )

@@ -1,0 +1,103 @@
+"""A batch of joint least squares problems: its energy, its start, one sweep over both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lsrdecomp.arrays import Array, namespace
+from lsrdecomp.shape import ProductShape
+from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
+from lsrdecomp.solvers.pair_blocks import Side, mean_eigenvalue
+from lsrdecomp.solvers.pair_start import gauge_pair, side_terms
+from lsrdecomp.weighted import pair_norms, pair_residual_norms
+from lsrdecomp.weights import NormWeights
+
+Pair = tuple[Stacks, Stacks]
+
+
+@dataclass(frozen=True, slots=True)
+class PairProblem:
+    """A batch of targets with what does not change from sweep to sweep."""
+
+    left: Array  # P, (L, m, R)
+    right: Array  # Q, (L, R, n)
+    weighted_left: Array  # G P
+    weighted_right: Array  # C Qᵀ, (L, n, R)
+    energy: Array  # ‖G^½ P Q C^½‖², (L,)
+    shape: ProductShape
+    norms: NormWeights
+    out_side: Side
+    in_side: Side
+    ridge: float
+
+    @classmethod
+    def of(
+        cls, left: Array, right: Array, shape: ProductShape, norms: NormWeights, cg_steps: int, ridge: float
+    ) -> PairProblem:
+        xp = namespace(left, right)
+        return cls(
+            left,
+            right,
+            norms.output.apply(left),
+            norms.input.apply(xp.matrix_transpose(right)),
+            pair_norms(left, right, norms) ** 2,
+            shape,
+            norms,
+            Side(shape.left, norms.output, cg_steps, ridge),
+            Side(shape.right.transposed, norms.input, cg_steps, ridge),
+            ridge,
+        )
+
+    def start(self, ranks: tuple[int, int]) -> Pair:
+        """Orthogonal terms of the pair in the gauge of the norm, or in the Frobenius gauge where that is nearer."""
+        frobenius = NormWeights.frobenius(self.shape.matrix_shape)
+        best = side_terms(*gauge_pair(self.left, self.right, self.shape.inner_rank, self.norms), self.shape, ranks)
+        if self.norms.is_frobenius:
+            return best
+        other = side_terms(*gauge_pair(self.left, self.right, self.shape.inner_rank, frobenius), self.shape, ranks)
+        nearer = self.errors(best) <= self.errors(other)
+        return chosen(nearer, best[0], other[0]), chosen(nearer, best[1], other[1])
+
+    def sweep(self, pair: Pair) -> tuple[Pair, Array]:
+        """Every block of both sides once; the new pair and the square root of its steering energy."""
+        xp = namespace(self.left)
+        out_stacks, in_stacks = pair
+        inner = summed(in_stacks, self.in_side.shape)  # Âᵀ
+        gram = xp.matrix_transpose(inner) @ self.norms.input.apply(inner)
+        cross = self.weighted_left @ (xp.matrix_transpose(self.weighted_right) @ inner)
+        out_stacks = self.out_side.update(out_stacks, self._penalised(gram, in_stacks, self.in_side), cross)
+
+        outer = summed(out_stacks, self.out_side.shape)  # B̂
+        gram = xp.matrix_transpose(outer) @ self.norms.output.apply(outer)
+        cross = self.weighted_right @ (xp.matrix_transpose(self.weighted_left) @ outer)
+        in_stacks = self.in_side.update(in_stacks, self._penalised(gram, out_stacks, self.out_side), cross)
+
+        inner = summed(in_stacks, self.in_side.shape)
+        overlap = xp.sum(cross * inner, axis=(1, 2))
+        squared = xp.sum(gram * (xp.matrix_transpose(inner) @ self.norms.input.apply(inner)), axis=(1, 2))
+        energy = self.energy - 2.0 * overlap + squared
+        return self.even((out_stacks, in_stacks)), xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
+
+    def even(self, pair: Pair) -> Pair:
+        """Both sides with equal Frobenius norms; the product stays."""
+        xp = namespace(self.left)
+        out_norm = xp.linalg.matrix_norm(summed(pair[0], self.out_side.shape))
+        in_norm = xp.linalg.matrix_norm(summed(pair[1], self.in_side.shape))
+        positive = xp.logical_and(out_norm > 0, in_norm > 0)
+        ratio = xp.where(positive, xp.sqrt(safe_ratio(in_norm, out_norm)), xp.ones_like(out_norm))
+        ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
+        return scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)
+
+    def errors(self, pair: Pair) -> Array:
+        """‖G^½(PQ − B̂Â)C^½‖ of each problem, from formed residuals."""
+        xp = namespace(self.left)
+        outer, inner = summed(pair[0], self.out_side.shape), summed(pair[1], self.in_side.shape)
+        return pair_residual_norms(self.left, self.right, outer, xp.matrix_transpose(inner), self.norms)
+
+    def _penalised(self, gram: Array, stacks: Stacks, side: Side) -> Array:
+        """The other side's rounding, ridge · Σλ² · mean(W) / r in every inner direction, added to its Gram matrix."""
+        if self.ridge == 0.0:
+            return gram
+        xp, r = namespace(gram), gram.shape[1]
+        amount = self.ridge * xp.sum(term_norms(stacks) ** 2, axis=1) * mean_eigenvalue(side.weight, gram) / r
+        return gram + amount[:, None, None] * identity_like(gram)

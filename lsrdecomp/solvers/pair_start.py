@@ -1,0 +1,86 @@
+"""Where joint least squares starts: orthogonal Kronecker terms of each side, in the singular gauge of the norm."""
+
+from __future__ import annotations
+
+from lsrdecomp.arrays import Array, namespace, zero_padded
+from lsrdecomp.shape import KroneckerShape, ProductShape
+from lsrdecomp.solvers.batched import Stacks, rearranged
+from lsrdecomp.weighted import weighted_pair_svd
+from lsrdecomp.weights import NormWeights
+
+
+def gauge_pair(left: Array, right: Array, rank: int, weights: NormWeights) -> tuple[Array, Array]:
+    """The pairs U√σ (L, m, rank), √σ Vᵀ (L, rank, n) of the singular gauge in the norm, truncated or padded."""
+    xp = namespace(left, right)
+    u, sigma, vh = weighted_pair_svd(left, right, weights)
+    root = xp.sqrt(sigma)
+    left, right = u * root[:, None, :], root[:, :, None] * vh
+    left, right = zero_padded(left, 2, rank), zero_padded(right, 1, rank)
+    return left[:, :, :rank], right[:, :rank, :]
+
+
+def side_terms(left: Array, right: Array, shape: ProductShape, ranks: tuple[int, int]) -> tuple[Stacks, Stacks]:
+    """Orthogonal Kronecker terms of both sides of pairs (L, m, r), (L, r, n); the right side transposed (n, r)."""
+    xp = namespace(left, right)
+    into = shape.right.transposed
+    out_terms = orthogonal_terms(rearranged(left, shape.left), ranks[0])
+    in_terms = orthogonal_terms(rearranged(xp.matrix_transpose(right), into), ranks[1])
+    return out_terms, in_terms
+
+
+def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
+    """The ``rank`` largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
+
+    The first axis is split off by an SVD and each right singular vector is split in turn, so for two axes this is the
+    best approximation there is (Eckart–Young), and for more an orthogonal one: no cancellation, γ = 1.
+
+    Returns
+    -------
+    list of Array, shapes (L, p_i, s)
+        At most ``rank`` terms, padded with zero terms.
+    """
+    xp = namespace(tensor)
+    batch, p = tensor.shape[0], tensor.shape[1]
+    rest = tuple(tensor.shape[2:])
+    flat = xp.reshape(tensor, (batch, p, -1))
+    u, sigma, vh = xp.linalg.svd(flat, full_matrices=False)
+    kept = min(rank, int(sigma.shape[1]))
+    u, sigma, vh = u[:, :, :kept], sigma[:, :kept], vh[:, :kept, :]
+    if len(rest) == 1:
+        root = xp.sqrt(sigma)[:, None, :]
+        return [zero_padded(stack, 2, rank) for stack in (u * root, xp.matrix_transpose(vh) * root)]
+    inner = orthogonal_terms(xp.reshape(sigma[:, :, None] * vh, (batch * kept, *rest)), rank)
+    count = int(inner[0].shape[2])
+    first = xp.reshape(xp.broadcast_to(u[:, :, :, None], (batch, p, kept, count)), (batch, p, kept * count))
+    stacks = [first]
+    for stack in inner:
+        q = stack.shape[1]
+        stack = xp.permute_dims(xp.reshape(stack, (batch, kept, q, count)), (0, 2, 1, 3))
+        stacks.append(xp.reshape(stack, (batch, q, kept * count)))
+    return [zero_padded(stack, 2, rank) for stack in _largest(stacks, min(rank, kept * count))]
+
+
+def _largest(stacks: Stacks, rank: int) -> Stacks:
+    xp = namespace(*stacks)
+    size = xp.sum(stacks[0] * stacks[0], axis=1)
+    for stack in stacks[1:]:
+        size = size * xp.sum(stack * stack, axis=1)
+    order = xp.argsort(size, axis=1, descending=True, stable=True)[:, :rank]
+    chosen = []
+    for stack in stacks:
+        picked = [xp.take(stack[k, :, :], order[k, :], axis=1) for k in range(int(stack.shape[0]))]
+        chosen.append(xp.stack(picked, axis=0))
+    return chosen
+
+
+def as_factors(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
+    """Stacks (L, m_i·n_i, s) as factors (L, s, m_i, n_i)."""
+    xp = namespace(*stacks)
+    pairs = zip(stacks, shape.factors, strict=True)
+    return [xp.reshape(xp.matrix_transpose(f), (f.shape[0], f.shape[2], m, n)) for f, (m, n) in pairs]
+
+
+def as_stacks(factors: list[Array]) -> Stacks:
+    """Factors (L, s, m_i, n_i) as stacks (L, m_i·n_i, s)."""
+    xp = namespace(*factors)
+    return [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1], f.shape[2] * f.shape[3]))) for f in factors]
