@@ -21,6 +21,7 @@ from lsrdecomp.solvers.batched import (
     rearranged,
     summed,
 )
+from lsrdecomp.solvers.partial_traces import PartialTraces
 from lsrdecomp.weights import Identity, Weight
 
 DAMPING = 64.0
@@ -30,12 +31,13 @@ step stays a descent step however singular the normal matrix is."""
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The fixed part of one side's problem: its shape, its weight W, and how blocks are solved."""
+    """The fixed part of one side's problem: its shape, its weight W and its partial traces, how blocks are solved."""
 
     shape: KroneckerShape
     weight: Weight
     cg_steps: int
     ridge: float
+    traces: PartialTraces
 
     def update(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over each stack in turn; the objective never rises.
@@ -65,7 +67,7 @@ class Side:
         return KroneckerShape.of(self.shape.columns, self.shape.columns)
 
     def _normal(self, stacks: Stacks, gram_tensor: Array, i: int) -> Array:
-        """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
+        """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ W_j F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
         xp = namespace(gram_tensor)
         batch, s = gram_tensor.shape[0], stacks[0].shape[2]
         grams = []
@@ -75,7 +77,8 @@ class Side:
                 grams.append(stack)  # never read
                 continue
             rows = xp.reshape(stack, (batch, m, r * s))
-            products = xp.reshape(xp.matrix_transpose(rows) @ rows, (batch, r, s, r, s))
+            products = xp.matrix_transpose(rows) @ self.traces.apply(j, rows)
+            products = xp.reshape(products, (batch, r, s, r, s))
             grams.append(xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s)))
         r = self.shape.columns[i]
         normal = xp.reshape(mttkrp(gram_tensor, grams, i), (batch, r, r, s, s))
@@ -91,7 +94,7 @@ class Side:
         for j, stack in enumerate(stacks):
             if j != i:
                 sizes = sizes * xp.sum(stack * stack, axis=1)
-        scale = self.ridge * mean_eigenvalue(self.weight, gram) * xp.linalg.trace(gram) / gram.shape[1]
+        scale = self.ridge * self.traces.mean * xp.linalg.trace(gram) / gram.shape[1]
         return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
 
     def _direct(self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
@@ -112,12 +115,13 @@ class Side:
         """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
         xp = namespace(normal)
         batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
-        mean = mean_eigenvalue(self.weight, gram)[:, None, None]
-        inverse = xp.linalg.inv(damped(mean * normal + diagonal_matrix(penalty), 1e-8))
-        inverse = 0.5 * (inverse + xp.matrix_transpose(inverse))
+        inverse = _inverse(self.traces.mean[:, None, None] * normal + diagonal_matrix(penalty))
+        part = self.traces.parts[i]
+        rows = None if part is None else _inverse(part)
 
         def precondition(x: Array) -> Array:
-            return xp.reshape(xp.reshape(x, (batch, m, r * s)) @ inverse, x.shape)
+            image = xp.reshape(x, (batch, m, r * s)) @ inverse
+            return xp.reshape(image if rows is None else rows @ image, x.shape)
 
         def apply(x: Array) -> Array:
             formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
@@ -128,9 +132,7 @@ class Side:
         return stacks[i] + conjugate_gradients(apply, precondition, residual, self.cg_steps)
 
 
-def mean_eigenvalue(weight: Weight, like: Array) -> Array:
-    """tr W / size of each problem of a batch, shape (L,)."""
-    xp = namespace(like)
-    return xp.broadcast_to(
-        xp.asarray(weight.trace / weight.size, dtype=like.dtype, device=device(like)), (like.shape[0],)
-    )
+def _inverse(matrices: Array) -> Array:
+    xp = namespace(matrices)
+    inverse = xp.linalg.inv(damped(matrices, 1e-8))
+    return 0.5 * (inverse + xp.matrix_transpose(inverse))

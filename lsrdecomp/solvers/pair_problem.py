@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, namespace
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
-from lsrdecomp.solvers.pair_blocks import Side, mean_eigenvalue
+from lsrdecomp.solvers.pair_blocks import Side
 from lsrdecomp.solvers.pair_start import gauge_pair, side_terms
+from lsrdecomp.solvers.partial_traces import PartialTraces
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
 from lsrdecomp.weights import NormWeights
 
@@ -35,6 +37,10 @@ class PairProblem:
         cls, left: Array, right: Array, shape: ProductShape, norms: NormWeights, cg_steps: int, ridge: float
     ) -> PairProblem:
         xp = namespace(left, right)
+        sides = [
+            Side(side, weight, cg_steps, ridge, PartialTraces.of(weight, side.rows, left))
+            for side, weight in ((shape.left, norms.output), (shape.right.transposed, norms.input))
+        ]
         return cls(
             left,
             right,
@@ -43,20 +49,41 @@ class PairProblem:
             pair_norms(left, right, norms) ** 2,
             shape,
             norms,
-            Side(shape.left, norms.output, cg_steps, ridge),
-            Side(shape.right.transposed, norms.input, cg_steps, ridge),
+            sides[0],
+            sides[1],
             ridge,
         )
 
     def start(self, ranks: tuple[int, int]) -> Pair:
-        """Orthogonal terms of the pair in the gauge of the norm, or in the Frobenius gauge where that is nearer."""
-        frobenius = NormWeights.frobenius(self.shape.matrix_shape)
-        best = side_terms(*gauge_pair(self.left, self.right, self.shape.inner_rank, self.norms), self.shape, ranks)
-        if self.norms.is_frobenius:
-            return best
-        other = side_terms(*gauge_pair(self.left, self.right, self.shape.inner_rank, frobenius), self.shape, ranks)
-        nearer = self.errors(best) <= self.errors(other)
-        return chosen(nearer, best[0], other[0]), chosen(nearer, best[1], other[1])
+        """Orthogonal terms of each side in a gauge of the pair; of several such starts the nearest, problem by problem.
+
+        In a weighted norm: the gauge of the norm, the sides whitened by the weights' partial traces or not, and the
+        Frobenius gauge.
+        """
+        r = self.shape.inner_rank
+        plain = NormWeights.frobenius(self.shape.matrix_shape)
+        gauges = [plain] if self.norms.is_frobenius else [self.norms, plain]
+        best: Pair | None = None
+        for gauge in gauges:
+            pair = gauge_pair(self.left, self.right, r, gauge)
+            for whitened in (False,) if gauge.is_frobenius else (True, False):
+                terms = [
+                    side_terms(x, side.shape, k, side.traces if whitened else None)
+                    for x, side, k in self._sides(pair, ranks)
+                ]
+                best = self._nearer(best, (terms[0], terms[1]))
+        assert best is not None
+        return best
+
+    def _sides(self, pair: tuple[Array, Array], ranks: tuple[int, int]) -> Iterator[tuple[Array, Side, int]]:
+        yield pair[0], self.out_side, ranks[0]
+        yield namespace(pair[1]).matrix_transpose(pair[1]), self.in_side, ranks[1]
+
+    def _nearer(self, first: Pair | None, second: Pair) -> Pair:
+        if first is None:
+            return second
+        nearer = self.errors(first) <= self.errors(second)
+        return chosen(nearer, first[0], second[0]), chosen(nearer, first[1], second[1])
 
     def sweep(self, pair: Pair) -> tuple[Pair, Array]:
         """Every block of both sides once; the new pair and the square root of its steering energy."""
@@ -99,5 +126,5 @@ class PairProblem:
         if self.ridge == 0.0:
             return gram
         xp, r = namespace(gram), gram.shape[1]
-        amount = self.ridge * xp.sum(term_norms(stacks) ** 2, axis=1) * mean_eigenvalue(side.weight, gram) / r
+        amount = self.ridge * xp.sum(term_norms(stacks) ** 2, axis=1) * side.traces.mean / r
         return gram + amount[:, None, None] * identity_like(gram)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lsrdecomp.arrays import Array, namespace, zero_padded
-from lsrdecomp.shape import KroneckerShape, ProductShape
+from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import Stacks, rearranged
+from lsrdecomp.solvers.partial_traces import PartialTraces, along_rows, kron_apply
 from lsrdecomp.weighted import weighted_pair_svd
 from lsrdecomp.weights import NormWeights
 
@@ -19,13 +20,13 @@ def gauge_pair(left: Array, right: Array, rank: int, weights: NormWeights) -> tu
     return left[:, :, :rank], right[:, :rank, :]
 
 
-def side_terms(left: Array, right: Array, shape: ProductShape, ranks: tuple[int, int]) -> tuple[Stacks, Stacks]:
-    """Orthogonal Kronecker terms of both sides of pairs (L, m, r), (L, r, n); the right side transposed (n, r)."""
-    xp = namespace(left, right)
-    into = shape.right.transposed
-    out_terms = orthogonal_terms(rearranged(left, shape.left), ranks[0])
-    in_terms = orthogonal_terms(rearranged(xp.matrix_transpose(right), into), ranks[1])
-    return out_terms, in_terms
+def side_terms(side: Array, shape: KroneckerShape, rank: int, traces: PartialTraces | None = None) -> Stacks:
+    """Orthogonal Kronecker terms of each side (L, m, r); with ``traces`` orthogonal in their Kronecker norm."""
+    if traces is None:
+        return orthogonal_terms(rearranged(side, shape), rank)
+    roots, inverses = traces.roots()
+    white = kron_apply(roots, side, shape.rows)
+    return along_rows(orthogonal_terms(rearranged(white, shape), rank), inverses)
 
 
 def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
