@@ -1,0 +1,81 @@
+"""Running second moments in bounded memory: Σ x xᵀ whole while it is small, else its action on a random block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+OVERSAMPLING = 2  # columns of the random block per eigenpair that is kept
+Double = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """S ≈ V diag(λ) Vᵀ + ρ (I − V Vᵀ), with λ descending and the trace of S."""
+
+    vectors: Double  # (n, q)
+    values: Double  # (q,)
+    rest: float
+    trace: float
+
+
+class Covariance:
+    """Sum of x xᵀ over rows x of length n, uncentred.
+
+    Up to ``max_full`` the n × n sum is kept, in float64. Beyond, one pass of the randomized Nyström method [1]_: with
+    a fixed random block Ω of ``2·rank`` columns it keeps (Σ x xᵀ) Ω and the trace, O(n·rank) numbers, which add up
+    over batches in any order.
+
+    References
+    ----------
+    .. [1] J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, Fixed-rank approximation of a positive-semidefinite
+       matrix from streaming data, 2017.
+    """
+
+    def __init__(self, size: int, *, max_full: int, rank: int, seed: int, device: torch.device) -> None:
+        self.size, self.rank = size, min(rank, size)
+        self.full = size <= max_full
+        width = size if self.full else min(size, OVERSAMPLING * rank)
+        dtype = torch.float64 if self.full else torch.float32
+        self.total = torch.zeros(size, width, dtype=dtype, device=device)
+        self.trace = torch.zeros((), dtype=torch.float64, device=device)
+        if not self.full:
+            block = np.random.default_rng(seed).standard_normal((size, width))
+            self._block = torch.from_numpy(np.linalg.qr(block)[0]).to(device, torch.float32)
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add rows, shape (N, n), in any floating dtype."""
+        rows = rows.to(torch.float32)
+        self.total += rows.T @ (rows if self.full else rows @ self._block)
+        self.trace += torch.linalg.vector_norm(rows).double().square()
+
+    def state(self) -> dict[str, NDArray[np.generic]]:
+        """What to save so that the sum can go on in another process."""
+        return {"total": self.total.cpu().numpy(), "trace": self.trace.cpu().numpy()}
+
+    def load(self, state: dict[str, NDArray[np.generic]]) -> None:
+        """Go on from a saved state of the same size and settings."""
+        for part, value in (("total", self.total), ("trace", self.trace)):
+            value.copy_(torch.from_numpy(np.asarray(state[part])))
+
+    def spectrum(self) -> Spectrum:
+        """Eigenpairs of the sum: all n in the full form, else the ``rank`` largest and an isotropic rest."""
+        trace = float(self.trace)
+        if self.full:
+            values, vectors = np.linalg.eigh(self.total.cpu().numpy())
+            return Spectrum(vectors[:, ::-1].copy(), np.maximum(values[::-1], 0.0), 0.0, trace)
+        block, image = self._block.double().cpu().numpy(), self.total.double().cpu().numpy()
+        # The shift of [1] keeps the Cholesky factor real under the rounding of float32 sums.
+        shift = np.finfo(np.float32).eps * float(np.linalg.norm(image)) + np.finfo(np.float64).tiny
+        image = image + shift * block
+        core = block.T @ image
+        values, axes = np.linalg.eigh((core + core.T) / 2)
+        kept = values > values[-1] * np.finfo(np.float32).eps
+        vectors, singular, _ = np.linalg.svd(image @ (axes[:, kept] / np.sqrt(values[kept])), full_matrices=False)
+        eigenvalues = np.maximum(singular[: self.rank] ** 2 - shift, 0.0)
+        vectors = vectors[:, : self.rank]
+        rest = max(trace - float(eigenvalues.sum()), 0.0) / max(self.size - eigenvalues.size, 1)
+        return Spectrum(vectors, eigenvalues, rest, trace)

@@ -1,0 +1,148 @@
+"""Gradients of sampled log-likelihoods: what each layer reads, and how the model's answer leans on what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lsrdecomp.errors import ShapeError
+
+
+class Head(Enum):
+    """What the logits mean, and so what one answer of the model is."""
+
+    classification = "one class per example"
+    regression = "one number per example, with unit variance"
+    tokens = "one class per token"
+    causal_lm = "the next token at every position"
+    seq2seq = "the next token of the output at every position"
+
+
+@dataclass(slots=True)
+class Call:
+    """One use of a module: what went in, and the gradient of the log-likelihood at what came out."""
+
+    inputs: Tensor
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """All uses of one module in a pass: x of shape (examples, tokens, n), g of shape (examples, tokens, m)."""
+
+    inputs: Tensor
+    gradients: Tensor
+
+    def used(self) -> Tensor:
+        """Tokens that the answer depends on, (examples, tokens): padding has a gradient of exactly 0 and drops out."""
+        return self.gradients.ne(0).any(-1)
+
+    def squared_gradient_norm(self) -> Tensor:
+        """Sum over examples of ‖Σ_t g_t x_tᵀ‖_F², the squared gradient of the layer's weight, in float64.
+
+        Costs the cheaper of the Gram matrices of the tokens and of the weight gradient itself.
+        """
+        x, g = self.inputs, self.gradients
+        tokens, n, m = x.shape[1], x.shape[2], g.shape[2]
+        if tokens * (n + m) < 2 * n * m:
+            return ((x @ x.mT) * (g @ g.mT)).double().sum()
+        return sum(
+            ((g[i].mT @ x[i]).double().square().sum() for i in range(len(x))), x.new_zeros((), dtype=torch.float64)
+        )
+
+
+@dataclass(slots=True)
+class Record:
+    """The calls of each watched module during one forward and backward pass."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        for calls in self.calls.values():
+            calls.clear()
+
+    def pairs(self, name: str, examples: int) -> Pairs | None:
+        """Every use of a module, example by example; None if the answer did not depend on it."""
+        calls = [(call.inputs, call.gradient) for call in self.calls[name] if call.gradient is not None]
+        if not calls:
+            return None
+        both: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for inputs, gradient in calls:
+            rows = inputs[..., 0].numel()
+            if rows % examples:
+                raise ShapeError(f"{name}: {rows} input rows (shape {tuple(inputs.shape)}) for {examples} examples")
+            for parts, tensor in zip(both, (inputs, gradient), strict=True):
+                parts.append(tensor.detach().reshape(examples, rows // examples, tensor.shape[-1]).float())
+        return Pairs(torch.cat(both[0], 1), torch.cat(both[1], 1))
+
+
+@contextmanager
+def watched(modules: Mapping[str, nn.Module]) -> Iterator[Record]:
+    """Record inputs and output gradients of ``modules``; parameters need no gradient, hooks go when the block ends."""
+    record = Record({name: [] for name in modules})
+    handles = [module.register_forward_hook(_hook(record.calls[name])) for name, module in modules.items()]
+    try:
+        yield record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(calls: list[Call]) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        call = Call(arguments[0].detach())
+        calls.append(call)
+
+        def keep(gradient: Tensor) -> None:
+            call.gradient = gradient.detach()
+
+        if output.requires_grad:
+            output.register_hook(keep)  # type: ignore[no-untyped-call]
+            return None
+        # All parameters are frozen: here the graph begins. The copy lets later code write into its result.
+        start = output.detach().requires_grad_()
+        start.register_hook(keep)  # type: ignore[no-untyped-call]
+        return start.clone()
+
+    return hook
+
+
+def sampled_log_likelihood(
+    logits: Tensor, head: Head, generator: torch.Generator, mask: Tensor | None = None
+) -> tuple[Tensor, int]:
+    """Σ log p(y) for answers y drawn from the model itself, and the number of answers.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
+    head : Head
+    generator : torch.Generator
+        On the CPU; draws are the same on every device up to rounding of the probabilities.
+    mask : Tensor, shape (examples, tokens), optional
+        Real tokens; positions without one (or, for a causal model, without a next one) give no answer.
+
+    Raises
+    ------
+    ShapeError
+        If the logits do not have the shape of the head.
+    """
+    expected = 2 if head in (Head.classification, Head.regression) else 3
+    if logits.ndim != expected or (head is Head.regression and logits.shape[-1] != 1):
+        raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
+    logits = logits.float()
+    if head is Head.regression:
+        noise = torch.randn(logits.shape, generator=generator).to(logits.device)
+        return -(noise + logits.detach() - logits).square().sum() / 2, len(logits)
+    if head is Head.causal_lm:
+        logits, mask = logits[:, :-1], None if mask is None else mask[:, 1:]
+    if expected == 3:
+        logits = logits.reshape(-1, logits.shape[-1]) if mask is None else logits[mask.bool()]
+    scores = logits.log_softmax(-1)
+    draws = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(logits.device)
+    return scores.gather(-1, draws).sum(), len(logits)

@@ -1,0 +1,272 @@
+"""Tasks: GLUE and SuperGLUE files as published, read from disk, with the metrics each task is judged by."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lsrdecomp.checkpoints.files import regular_file_size
+from lsrdecomp.errors import LsrError
+
+
+class TaskError(LsrError, ValueError):
+    """A task's file is missing or holds a row that is not as published; the message names file and line."""
+
+
+Choices = tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of a task.
+
+    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a classification, one per answer
+    for a multiple choice. ``label`` is an index into the task's labels (or choices), a score for a regression.
+    """
+
+    choices: Choices
+    label: float
+
+
+Row = Mapping[str, Any]
+Metric = Callable[[np.ndarray, np.ndarray], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task: where its rows are, how a row becomes an example, and how answers are judged.
+
+    ``labels`` are the published label values in the order of their indices; empty for a regression.
+    The first of ``metrics`` is the one the benchmark ranks by.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    example: Callable[[Row], tuple[Choices, Any]]
+    suffix: str = "tsv"
+    columns: tuple[str, ...] | None = None  # given where the file has no header line
+    splits: tuple[str, ...] = ("train", "dev")
+
+    @property
+    def regression(self) -> bool:
+        """Whether a label is a score and not a class."""
+        return not self.labels
+
+    def file(self, data: str | Path, split: str) -> Path:
+        """Where a split lies: ``data`` is the benchmark's directory or the task's own."""
+        data = Path(data)
+        directory = data if data.name == self.name else data / self.name
+        return directory / f"{split}.{self.suffix}"
+
+    def read(self, data: str | Path, split: str) -> list[Example]:
+        """All examples of a split.
+
+        Raises
+        ------
+        TaskError
+            If the split does not exist, or a row lacks a column, holds an unknown label or is not JSON.
+        CheckpointError
+            If the file is missing, not a regular file or a Git-LFS pointer.
+        """
+        if split not in self.splits:
+            raise TaskError(f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}")
+        path = self.file(data, split)
+        regular_file_size(path)
+        rows = _tsv(path, self.columns) if self.suffix == "tsv" else _json_lines(path)
+        examples = [self._example(path, line, row) for line, row in rows]
+        if not examples:
+            raise TaskError(f"{path}: no examples")
+        return examples
+
+    def _example(self, path: Path, line: int, row: Row) -> Example:
+        try:
+            choices, value = self.example(row)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise TaskError(
+                f"{path}, line {line}: {self.name} needs {error}; it has {', '.join(map(str, row))}"
+            ) from None
+        if self.regression:
+            try:
+                score = float(value)
+            except (TypeError, ValueError):
+                score = float("nan")
+            if not np.isfinite(score):
+                raise TaskError(f"{path}, line {line}: score {str(value)[:80]!r} is not a finite number")
+            return Example(choices, score)
+        label = str(value).lower() if isinstance(value, bool) else str(value)
+        if label not in self.labels:
+            known = ", ".join(self.labels)
+            raise TaskError(f"{path}, line {line}: label {label[:80]!r} is not one of {known}")
+        return Example(choices, float(self.labels.index(label)))
+
+    def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
+        """Every metric of the task for ``answers``: class indices, or scores for a regression.
+
+        Raises
+        ------
+        TaskError
+            If there is not one answer per label.
+        """
+        expected, given = np.asarray(labels), np.asarray(answers)
+        if expected.shape != given.shape or expected.ndim != 1 or not expected.size:
+            raise TaskError(f"{self.name}: answers of shape {given.shape} for labels of shape {expected.shape}")
+        return {name: METRICS[name](expected, given) for name in self.metrics}
+
+    def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Every metric for always answering the commonest label (the mean score for a regression)."""
+        labels = np.array([example.label for example in examples])
+        constant = labels.mean() if self.regression else Counter(labels.tolist()).most_common(1)[0][0]
+        return self.score(labels, np.full_like(labels, constant))
+
+
+def _accuracy(labels: np.ndarray, answers: np.ndarray) -> float:
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels, answers))
+
+
+def _f1(labels: np.ndarray, answers: np.ndarray) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, answers, pos_label=1.0, zero_division=0.0))
+
+
+def _macro_f1(labels: np.ndarray, answers: np.ndarray) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, answers, average="macro", zero_division=0.0))
+
+
+def _matthews(labels: np.ndarray, answers: np.ndarray) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels, answers))
+
+
+def _pearson(labels: np.ndarray, answers: np.ndarray) -> float:
+    from scipy.stats import pearsonr
+
+    return _correlation(pearsonr, labels, answers)
+
+
+def _spearman(labels: np.ndarray, answers: np.ndarray) -> float:
+    from scipy.stats import spearmanr
+
+    return _correlation(spearmanr, labels, answers)
+
+
+def _correlation(kind: Callable[..., Any], labels: np.ndarray, answers: np.ndarray) -> float:
+    # A constant says nothing about the order; SciPy answers nan with a warning, GLUE's tables count it as 0.
+    constant = np.ptp(labels) == 0 or np.ptp(answers) == 0
+    return 0.0 if constant else float(kind(labels, answers).statistic)
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        "accuracy": _accuracy,
+        "f1": _f1,
+        "macro_f1": _macro_f1,
+        "matthews": _matthews,
+        "pearson": _pearson,
+        "spearman": _spearman,
+    }
+)
+
+
+COPA_QUESTIONS = MappingProxyType({"cause": "What was the cause of this?", "effect": "What happened as a result?"})
+
+
+def _reads(label: str, first: str, second: str | None = None) -> Callable[[Row], tuple[Choices, Any]]:
+    """A row's text columns, one or a pair, and its label."""
+    return lambda row: (((row[first].strip(), row[second].strip() if second else None),), row[label])
+
+
+def _copa(row: Row) -> tuple[Choices, Any]:
+    premise = f"{row['premise'].strip()} {COPA_QUESTIONS[row['question']]}"
+    return tuple((premise, row[choice].strip()) for choice in ("choice1", "choice2")), row["label"]
+
+
+def _wsc(row: Row) -> tuple[Choices, Any]:
+    # The pronoun may occur more than once: stars mark the one that is meant, by its place among the words.
+    words, target = row["text"].split(" "), row["target"]
+    place = target["span2_index"]
+    marked = " ".join([*words[:place], "*", words[place], "*", *words[place + 1 :]])
+    return ((marked, f"{target['span2_text']} is {target['span1_text']}"),), row["label"]
+
+
+CLASSES, TRUTH = ("0", "1"), ("false", "true")
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {
+        task.name: task
+        for task in (
+            Task(
+                "CoLA",
+                CLASSES,
+                ("matthews", "accuracy"),
+                _reads("label", "sentence"),
+                columns=("source", "label", "mark", "sentence"),
+            ),
+            Task("SST-2", CLASSES, ("accuracy",), _reads("label", "sentence")),
+            Task("MRPC", CLASSES, ("accuracy", "f1"), _reads("Quality", "#1 String", "#2 String")),
+            Task("STS-B", (), ("pearson", "spearman"), _reads("score", "sentence1", "sentence2")),
+            Task("RTE", ("entailment", "not_entailment"), ("accuracy",), _reads("label", "sentence1", "sentence2")),
+            Task(
+                "CB",
+                ("entailment", "contradiction", "neutral"),
+                ("accuracy", "macro_f1"),
+                _reads("label", "premise", "hypothesis"),
+                suffix="jsonl",
+            ),
+            Task("COPA", CLASSES, ("accuracy",), _copa, suffix="jsonl"),
+            Task("WSC", TRUTH, ("accuracy",), _wsc, suffix="jsonl"),
+            Task("BoolQ", TRUTH, ("accuracy",), _reads("answer", "question", "passage"), suffix="jsonl"),
+        )
+    }
+)
+
+
+def find_task(directory: str | Path) -> Task:
+    """The task whose files lie in ``directory``, by its name, as ``--task glue/SST-2`` means it."""
+    name = Path(directory).resolve().name
+    if name not in TASKS:
+        raise TaskError(f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def _tsv(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Row]]:
+    # Quoting off: sentences hold lone quotation marks. utf-8-sig: MRPC starts with a byte order mark.
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, columns, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
+        expected = len(reader.fieldnames or ())
+        try:
+            for row in reader:
+                found = len(row.get(None) or ()) + sum(
+                    value is not None for key, value in row.items() if key is not None
+                )
+                if found != expected:
+                    raise TaskError(f"{path}, line {reader.line_num}: {found} columns, expected {expected}")
+                yield reader.line_num, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise TaskError(f"{path}, after line {reader.line_num}: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, text in enumerate(lines, start=1):
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise TaskError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise TaskError(f"{path}, line {number}: a {type(row).__name__}, expected an object")
+            yield number, row
