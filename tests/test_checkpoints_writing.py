@@ -200,10 +200,11 @@ def test_a_really_full_file_system_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import sys, numpy as np, lsrdecomp.checkpoints as c
 out, = sys.argv[1:]
-print("ready", flush=True)
 for turn in range(10**9):
     layers = ((f"l.{i}", np.full((40, 2), turn % 200), np.full((2, 60), turn % 200)) for i in range(20))
     c.write_lora(out, layers=layers, force=True)
+    if not turn:
+        print("ready", flush=True)
 """
 
 
@@ -219,13 +220,10 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, ki
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        if not out.exists():
-            continue  # killed before the first rename
         assert sorted(entry.name for entry in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
         layers = open_checkpoint(out).layers
         assert len(layers) == 20
         assert len({float(value) for layer in layers for half in layer.load() for value in np.unique(half)}) == 1
-    assert out.exists()
     for entry in tmp_path.iterdir():
         os.utime(entry, (0, 0))
     write_lora(out, layers=LAYERS, force=True)

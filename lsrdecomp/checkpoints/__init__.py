@@ -1,6 +1,8 @@
 """Adapters on disk: open any known format as records, write LSR and LoRA directories."""
 
+from lsrdecomp.checkpoints.diffusers_format import write_diffusers
 from lsrdecomp.checkpoints.formats import FORMATS, open_checkpoint
+from lsrdecomp.checkpoints.kohya_format import write_kohya
 from lsrdecomp.checkpoints.lsr_format import write_lsr
 from lsrdecomp.checkpoints.peft_writer import write_lora
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
@@ -13,6 +15,8 @@ __all__ = [
     "LsrLayer",
     "StoredTensor",
     "open_checkpoint",
+    "write_diffusers",
+    "write_kohya",
     "write_lora",
     "write_lsr",
 ]

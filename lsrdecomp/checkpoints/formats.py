@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import ModuleType
 
-from lsrdecomp.checkpoints import lsr_format, peft_format
+from lsrdecomp.checkpoints import (
+    cloneofsimo_format,
+    diffusers_format,
+    kohya_format,
+    loralib_format,
+    lsr_format,
+    lycoris_format,
+    peft_format,
+)
 from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError
 
-FORMATS: tuple[ModuleType, ...] = (lsr_format, peft_format)
-FOREIGN = {
-    "kohya": r"\.lora_(up|down)\.weight$",
-    "diffusers": r"[._]lora\.(up|down)\.weight$|\.lora_linear_layer\.|\.lora_[AB]\.weight$",
-    "cloneofsimo": r"^[a-z_]+:\d+:(up|down)$|^\d+$",
-    "loralib": r"\.lora_[AB]$",
-    "LyCORIS": r"\.(hada_w|lokr_w|oft_blocks|on_input)",
-}
+FORMATS: tuple[ModuleType, ...] = (
+    lsr_format,
+    peft_format,
+    lycoris_format,
+    kohya_format,
+    diffusers_format,
+    cloneofsimo_format,
+    loralib_format,
+)
 
 
 def open_checkpoint(path: str | Path, *, name: str | None = None, alpha: float | None = None) -> Checkpoint:
@@ -45,8 +53,5 @@ def open_checkpoint(path: str | Path, *, name: str | None = None, alpha: float |
         if form.matches(bundle):
             checkpoint: Checkpoint = form.read(bundle, alpha=alpha)
             return checkpoint
-    for form_name, pattern in FOREIGN.items():
-        if any(re.search(pattern, key) for key in bundle.tensors):
-            raise UnsupportedError(f"a {form_name} file; this format is not read yet", path=bundle.weights)
     held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
     raise CheckpointError(f"no adapter format known here: it holds {held}", path=bundle.weights)

@@ -77,7 +77,7 @@ def write_lora(
         for name, up, down in layers:
             layer = known.get(name)
             kind, kernel = (layer.kind, layer.kernel) if layer is not None else ("linear", ())
-            _check_pair(name, up, down, layer)
+            check_pair(name, up, down, layer)
             if rank is not None:
                 up, down = _padded(name, up, down, rank)
             ranks[name] = down.shape[0]
@@ -116,7 +116,8 @@ def _server_rank(rank: int, out: Path) -> int:
     raise UnsupportedError(f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out)
 
 
-def _check_pair(name: str, up: Array, down: Array, layer: Any) -> None:
+def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:
+    """Raise `ShapeError` unless B and A multiply, to the size of the layer if that is known."""
     if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0] or 0 in (*up.shape, *down.shape):
         raise ShapeError(f"{name}: B of shape {up.shape} and A of shape {down.shape} do not multiply")
     if layer is not None and (layer.out_features, layer.in_features) != (up.shape[0], down.shape[1]):

@@ -97,3 +97,8 @@ def by_dtype(dtype: str) -> np.dtype[Any]:
     if dtype not in FLOATS:
         raise CheckpointError(f"storage dtype {dtype!r} is not one of {', '.join(FLOATS)}")
     return DTYPES[dtype]
+
+
+def derived(like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]) -> StoredTensor:
+    """A tensor that is not stored but follows from stored ones: computed in float64 when asked for."""
+    return replace(like, shape=shape, dtype="float64", fetch=lambda: compute().astype(np.float64, copy=False))

@@ -75,6 +75,38 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
             os.close(lock)
 
 
+@contextmanager
+def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> Iterator[Path]:
+    """As `new_directory`, for one file: ``out`` appears whole when the block ends, or not at all.
+
+    Raises
+    ------
+    CheckpointError
+        If ``out`` exists and ``force`` is not given, if it is an input or lies inside one, or if the disk is full.
+    """
+    out = Path(out)
+    _check_place(out, inputs)
+    if out.exists() and not (force and out.is_file()):
+        raise CheckpointError("already exists; choose another output, or force to replace the file", path=out)
+    made = _make_parents(out.absolute().parent)
+    part = out.absolute().with_name(f".{out.name[:180]}.{secrets.token_hex(6)}.partial")
+    try:
+        part.touch(exist_ok=False)
+        yield part
+        _fsync(part)
+        os.replace(part, out)
+        _fsync(out.absolute().parent)
+        made = []
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CheckpointError(f"could not be written: {reason}; nothing was left behind", path=out) from error
+    finally:
+        part.unlink(missing_ok=True)
+        for parent in reversed(made):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
 class TensorWriter:
     """Gathers tensors one by one and writes a safetensors file; beyond 64 MiB they wait on disk, not in memory.
 
@@ -139,14 +171,18 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
+def _check_place(out: Path, inputs: Iterable[Path]) -> None:
     if out.is_symlink():
-        raise CheckpointError("the output is a symbolic link; name the directory itself", path=out)
+        raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
     target = out.resolve()
     for given in inputs:
         source = given.resolve()
         if target == source or target in source.parents or (source in target.parents and source.is_dir()):
             raise CheckpointError(f"the output is, holds or lies inside the input {given}; choose another", path=out)
+
+
+def _check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
+    _check_place(out, inputs)
     if not out.exists():
         return
     if not force:
