@@ -45,9 +45,11 @@ def plot_error_curves(
         floor = max(curve.floor(storage) for curve in drawn)
         ax.axhline(floor, linestyle=":", linewidth=1.0, color="0.45")
         ax.annotate(
-            f"{storage} rounding", (1.0, floor), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+            f"{storage} rounding", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8
         )
     ax.set_yscale("log")
+    if storages:  # below the finest floor there is nothing left to store
+        ax.set_ylim(bottom=0.5 * min(curve.floor(storage) for curve in drawn for storage in storages))
     if against == "parameters":
         ax.set_xscale("log")
     ax.set_xlabel("parameters" if against == "parameters" else "separation rank s")

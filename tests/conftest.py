@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of the hub: no test needs a network
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")

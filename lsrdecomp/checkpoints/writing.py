@@ -21,6 +21,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.safetensors_file import NAMES, encode_header
+from lsrdecomp.checkpoints.sums import write_sums
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
 from lsrdecomp.errors import CheckpointError
 
@@ -57,6 +58,7 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
         part.mkdir()
         lock = _lock(part)
         yield part
+        write_sums(part)
         for file in part.iterdir():
             _fsync(file)
         _fsync(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from lsrdecomp.compression.run import (
 from lsrdecomp.compression.run import (
     compress as compress_checkpoint,
 )
+from lsrdecomp.compression.verify import Verification
 from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError, UnsupportedError
 from lsrdecomp.solvers.svd import tail_norms
@@ -109,12 +111,9 @@ def verify(
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what its record says."""
     result = verify_checkpoints(open_checkpoint(source), open_checkpoint(written))
-    differing = [layer.name for layer in result.layers if not layer.agrees]
     _show(json, tables.verification_table(result), f"Relative error over all layers: {result.relative_error:.4g}.")
-    if differing:
-        _say(f"{len(differing)} layers are not what the writer measured, the first {differing[0]}: a file was changed")
-    if result.source_recorded and not result.source_matches:
-        _say(f"{source} is not the file this was made from: its SHA-256 differs from the recorded one")
+    for complaint in _complaints(result, source):
+        _say(complaint)
     if json is not None:
         layers = [
             {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers
@@ -189,6 +188,19 @@ def _show(json: Path | None, *parts: Any) -> None:
 
 def _say(message: str) -> None:
     typer.echo(f"lsrdecomp: {message}", err=True)
+
+
+def _complaints(result: Verification, source: Path) -> Iterator[str]:
+    if result.changed_files:
+        yield f"{', '.join(result.changed_files)} changed since it was written: its SHA-256 is not the recorded one"
+    differing = [layer.name for layer in result.layers if not layer.agrees]
+    if differing:
+        yield f"{len(differing)} layers are not what the writer measured, the first {differing[0]}"
+    if result.changed_tensors:
+        count, first = len(result.changed_tensors), result.changed_tensors[0]
+        yield f"{count} other tensors differ from the source's, the first {first}"
+    if result.source_matches is False:
+        yield f"{source} is not the file this was made from: its SHA-256 is not the recorded one"
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer, write_lora, write_lsr
+from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.compression.layer import Candidate, compress_layer, stored_factors
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
@@ -128,7 +129,10 @@ def export_lora(
     uniform rank with the scale in B, for servers that keep one global scale.
     """
     layers = ((layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers)
-    return write_lora(out, source=checkpoint, layers=layers, storage=storage, profile=profile, force=force)
+    record = {"derived_from": provenance(checkpoint)}
+    return write_lora(
+        out, source=checkpoint, layers=layers, storage=storage, profile=profile, force=force, provenance=record
+    )
 
 
 def _report(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.compression.run import layer_pair, layer_product
 from lsrdecomp.errors import CheckpointError
 
@@ -39,24 +41,23 @@ class Verification:
 
     layers: tuple[LayerCheck, ...]
     relative_error: float  # over all layers together
-    source_recorded: bool  # the writer named its source
-    source_matches: bool  # … and it has the bytes it had then
+    source_matches: bool | None  # the source has the bytes it had when this was made; None: not recorded
+    changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
+    changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
 
     @property
     def passed(self) -> bool:
-        return all(layer.agrees for layer in self.layers) and (self.source_matches or not self.source_recorded)
+        sound = not self.changed_files and not self.changed_tensors
+        return sound and self.source_matches is not False and all(layer.agrees for layer in self.layers)
 
 
 def verify(source: Checkpoint, written: Checkpoint) -> Verification:
-    """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``.
+    """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
 
     Raises `CheckpointError` if a layer of the source is missing or has another size.
     """
     record = provenance(written)
-    recorded: dict[str, Any] = (
-        record.get("relative_errors", {}) if isinstance(record.get("relative_errors"), dict) else {}
-    )
-    origin = record.get("source", {}) if isinstance(record.get("source"), dict) else {}
+    recorded = _mapping(record.get("relative_errors"))
     extra = {layer.name for layer in written.layers} - {layer.name for layer in source.layers}
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
@@ -73,9 +74,31 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
         size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
         checks.append(LayerCheck(layer.name, other.parameters, pair.norm, relative, recorded.get(layer.name)))
+    origins = _origins(record)
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
-        source_recorded="sha256" in origin,
-        source_matches=origin.get("sha256") == source.source_sha256,
+        source_matches=source.source_sha256 in origins if origins else None,
+        changed_files=changed_files(written.weights.parent) or (),
+        changed_tensors=tuple(_changed_tensors(source, written)),
     )
+
+
+def _changed_tensors(source: Checkpoint, written: Checkpoint) -> Iterator[str]:
+    for name in sorted(set(source.extras) | set(written.extras)):
+        both = [checkpoint.extras[name].read() for checkpoint in (source, written) if name in checkpoint.extras]
+        if len(both) < 2 or both[0].dtype != both[1].dtype or both[0].tobytes() != both[1].tobytes():
+            yield name
+
+
+def _origins(record: dict[str, Any]) -> set[Any]:
+    """Digests of the file this was made from, of the file that one was made from, and so on."""
+    found = set()
+    while record:
+        found.add(_mapping(record.get("source")).get("sha256"))
+        record = _mapping(record.get("derived_from"))
+    return found - {None}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,33 @@
+"""SHA256SUMS: a digest of every file we write, in the form the standard tool ``sha256sum -c`` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.errors import CheckpointError
+
+SUMS = "SHA256SUMS"
+LARGEST = 2**20
+
+
+def write_sums(directory: Path) -> None:
+    """Record the digest of every file in ``directory``."""
+    files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != SUMS)
+    (directory / SUMS).write_text("".join(f"{sha256(path)}  {path.name}\n" for path in files), encoding="utf-8")
+
+
+def changed_files(directory: Path) -> tuple[str, ...] | None:
+    """Names of files that are not what was written, or gone; ``None`` where nothing was recorded."""
+    record = directory / SUMS
+    if not record.is_file():
+        return None
+    if record.stat().st_size > LARGEST:
+        raise CheckpointError(f"{record.stat().st_size} bytes of digests; not a file written here", path=record)
+    changed = []
+    for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        path = directory / name
+        if Path(name).name != name or not path.is_file() or sha256(path) != digest:
+            changed.append(name or line)
+    return tuple(changed)

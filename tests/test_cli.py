@@ -1,0 +1,138 @@
+"""The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lsrdecomp
+from lsrdecomp.checkpoints import open_checkpoint
+
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
+
+
+def lsr(*arguments, cwd=None):
+    """Run the console command in a process of its own."""
+    command = [sys.executable, "-m", "lsrdecomp.cli.main", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_compress_verify_export_and_verify_again(tmp_path):
+    done = lsr("compress", DEMO, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "12 layers" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["totals"]["worst_error"] <= 0.5
+    assert f"{report['totals']['parameters']:,} parameters instead of 73,728" in done.stdout
+    assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
+    assert lsr("verify", DEMO, tmp_path / "lsr").returncode == 0
+    assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    checked = lsr("verify", DEMO, tmp_path / "lora", "--json", "-")
+    assert checked.returncode == 0
+    assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
+
+
+def test_fixed_shape_and_terms(tmp_path):
+    done = lsr(
+        "compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 16, "--inner-shape", "2x2", "--json", "-"
+    )
+    layer = json.loads(done.stdout)["layers"][0]
+    assert layer["shape"] == "(24×2 ⊗ 16×2)(2×24 ⊗ 2×16)"
+    assert layer["parameters"] == 2 * (24 * 2 + 16 * 2) * 16
+
+
+def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(tmp_path):
+    done = lsr("compress", DEMO, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
+    assert done.returncode == 1
+    assert "12 of 12 layers stay above 1e-05 in bfloat16" in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_existing_output_is_kept_unless_forced(tmp_path):
+    arguments = ("compress", DEMO, "--out", tmp_path / "o", "--separation-rank")
+    assert lsr(*arguments, 1).returncode == 0
+    done = lsr(*arguments, 2)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 1
+    assert lsr(*arguments, 2, "--force").returncode == 0
+    assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 2
+
+
+def test_force_never_replaces_what_is_not_an_adapter(tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "precious.txt").write_text("mine")
+    assert lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force").returncode == 2
+    assert (tmp_path / "o" / "precious.txt").read_text() == "mine"
+
+
+def test_a_verification_that_fails_is_exit_code_one(tmp_path):
+    lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 2)
+    weights = tmp_path / "o" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2000] ^= 0x40
+    weights.write_bytes(content)
+    done = lsr("verify", DEMO, tmp_path / "o")
+    assert done.returncode == 1
+    assert "adapter_model.safetensors changed since it was written" in done.stderr
+
+
+def test_inspect_and_curve(tmp_path):
+    done = lsr("inspect", DEMO, "--json", tmp_path / "i.json")
+    assert "peft-lora, 12 layers, 73,728 parameters" in done.stdout
+    assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
+    for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        out = tmp_path / f"curve.{ending}"
+        done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json")
+        assert done.returncode == 0
+        assert out.read_bytes().startswith(start)
+    labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]
+    assert labels[0] == "truncated SVD"
+
+
+def test_demo_runs_and_measures_what_it_wrote(tmp_path):
+    done = lsr("demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo-output" / "curves.png").stat().st_size > 10_000
+    assert done.stdout.count("relative error 0.") == 2
+    assert lsr("demo", cwd=tmp_path).returncode == 0  # again, over its own output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compress", "nowhere", "--out", "o", "--rtol", "0.1"], "nowhere"),
+        (["compress", DEMO, "--out", "o"], "give a relative error (rtol) or a separation rank"),
+        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "rtol must be a positive number"),
+        (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
+        (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--inner-shape", "2,2"], "expected two sizes"),
+        (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
+        (["export", DEMO, "--out", "o", "--to", "gguf"], "cannot write 'gguf'"),
+        (["inspect", "."], "adapter"),
+        (["compress", DEMO, "--out", DEMO, "--rtol", "0.1", "--force"], "demo_adapter"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_faults_are_one_clear_message_and_exit_code_two(arguments, words, tmp_path):
+    done = lsr(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+SOUND = {"barely-trained-roberta-r4", "tiny-gpt2-rank-gt-dim"}
+
+
+def test_odd_directories_work_or_are_refused_with_nothing_left(shared, tmp_path):
+    for folder in sorted((shared / "odd").iterdir()):
+        out = tmp_path / folder.name
+        done = lsr("compress", folder, "--out", out, "--rtol", "0.5")
+        if folder.name in SOUND:
+            assert done.returncode == 0, done.stderr
+            continue
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert str(folder) in done.stderr
+        assert not out.exists()
+    assert {path.name for path in tmp_path.iterdir()} == SOUND

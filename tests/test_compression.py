@@ -1,0 +1,211 @@
+"""Compression of one layer and of a checkpoint: tolerances hold as written, and plain SVD is never lost to."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close
+
+import lsrdecomp as lsr
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression.curves import adapter_curves
+from lsrdecomp.compression.layer import compress_layer, stored_factors
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.run import compress, export_lora, layer_pair, layer_product
+from lsrdecomp.compression.verify import verify
+from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.solvers.factorwise import FactorwiseSVD
+from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
+
+DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return open_checkpoint(DEMO)
+
+
+@given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7)))), st.floats(1e-6, 0.99))
+def test_a_layer_meets_its_tolerance_as_stored(pair, rtol):
+    best, met = compress_layer(pair, CompressionPlan(rtol=rtol))
+    assert met
+    assert np.linalg.norm(pair.to_matrix() - best.product.to_matrix()) <= rtol * pair.norm * (1 + 1e-12) + 1e-300
+
+
+@given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7)))), st.floats(1e-3, 0.99))
+def test_a_layer_never_costs_more_than_truncated_svd(pair, rtol):
+    if pair.norm == 0.0:
+        return
+    best, _ = compress_layer(pair, CompressionPlan(rtol=rtol, storage="float64"))
+    sigma = np.linalg.svd(pair.to_matrix(), compute_uv=False)
+    rank = next(k for k in range(len(sigma) + 1) if np.linalg.norm(sigma[k:]) <= rtol * pair.norm)
+    assert best.parameters <= max(rank, 1) * (24 + 35) + 2
+
+
+@given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7))), max_rank=4), st.integers(1, 40))
+def test_side_by_side_error_is_bounded_by_the_two_tails(pair, terms):
+    shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
+    product = FactorwiseSVD(pair, shape).truncate(terms)
+    assert max(product.separation_ranks) <= max(shape.left.max_separation_rank, shape.right.max_separation_rank)
+    sides = pair.balanced(4)
+    left = np.linalg.norm(sides.left - product.left.to_matrix())
+    right = np.linalg.norm(sides.right - product.right.to_matrix())
+    bound = left * np.linalg.norm(sides.right) + np.linalg.norm(product.left.to_matrix()) * right
+    assert pair.residual_norm(product) <= bound + 1e-12 * pair.norm
+
+
+def test_the_balanced_gauge_beats_the_given_one(rng):
+    """The gauge of a checkpoint is arbitrary, and the paper's route depends on it."""
+    left, right = rng.standard_normal((64, 4)), rng.standard_normal((4, 64))
+    mixing = np.diag([100.0, 1.0, 0.1, 1e-3]) @ rng.standard_normal((4, 4))
+    pair = lsr.LowRank(left @ mixing, np.linalg.solve(mixing, right))
+    shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
+    errors = {
+        gauge: pair.residual_norm(FactorwiseSVD(pair, shape, gauge).truncate(8)) for gauge in ("given", "balanced")
+    }
+    assert errors["balanced"] < 0.9 * errors["given"]
+    assert pair.residual_norm(FactorwiseSVD(pair, shape, "given").truncate(99)) <= 1e-9 * pair.norm
+    with pytest.raises(lsr.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
+        FactorwiseSVD(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)), "given")
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+def test_errors_are_those_of_the_files(demo, tmp_path, storage):
+    result = compress(demo, CompressionPlan(separation_rank=8, storage=storage))
+    written = open_checkpoint(result.save(tmp_path / "out"))
+    for layer, report in zip(demo.layers, result.layers, strict=True):
+        source = layer_pair(demo, layer).to_matrix()
+        update = layer_product(written.layer(layer.name)).to_matrix()
+        formed = np.linalg.norm(source - update) / np.linalg.norm(source)
+        assert report.relative_error == pytest.approx(formed, rel=1e-9)
+        assert report.parameters == written.layer(layer.name).parameters
+        assert written.layer(layer.name).dtype == storage
+    check = verify(demo, written)
+    assert check.passed
+    assert check.relative_error == pytest.approx(result.totals.relative_error, rel=1e-9)
+
+
+def test_a_tolerance_that_storage_cannot_reach_is_said_and_not_met(demo):
+    result = compress(demo, CompressionPlan(rtol=1e-4, storage="bfloat16"))
+    assert not result.met
+    assert result.totals.missed == len(demo.layers)
+    assert 1e-4 < result.totals.worst_error < 2e-2
+
+
+def test_other_tensors_are_carried_along_bit_for_bit(demo, tmp_path):
+    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=1)).save(tmp_path / "out"))
+    assert set(written.extras) == set(demo.extras)
+    for name, tensor in demo.extras.items():
+        assert np.array_equal(written.extras[name].load(), tensor.load())
+
+
+@pytest.mark.parametrize("place", [-1, -3000, -12_000, 200, 1500])
+def test_any_flipped_bit_is_noticed(demo, tmp_path, place):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    assert verify(demo, open_checkpoint(out)).passed
+    weights = out / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[place] ^= 1
+    weights.write_bytes(content)
+    try:
+        assert verify(demo, open_checkpoint(out)).changed_files == ("adapter_model.safetensors",)
+    except CheckpointError:
+        assert place > 0  # a header that cannot be read any more
+
+
+def test_another_source_is_noticed_also_through_an_export(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    exported = open_checkpoint(export_lora(open_checkpoint(out), tmp_path / "lora"))
+    assert verify(demo, exported).source_matches
+    other = open_checkpoint(compress(exported, CompressionPlan(separation_rank=2)).save(tmp_path / "again"))
+    assert verify(exported, other).passed
+    check = verify(demo, other)
+    assert (check.source_matches, check.passed) == (False, False)
+
+
+def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    (out / "SHA256SUMS").unlink()
+    weights = out / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
+
+
+def test_export_is_exact(demo, tmp_path):
+    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=4)).save(tmp_path / "lsr"))
+    for profile in ("peft", "server"):
+        if profile == "server" and written.extras:
+            with pytest.raises(CheckpointError, match="servers do not load"):
+                export_lora(written, tmp_path / profile, profile=profile)
+            continue
+        lora = open_checkpoint(export_lora(written, tmp_path / profile, profile=profile))
+        for layer in written.layers:
+            close(layer_product(lora.layer(layer.name)).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+
+
+def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is an LSR layer already"):
+        compress(open_checkpoint(out), CompressionPlan(rtol=0.5))
+
+
+@given(kronecker_shapes(order=2))
+def test_zero_layers_become_one_zero_term(shape):
+    m, n = shape.matrix_shape
+    best, met = compress_layer(lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))), CompressionPlan(rtol=0.1))
+    assert met
+    assert best.error == 0.0
+    left, right = stored_factors(best.product)
+    assert {factor.shape[0] for factor in (*left, *right)} == {1}
+    assert all(np.all(factor == 0) for factor in left)
+
+
+def test_report_is_json_and_adds_up(demo):
+    seen = []
+    result = compress(demo, CompressionPlan(rtol=0.5), on_layer=seen.append)
+    assert tuple(seen) == result.layers
+    report = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert report["totals"]["parameters"] == sum(layer["parameters"] for layer in report["layers"])
+    assert report["plan"] == {"rtol": 0.5, "storage": "float32", "low_rank": True}
+
+
+def test_curves_start_at_one_and_end_at_zero(demo):
+    low_rank, lsr_curve = adapter_curves(demo)
+    for curve in (low_rank, lsr_curve):
+        assert curve.relative_errors[0] == pytest.approx(1.0)
+        assert curve.relative_errors[-1] < 1e-6
+        assert list(curve.parameters) == sorted(curve.parameters)
+    assert low_rank.parameters[-1] == demo.adapter_parameters
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ({}, BudgetError),
+        ({"rtol": 0.1, "separation_rank": 3}, BudgetError),
+        ({"rtol": 0.0}, BudgetError),
+        ({"rtol": float("nan")}, BudgetError),
+        ({"separation_rank": 0}, lsr.ShapeError),
+        ({"rtol": 0.1, "inner_shape": (2, 0)}, lsr.ShapeError),
+        ({"rtol": 0.1, "inner_shape": (2, 2, 2)}, lsr.ShapeError),
+        ({"rtol": 0.1, "storage": "float12"}, lsr.PrecisionError),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(plan, error):
+    with pytest.raises(error):
+        CompressionPlan(**plan)
+
+
+def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
+    folders = sorted(path.parent for path in shared.glob("adapters/**/adapter_config.json"))
+    assert len(folders) >= 7
+    for folder in folders:
+        source = open_checkpoint(folder)
+        result = compress(source, CompressionPlan(separation_rank=4, storage="float16"))
+        written = open_checkpoint(result.save(tmp_path / folder.name))
+        assert verify(source, written).passed, folder

