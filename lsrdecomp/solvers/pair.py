@@ -57,12 +57,15 @@ class JointALS:
         instead of the error. Zero: none, and the error itself is monotone.
     tolerance : float
         Stop when a sweep lowers the error of no problem by more than this fraction.
+    trials : int
+        Sweeps from each of the four starts of a weighted norm before the nearest goes on alone.
     """
 
     sweeps: int = 30
     cg_steps: int = 8
     ridge: float = 0.0
     tolerance: float = 1e-5
+    trials: int = 2
 
     def solve(
         self,
@@ -127,10 +130,10 @@ class JointALS:
         norms = _stacked_norms(targets, weights)
         left, right = _stacked_pairs(targets)
         problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
-        pair = problem.start(ranks) if starts is None else _given(starts, shape, ranks, len(targets))
-        first, pair = pair, problem.even(pair)
         size = pair_norms(left, right, norms)
-        start_errors = problem.errors(pair)
+        begun = problem.starts(ranks) if starts is None else [_given(starts, shape, ranks, len(targets))]
+        first, reached, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
+        pair = problem.even(first)
         history: list[Array] = []
         settled = False
         for index in range(1, self.sweeps + 1):
@@ -144,9 +147,9 @@ class JointALS:
                 settled = True
                 break
         errors = problem.errors(pair)
-        better = errors <= start_errors
+        better = errors <= reached
         pair = chosen(better, pair[0], first[0]), chosen(better, pair[1], first[1])
-        errors = namespace(left).where(better, errors, start_errors)
+        errors = namespace(left).where(better, errors, reached)
         status = Status.rank_reached if settled or self.sweeps == 0 else Status.sweep_limit
         return _solutions(pair, shape, errors, start_errors, size, history, status)
 

@@ -54,36 +54,48 @@ class PairProblem:
             ridge,
         )
 
-    def start(self, ranks: tuple[int, int]) -> Pair:
-        """Orthogonal terms of each side in a gauge of the pair; of several such starts the nearest, problem by problem.
+    def starts(self, ranks: tuple[int, int]) -> list[Pair]:
+        """Orthogonal terms of each side in a gauge of the pair: one, or four in a weighted norm.
 
-        In a weighted norm: the gauge of the norm, the sides whitened by the weights' partial traces or not, and the
-        Frobenius gauge.
+        The gauge of the norm and the Frobenius gauge, the sides whitened by the weights' partial traces or not.
         """
         r = self.shape.inner_rank
         plain = NormWeights.frobenius(self.shape.matrix_shape)
-        gauges = [plain] if self.norms.is_frobenius else [self.norms, plain]
-        best: Pair | None = None
-        for gauge in gauges:
+        found: list[Pair] = []
+        for gauge in [plain] if self.norms.is_frobenius else [self.norms, plain]:
             pair = gauge_pair(self.left, self.right, r, gauge)
-            for whitened in (False,) if gauge.is_frobenius else (True, False):
-                terms = [
-                    side_terms(x, side.shape, k, side.traces if whitened else None)
-                    for x, side, k in self._sides(pair, ranks)
-                ]
-                best = self._nearer(best, (terms[0], terms[1]))
-        assert best is not None
-        return best
+            for white in (False,) if self.norms.is_frobenius else (True, False):
+                sides = self._sides(pair, ranks)
+                out, into = (side_terms(x, side.shape, k, side.traces if white else None) for x, side, k in sides)
+                found.append((out, into))
+        return found
+
+    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array, Array]:
+        """Of several starts, the one that is nearest after ``trials`` sweeps, problem by problem.
+
+        Returns
+        -------
+        Pair, Array, Array
+            The pair reached (a single start is returned as it is), its error, and the error of the nearest start.
+        """
+        xp = namespace(self.left)
+        first = self.errors(starts[0])
+        best, reached, nearest = starts[0], first, first
+        for start in starts if len(starts) > 1 else []:
+            pair = self.even(start)
+            for _ in range(trials):
+                pair, _ = self.sweep(pair)
+            nearest = xp.minimum(nearest, self.errors(start))
+            for contender in (start, pair):
+                error = self.errors(contender)
+                nearer = error < reached
+                best = chosen(nearer, contender[0], best[0]), chosen(nearer, contender[1], best[1])
+                reached = xp.where(nearer, error, reached)
+        return best, reached, nearest
 
     def _sides(self, pair: tuple[Array, Array], ranks: tuple[int, int]) -> Iterator[tuple[Array, Side, int]]:
         yield pair[0], self.out_side, ranks[0]
         yield namespace(pair[1]).matrix_transpose(pair[1]), self.in_side, ranks[1]
-
-    def _nearer(self, first: Pair | None, second: Pair) -> Pair:
-        if first is None:
-            return second
-        nearer = self.errors(first) <= self.errors(second)
-        return chosen(nearer, first[0], second[0]), chosen(nearer, first[1], second[1])
 
     def sweep(self, pair: Pair) -> tuple[Pair, Array]:
         """Every block of both sides once; the new pair and the square root of its steering energy."""
