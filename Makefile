@@ -1,0 +1,38 @@
+# Each target is complete on a fresh machine with Python 3.11 or newer: it makes its own environment under .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint types check clean
+
+demo: .venv/core
+	$(BIN)/lsrdecomp demo
+
+test: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/test
+	$(BIN)/mypy
+
+check: lint types test
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/core: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) --editable '.[plots]'
+	touch $@
+
+# torch first and by exact version, so that no other requirement can choose a larger build
+.venv/test: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache
