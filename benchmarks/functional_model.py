@@ -152,7 +152,12 @@ def fit_head(model: Upper, train: Inputs) -> dict[str, torch.Tensor]:
     for batch in (rows[start : start + 64] for start in range(0, len(rows), 64)):
         features[batch] = model.pooled(**train.batch(batch)).numpy()
     search = LogisticRegressionCV(
-        Cs=[1e-3, 1e-2, 1e-1, 1.0], l1_ratios=[0.0], cv=4, scoring="neg_log_loss", max_iter=2000, use_legacy_attributes=False
+        Cs=[1e-3, 1e-2, 1e-1, 1.0],
+        l1_ratios=[0.0],
+        cv=4,
+        scoring="neg_log_loss",
+        max_iter=2000,
+        use_legacy_attributes=False,
     )
     fitted = search.fit(features, train.labels[rows].numpy())
     weight, bias = torch.tensor(fitted.coef_, dtype=torch.float32), torch.tensor(fitted.intercept_, dtype=torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from lsrdecomp.compression.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
 from lsrdecomp.training.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.training.covariance import Covariance  # noqa: E402
-from lsrdecomp.training.fisher import Head, sampled_log_likelihood  # noqa: E402
+from lsrdecomp.training.fisher import Head, sampled_log_likelihood, watched  # noqa: E402
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 50}
 QUERY, VALUE = (f"bert.encoder.layer.0.attention.self.{name}" for name in ("query", "value"))
@@ -61,15 +61,215 @@ def predicted_kl(statistics, difference):
 
 @pytest.mark.parametrize("name", [QUERY, VALUE, DENSE])
 def test_half_the_squared_norm_predicts_the_kl_of_a_small_change(classifier, tmp_path, name):
-    calibrate(classifier, texts(120), modules=[name], out=tmp_path, seed=0, samples=960)
+    calibrate(classifier, texts(64), modules=[name], out=tmp_path, seed=0, samples=512)
     statistics = read_statistics(tmp_path)[name]
     ratios = []
-    for seed in range(6):
+    for seed in range(4):
         difference = np.random.default_rng(seed).standard_normal(statistics.shape).astype(np.float32) * 3e-3
-        measured = measured_kl(classifier, name, torch.from_numpy(difference), texts(25, seed=1))
+        measured = measured_kl(classifier, name, torch.from_numpy(difference), texts(16, seed=1))
         ratios.append(predicted_kl(statistics, difference.astype(float)) / measured)
-    # The trace is matched, so the mean over random changes is right up to sampling; a single one is not.
-    print(name, ratios, np.mean(ratios))
+    # The trace is matched, so the mean over random changes is right up to sampling; a single one is near.
     assert 0.7 < np.mean(ratios) < 1.4
-    assert min(ratios) > 0.3
-    assert max(ratios) < 3
+    assert 0.5 < min(ratios) <= max(ratios) < 2
+
+
+def test_language_models_count_per_predicted_token(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=24, n_layer=2, n_head=2, vocab_size=50, n_positions=16, initializer_range=0.3
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    name = "transformer.h.0.attn.c_attn"  # a Conv1D: its weight is stored transposed
+    done = calibrate(model, texts(24), modules=[name], out=tmp_path, seed=0, samples=192, head=Head.causal_lm)
+    assert done.answers == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
+    statistics = read_statistics(tmp_path)[name]
+    assert statistics.shape == (72, 24)
+    weight, ratios = model.get_submodule(name).weight, []
+    for seed in range(3):
+        difference = np.random.default_rng(seed).standard_normal(statistics.shape).astype(np.float32) * 3e-3
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in texts(8, seed=1):
+                before = model(**batch).logits.double().log_softmax(-1)
+                weight += torch.from_numpy(difference.T)
+                after = model(**batch).logits.double().log_softmax(-1)
+                weight -= torch.from_numpy(difference.T)
+                real = batch["attention_mask"][:, 1:].bool()
+                total += float((before.exp() * (before - after)).sum(-1)[:, :-1][real].sum())
+                tokens += int(real.sum())
+        ratios.append(predicted_kl(statistics, difference.astype(float)) / (total / tokens))
+    assert 0.7 < np.mean(ratios) < 1.4
+
+
+def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    names = ["encoder.block.0.layer.0.SelfAttention.q", "decoder.block.0.layer.1.EncDecAttention.k"]
+    labels = torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]])
+    batches = [batch | {"labels": labels} for batch in texts(3, size=2)]
+    done = calibrate(model, batches, modules=names, out=tmp_path, seed=0, samples=6, head=Head.seq2seq)
+    assert done.answers == 3 * 6
+    layers = json.loads((tmp_path / "statistics.json").read_text())["layers"]
+    real = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert [layers[name]["tokens"] for name in names] == [real, real]
+
+
+def test_input_statistics_are_the_second_moment_of_real_tokens(classifier, tmp_path):
+    seen = []
+    handle = classifier.get_submodule(DENSE).register_forward_hook(lambda _, given, __: seen.append(given[0].detach()))
+    padded, single = list(texts(3)), []
+    for batch in padded:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            single.append({"input_ids": ids[None, : mask.sum()], "attention_mask": mask[None, : mask.sum()]})
+    with torch.no_grad():
+        for example in single:
+            classifier(**example)
+    handle.remove()
+    # Only the first token feeds the answer after the last layer: nothing else may count.
+    rows = torch.cat([tokens[0, :1] for tokens in seen]).double()
+    calibrate(classifier, padded, modules=[DENSE], out=tmp_path, seed=0, samples=24)
+    measured = read_statistics(tmp_path)[DENSE].input.to_matrix()
+    np.testing.assert_allclose(measured, (rows.T @ rows / len(rows)).numpy(), rtol=0, atol=1e-5 * measured.max())
+
+
+@pytest.mark.parametrize("tokens", [3, 40])  # the two ways to the same number
+def test_gradient_norms_are_those_of_autograd(tokens):
+    generator = torch.Generator().manual_seed(1)
+    layer = torch.nn.Linear(6, 5)
+    inputs = torch.randn(4, tokens, 6, generator=generator)
+    weights = torch.randn(4, tokens, 5, generator=generator)
+    with watched({"layer": layer}) as record:
+        (layer(inputs) * weights).sum().backward()
+    expected = 0.0
+    for i in range(4):
+        layer.weight.grad = None
+        (layer(inputs[i]) * weights[i]).sum().backward()
+        expected += float(layer.weight.grad.square().sum())
+    pairs = record.pairs("layer", 4)
+    np.testing.assert_allclose(float(pairs.squared_gradient_norm()), expected, rtol=1e-5)
+    with pytest.raises(ShapeError, match=f"{4 * tokens} input rows .* for 7 examples"):
+        record.pairs("layer", 7)
+
+
+class Twice(torch.nn.Module):
+    """One layer used twice, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = self.first
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x).tanh_()  # in place: what the hooks hold must not be written over
+        return SimpleNamespace(logits=self.head(self.second(x)))
+
+
+def test_a_shared_module_counts_each_use_and_bears_each_name(tmp_path):
+    torch.manual_seed(0)
+    model = Twice()
+    batches = [{"x": torch.randn(64, 6)} for _ in range(40)]
+    calibrate(model, batches, modules=["first", "second"], out=tmp_path, seed=0, samples=2560)
+    statistics = read_statistics(tmp_path)
+    assert statistics.metadata["layers"]["first"]["tokens"] == 2 * 2560
+    np.testing.assert_array_equal(statistics["first"].input.values, statistics["second"].input.values)
+    ratios = []
+    for seed in range(4):
+        difference = np.random.default_rng(seed).standard_normal((6, 6)).astype(np.float32) * 1e-2
+        measured = measured_kl(model, "first", torch.from_numpy(difference), batches)
+        ratios.append(predicted_kl(statistics["first"], difference.astype(float)) / measured)
+    assert 0.6 < np.mean(ratios) < 1.6
+
+
+class StopHereError(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
+    settings = {"modules": [QUERY, DENSE], "seed": 3, "samples": 40, "save_every": 2, "max_full": 30, "rank": 5}
+
+    def stop(progress):
+        if progress.batches == 3:
+            raise StopHereError
+
+    with pytest.raises(StopHereError):
+        calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop, **settings)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["partial.safetensors"]
+    with pytest.raises(CheckpointError, match="other settings .*seed 3 → 4"):
+        calibrate(classifier, texts(5), out=tmp_path / "a", **{**settings, "seed": 4})
+    seen = []
+    calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=seen.append, **settings)
+    assert [progress.batches for progress in seen] == [3, 4, 5]
+    calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"statistics.json", "statistics.safetensors"}
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    with pytest.raises(CheckpointError, match="finished statistics"):
+        calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
+
+
+def test_the_model_is_left_as_it_was(tmp_path):
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, num_labels=3)).train()
+    model.gradient_checkpointing_enable()
+    model.bert.embeddings.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    calibrate(model, texts(1), modules=[QUERY], out=tmp_path, seed=0, samples=8)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert model.is_gradient_checkpointing
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_errors_name_what_is_missing(classifier, tmp_path):
+    with pytest.raises(CalibrationError, match="no.such.layer: not in the model"):
+        calibrate(classifier, texts(1), modules=["no.such.layer"], out=tmp_path, seed=0, samples=8)
+    name = "bert.encoder.layer.0.output.LayerNorm"
+    with pytest.raises(CalibrationError, match="is a LayerNorm"):
+        calibrate(classifier, texts(1), modules=[name], out=tmp_path, seed=0, samples=8)
+    with pytest.raises(CalibrationError, match="nothing to calibrate on"):
+        calibrate(classifier, [], modules=[QUERY], out=tmp_path, seed=0, samples=8)
+    with pytest.raises(ShapeError, match=r"logits of shape \(8, 3\) for causal_lm"):
+        calibrate(classifier, texts(1), modules=[QUERY], out=tmp_path, seed=0, samples=8, head=Head.causal_lm)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_drawn_answers_have_the_fisher_matrix_of_the_model():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([1.0, 0.0, -1.0]).repeat(40_000, 1).requires_grad_()
+    score, answers = sampled_log_likelihood(logits, Head.classification, generator)
+    (gradient,) = torch.autograd.grad(score, logits)
+    p = logits[0].detach().softmax(0)
+    fisher = torch.diag(p) - torch.outer(p, p)
+    assert answers == 40_000
+    torch.testing.assert_close(gradient.T @ gradient / answers, fisher, rtol=0, atol=0.01)
+    value = torch.zeros(40_000, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sampled_log_likelihood(value, Head.regression, generator)[0], value)
+    assert abs(float(gradient.square().mean()) - 1) < 0.05
+
+
+def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.standard_normal((300, 300)))[0]
+    scales = np.concatenate((100 * 0.7 ** np.arange(20), np.full(280, 0.1)))
+    rows = rng.standard_normal((4000, 300)) * scales @ basis.T
+    wide, whole = (Covariance(300, max_full=full, rank=16, seed=0, device=torch.device("cpu")) for full in (299, 300))
+    for part in np.split(rows, 8):
+        wide.add(torch.from_numpy(part))
+        whole.add(torch.from_numpy(part))
+    kept, exact = wide.spectrum(), whole.spectrum()
+    assert kept.vectors.shape == (300, 16)
+    np.testing.assert_allclose(kept.vectors.T @ kept.vectors, np.eye(16), atol=1e-6)
+    # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest.
+    tail = exact.values[32:].sum()
+    assert np.all(kept.values <= exact.values[:16] * (1 + 1e-6))
+    assert np.all(kept.values >= exact.values[:16] - tail)
+    assert tail < exact.values[11]
+    np.testing.assert_allclose(exact.values, np.linalg.eigvalsh(rows.T @ rows)[::-1], rtol=1e-3)
+    assert exact.rest == 0.0
+    np.testing.assert_allclose(kept.values.sum() + 284 * kept.rest, (rows**2).sum(), rtol=1e-5)

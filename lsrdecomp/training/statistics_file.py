@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from numpy.typing import NDArray
 
 from lsrdecomp.checkpoints.safetensors_file import read_header
+from lsrdecomp.checkpoints.writing import TensorWriter
 from lsrdecomp.compression.statistics import FORMAT, METADATA, PARTS, TENSORS, VERSION
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.layer_sums import Counts, LayerSums
@@ -82,19 +83,24 @@ def write_statistics(out: Path, settings: Mapping[str, Any], layers: Mapping[str
     (out / PARTIAL).unlink(missing_ok=True)
 
 
-def _save(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
-    contiguous = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in tensors.items()}
-    _replace(path, lambda part: save_file(contiguous, part, metadata))
+def _save(tensors: Mapping[str, NDArray[Any]], path: Path, metadata: Mapping[str, str]) -> None:
+    def write(part: Path) -> None:
+        with TensorWriter(part.parent) as writer:
+            for name, value in tensors.items():
+                writer.add(name, value)
+            writer.write(part, metadata)
+
+    _replace(path, write)
 
 
-def _replace(path: Path, write: Any) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(part)
         with part.open("rb") as file:
             os.fsync(file.fileno())
-        os.replace(part, path)
+        part.replace(path)
     except OSError as error:
         raise CheckpointError(f"could not be written: {error.strerror or error}", path=path) from error
     finally:

@@ -247,8 +247,8 @@ def _tsv(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Row
     # Quoting off: sentences hold lone quotation marks. utf-8-sig: MRPC starts with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, columns, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
-        expected = len(reader.fieldnames or ())
         try:
+            expected = len(reader.fieldnames or ())
             for row in reader:
                 found = len(row.get(None) or ()) + sum(
                     value is not None for key, value in row.items() if key is not None
