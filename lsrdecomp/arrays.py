@@ -99,6 +99,8 @@ def norm(array: Array) -> float:
     xp = namespace(array)
     if 0 in array.shape:
         return 0.0
+    if dtype_name(array) == "float64" and 1e-140 < max(float(xp.max(array)), -float(xp.min(array))) < 1e140:
+        return math.sqrt(float(xp.sum(xp.vecdot(array, array))))
     magnitude = xp.abs(array)
     largest = float(xp.max(magnitude))
     if largest == 0.0 or not math.isfinite(largest):

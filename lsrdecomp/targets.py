@@ -46,6 +46,11 @@ class Rearranged(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]: ...
+    @property
+    def prototype(self) -> Array:
+        """Some array of the library, element type and device in which products are made."""
+        ...
+
     def matmat(self, x: Array) -> Array:
         """R(M) x for x of shape (m_2·n_2, b)."""
         ...
@@ -87,6 +92,10 @@ class RearrangedDense:
     @property
     def shape(self) -> tuple[int, int]:
         return int(self.matrix.shape[0]), int(self.matrix.shape[1])
+
+    @property
+    def prototype(self) -> Array:
+        return self.matrix
 
     def matmat(self, x: Array) -> Array:
         return self.matrix @ x
@@ -159,6 +168,10 @@ class RearrangedLowRank:
     def shape(self) -> tuple[int, int]:
         (m, p, _), (n, q, _) = self.left.shape, self.right.shape
         return m * n, p * q
+
+    @property
+    def prototype(self) -> Array:
+        return self.left[:1, :1, :1] + self.right[:1, :1, :1]
 
     def matmat(self, x: Array) -> Array:
         return _apply_pair(self.left, self.right, x)

@@ -40,12 +40,7 @@ class SVD:
         if shape.order != 2:
             raise ShapeError(f"the SVD of a rearrangement is for two factors; {shape} has {shape.order}")
         u, sigma, vh = rearranged_svd(target.rearranged(shape))
-        tails = tail_norms(sigma)
-        most = min(len(tails) - 1, rank if rank is not None else len(tails) - 1)
-        enough = most if atol is None else next((s for s in range(most) if tails[s] <= atol), most)
-        status = Status.rank_reached
-        if atol is not None:
-            status = Status.converged if tails[enough] <= atol else Status.rank_exhausted
+        enough, status = chosen_rank(tail_norms(sigma), rank, atol)
         return Solution(as_separated(u, sigma, vh, shape, enough), status, (), 0.0, ErrorKind.bounded)
 
 
@@ -65,6 +60,15 @@ def tail_norms(sigma: Array) -> list[float]:
         total += (value / largest) ** 2
         tails.append(largest * math.sqrt(total))
     return tails[::-1]
+
+
+def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
+    """Terms to keep, given the error after 0, 1, 2, … of them, and how that ends a solve."""
+    most = min(len(tails) - 1, rank if rank is not None else len(tails) - 1)
+    if atol is None:
+        return most, Status.rank_reached
+    enough = next((s for s in range(most) if tails[s] <= atol), most)
+    return enough, Status.converged if tails[enough] <= atol else Status.rank_exhausted
 
 
 def as_separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
