@@ -19,7 +19,7 @@ STOREYS = (
     ("separated",),
     ("product", "weights"),
     ("targets",),
-    ("operator_targets", "algebra", "interchange", "testing"),
+    ("operator_targets", "algebra", "interchange", "weighted", "testing"),
     ("solution",),
     ("solvers", "checkpoints"),
     ("storage", "search"),

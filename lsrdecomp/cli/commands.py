@@ -167,7 +167,8 @@ def _compressed(checkpoint: Checkpoint, plan: CompressionPlan) -> Compression:
 
 def _summary(result: Compression, out: Path) -> tuple[str, ...]:
     total = result.totals
-    head = f" and {total.extra_parameters:,} numbers of other modules, untouched" if total.extra_parameters else ""
+    extra = total.extra_parameters
+    head = f"; {extra:,} numbers of other modules are kept as they are" if extra else ""
     size = sum(path.stat().st_size for path in out.iterdir() if path.suffix == ".safetensors")
     return (
         "",
