@@ -49,7 +49,7 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
         directory, if it equals, holds or lies inside an input, or if the disk is full.
     """
     out = Path(out)
-    _check_output(out, inputs, force)
+    check_output(out, inputs, force)
     made = _make_parents(out.absolute().parent)
     part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
     lock = None
@@ -183,7 +183,8 @@ def _check_place(out: Path, inputs: Iterable[Path]) -> None:
             raise CheckpointError(f"the output is, holds or lies inside the input {given}; choose another", path=out)
 
 
-def _check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
+def check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
+    """Raise `CheckpointError` now if `new_directory` would, so that no long computation runs for nothing."""
     _check_place(out, inputs)
     if not out.exists():
         return

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
+from lsrdecomp.checkpoints.writing import check_output
 from lsrdecomp.cli import tables
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.plan import CompressionPlan
@@ -68,6 +69,7 @@ def compress(
     """
     plan = CompressionPlan(rtol=rtol, separation_rank=separation_rank, inner_shape=_sizes(inner_shape), storage=storage)
     checkpoint = open_checkpoint(adapter)
+    check_output(out, (checkpoint.path,), force)
     result = _compressed(checkpoint, plan)
     _show(json, tables.layers_table(result.layers, result.totals))
     if not result.met:
