@@ -3,6 +3,8 @@
     python benchmarks/functional_adapters.py --data GLUE --work DIR
     python benchmarks/functional.py --data GLUE --work DIR [--tasks SST-2 …] [--seeds 0 1 2]
 
+Results of one adapter are kept beside it and not measured again.
+
 For each adapter: calibrate on examples it was trained on, compress all layers under one budget by truncated SVD in the
 Frobenius norm, truncated SVD in the K-FAC norm and LSR in the K-FAC norm, put each result in place of the adapter, and
 measure on held-out examples. No retraining. Writes ``results/functional.json``.
@@ -16,7 +18,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from lsrdecomp.weights import NormWeights
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024
 DAMPING = 0.03
+JUDGED = 1200  # held-out examples, the published dev split first
 OUTSIDE = {"SST-2": "MRPC", "MRPC": "SST-2", "CoLA": "SST-2"}  # whose text tells of behaviour out of distribution
 SPLITS = ((24, 16), (12, 32), (48, 8))
 INNER = ((1, 1), (2, 1), (2, 2))
@@ -200,12 +203,17 @@ class Judge:
         return Outcome(loss, float((given[0].argmax(-1) == labels).double().mean()), *divergences)
 
 
+def first(inputs: Inputs, count: int) -> Inputs:
+    return Inputs(inputs.states[:count], inputs.labels[:count])
+
+
 def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]:
     """All methods and budgets for one adapter; one record each."""
     subject = prepare(data, work, task)
     other = prepare(data, work, OUTSIDE[task]).held_out
     adapter = read_adapter(work / task / f"seed-{seed}")
-    judge = Judge(subject, adapter, Inputs(other.states[:400], other.labels[:400]))
+    subject = replace(subject, held_out=first(subject.held_out, JUDGED))
+    judge = Judge(subject, adapter, first(other, JUDGED // 6))
     whole, none = judge(adapter), judge({})
     about = {"task": task, "seed": seed}
     records: list[dict[str, object]] = [
@@ -264,12 +272,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "functional.json")
     arguments = parser.parse_args()
-    records = [
-        record
-        for task in arguments.tasks
-        for seed in arguments.seeds
-        for record in run(arguments.data, arguments.work, task, seed)
-    ]
+    records = []
+    for task in arguments.tasks:
+        for seed in arguments.seeds:
+            kept = arguments.work / task / f"seed-{seed}" / "functional.json"
+            if not kept.exists():
+                kept.write_text(json.dumps(run(arguments.data, arguments.work, task, seed)))
+                print(f"{task} seed {seed}: measured", flush=True)
+            records += json.loads(kept.read_text())
     libraries = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")}
     settings = {"budgets": BUDGETS, "samples": SAMPLES, "damping": DAMPING, "machine": platform.machine()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ class Training:
     alpha: int = 16
 
 
-CHOICES = {"SST-2": Training(300, 2e-3), "MRPC": Training(240, 2e-3), "CoLA": Training(500, 2e-3)}
+CHOICES = {"SST-2": Training(300, 2e-3), "MRPC": Training(150, 2e-3), "CoLA": Training(200, 2e-3)}
 
 
 def train(subject: Subject, choices: Training, seed: int) -> PeftModel:
