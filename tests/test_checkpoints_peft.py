@@ -111,7 +111,7 @@ def test_a_pickle_that_holds_code_is_refused(tmp_path: Path) -> None:
     folder = directory(tmp_path / "a")
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_model.bin").write_bytes(pickle.dumps({"x": print}))
-    with pytest.raises(CheckpointError, match="adapter_model.bin: refused: more than tensors"):
+    with pytest.raises(CheckpointError, match="adapter_model.bin: refused: .*more than tensors"):
         open_checkpoint(folder)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora, writing
+from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.checkpoints.writing import TensorWriter, new_directory
 from lsrdecomp.errors import CheckpointError
 
+FILES = ["SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"]
 LAYERS = [("q", np.ones((4, 2), np.float32), np.ones((2, 6), np.float32))]
 
 
@@ -62,6 +65,17 @@ def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path, monkeypatc
     assert all(np.array_equal(back[name], array) for name, array in arrays.items())
 
 
+def test_streamed_layers_are_written_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "IN_MEMORY", 2**20)
+    one = np.ones((1024, 64), np.float32)
+    layers = ((f"l.{i}", one, one.T) for i in range(60))
+    tracemalloc.start()
+    write_lora(tmp_path / "out", layers=layers)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20 < (tmp_path / "out" / "adapter_model.safetensors").stat().st_size / 3
+
+
 def test_an_existing_output_stays_unless_forced_and_is_then_replaced_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_lora(out, layers=LAYERS)
@@ -72,7 +86,7 @@ def test_an_existing_output_stays_unless_forced_and_is_then_replaced_whole(tmp_p
     assert snapshot(tmp_path) == before
     write_lora(out, layers=LAYERS, storage="float16", force=True)
     assert open_checkpoint(out).layers[0].dtype == "float16"
-    assert sorted(snapshot(tmp_path)) == ["out/adapter_config.json", "out/adapter_model.safetensors"]
+    assert sorted(snapshot(tmp_path)) == [f"out/{name}" for name in FILES]
 
 
 def test_force_replaces_also_where_directories_cannot_be_swapped(
@@ -220,7 +234,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, ki
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        assert sorted(entry.name for entry in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        assert sorted(entry.name for entry in out.iterdir()) == FILES
+        assert changed_files(out) == ()
         layers = open_checkpoint(out).layers
         assert len(layers) == 20
         assert len({float(value) for layer in layers for half in layer.load() for value in np.unique(half)}) == 1
@@ -237,7 +252,7 @@ def test_a_directory_somebody_still_fills_is_not_taken_for_a_leftover(tmp_path: 
         assert first.exists()
         (first / "adapter_config.json").write_text("{}")
         writing.shutil.rmtree(tmp_path / "out")
-    assert snapshot(tmp_path) == {"out/adapter_config.json": b"{}"}
+    assert sorted(snapshot(tmp_path)) == ["out/SHA256SUMS", "out/adapter_config.json"]
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:

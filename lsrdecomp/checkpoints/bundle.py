@@ -40,7 +40,7 @@ class Bundle:
         return CheckpointError(message, path=self.config_path)
 
 
-def open_bundle(path: str | Path, name: str | None = None) -> Bundle:
+def open_bundle(path: str | Path, name: str | None = None, max_memory: int | None = None) -> Bundle:
     """Find config and weights at a path and read the headers; `CheckpointError` if there is not exactly one adapter.
 
     Parameters
@@ -49,6 +49,8 @@ def open_bundle(path: str | Path, name: str | None = None) -> Bundle:
         A directory with adapter_config.json, a directory with one weight file, or a weight file.
     name : str, optional
         Weight file or sub-directory to take where a directory has several.
+    max_memory : int, optional
+        Bytes that a file may have which can only be read whole.
     """
     path = Path(path)
     place = path / name if name is not None else path
@@ -56,13 +58,13 @@ def open_bundle(path: str | Path, name: str | None = None) -> Bundle:
         raise CheckpointError("no such file or directory", path=place)
     if not place.is_dir():
         with_config = place.name in PEFT_WEIGHTS and (place.parent / CONFIG).exists()
-        return _read(place, place, read_json(place.parent / CONFIG) if with_config else None)
+        return _read(place, place, read_json(place.parent / CONFIG) if with_config else None, max_memory)
     if (place / CONFIG).exists() or (place / CONFIG).is_symlink():
         config = read_json(place / CONFIG)
         found = [place / file for file in PEFT_WEIGHTS if (place / file).exists() or (place / file).is_symlink()]
         if not found:
             raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=place)
-        return _read(place, found[0], config)
+        return _read(place, found[0], config, max_memory)
     files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
     inner = sorted(entry.name for entry in place.iterdir() if (entry / CONFIG).exists())
     if inner and not files:
@@ -72,14 +74,14 @@ def open_bundle(path: str | Path, name: str | None = None) -> Bundle:
         held = ", ".join(repr(file.name) for file in files[:8])
         text = f"{len(files)} weight files ({held}): say which by name=" if files else f"no {CONFIG} and no weight file"
         raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=place)
-    return _read(place, files[0], None)
+    return _read(place, files[0], None, max_memory)
 
 
-def _read(path: Path, weights: Path, config: Mapping[str, Any] | None) -> Bundle:
+def _read(path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None) -> Bundle:
     if weights.suffix == ".safetensors":
         header = read_header(weights)
         return Bundle(path, weights, header.tensors, header.metadata, config)
     if regular_file_size(weights) == 0:
         raise CheckpointError("the file is empty", path=weights)
-    tensors, listed = read_pickle(weights)
+    tensors, listed = read_pickle(weights, max_memory)
     return Bundle(path, weights, tensors, {}, config, listed)

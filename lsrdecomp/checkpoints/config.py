@@ -62,7 +62,9 @@ class Config:
 
     def _integer(self, value: Any, field: str) -> int:
         if type(value) is not int or not 0 < value < MAX_RANK:
-            raise CheckpointError(f"{field} is {_short(value)}, expected a positive integer", path=self.path)
+            raise CheckpointError(
+                f"{field} is {_short(value)}, expected an integer from 1 to {MAX_RANK - 1}", path=self.path
+            )
         return value
 
     def _number(self, value: Any, field: str) -> float:

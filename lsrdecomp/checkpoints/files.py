@@ -52,11 +52,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, path: Path, *, what: str = "file") -> dict[str, Any]:
     """A JSON object; a key given twice, a wrong encoding or endless nesting is a `CheckpointError`."""
     try:
-        value = json.loads(text.decode("utf-8-sig" if what == "file" else "utf-8"), object_pairs_hook=_once)
+        value = json.loads(
+            text.decode("utf-8-sig" if what == "file" else "utf-8"), object_pairs_hook=_once, parse_constant=_number
+        )
     except RecursionError:
         raise CheckpointError(f"the {what}'s JSON is nested too deeply", path=path) from None
     except ValueError as error:
-        raise CheckpointError(f"the {what} is not JSON: {str(error)[:200]}", path=path) from None
+        raise CheckpointError(f"the {what} is not JSON: {str(error).partition(';')[0][:200]}", path=path) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"the {what}'s JSON is a {type(value).__name__}, expected an object", path=path)
     return value
@@ -66,6 +68,10 @@ def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _number(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

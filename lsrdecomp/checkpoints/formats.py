@@ -29,7 +29,9 @@ FORMATS: tuple[ModuleType, ...] = (
 )
 
 
-def open_checkpoint(path: str | Path, *, name: str | None = None, alpha: float | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, *, name: str | None = None, alpha: float | None = None, max_memory: int | None = None
+) -> Checkpoint:
     """Open an adapter: find its files, tell its format, check every header; numbers are read later, layer by layer.
 
     Parameters
@@ -40,6 +42,8 @@ def open_checkpoint(path: str | Path, *, name: str | None = None, alpha: float |
         Weight file or sub-directory to take where a directory has several.
     alpha : float, optional
         LoRA alpha, for formats whose files do not hold it.
+    max_memory : int, optional
+        Bytes that one layer in float64, or one other tensor, may take; larger ones are refused before they are read.
 
     Raises
     ------
@@ -48,10 +52,22 @@ def open_checkpoint(path: str | Path, *, name: str | None = None, alpha: float |
     UnsupportedError
         For a sound file whose content is not expressed here: it is refused by name, never dropped.
     """
-    bundle = open_bundle(path, name)
+    bundle = open_bundle(path, name, max_memory)
     for form in FORMATS:
         if form.matches(bundle):
             checkpoint: Checkpoint = form.read(bundle, alpha=alpha)
+            if max_memory is not None:
+                _check_memory(checkpoint, max_memory)
             return checkpoint
     held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
     raise CheckpointError(f"no adapter format known here: it holds {held}", path=bundle.weights)
+
+
+def _check_memory(checkpoint: Checkpoint, most: int) -> None:
+    for name, numbers, size in (
+        *((layer.name, layer.parameters, 8 * layer.parameters) for layer in checkpoint.layers),
+        *((key, tensor.parameters, tensor.nbytes) for key, tensor in checkpoint.extras.items()),
+    ):
+        if size > most:
+            text = f"its {numbers} numbers take {size} bytes, above the {most} allowed; raise max_memory"
+            raise CheckpointError(text, path=checkpoint.weights, tensor=name)

@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.config import Config, exact_pattern
 from lsrdecomp.checkpoints.records import Checkpoint
 
 Value = TypeVar("Value")
 
+
+def _words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int for count in value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(word, str | None) for word in value.values())
+
+
+def _tokens(value: Any) -> bool:
+    return _counts(value) or (isinstance(value, dict) and all(map(_counts, value.values())))
+
+
 # What says which modules are meant and what else is trained; everything else in a config is about training LoRA.
-CARRIED = (
-    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "target_modules", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern", "modules_to_save", "trainable_token_indices"),
-)
+CARRIED: dict[str, tuple[str, tuple[Callable[[Any], bool], ...]]] = {
+    "base_model_name_or_path": ("text", (_text,)),
+    "revision": ("text", (_text,)),
+    "task_type": ("text", (_text,)),
+    "auto_mapping": ("a map from text to text", (_map,)),
+    "target_modules": ("text or a list of text", (_text, _words)),
+    "exclude_modules": ("text or a list of text", (_text, _words)),
+    "layers_to_transform": ("an integer or a list of integers", (lambda value: type(value) is int, _counts)),
+    "layers_pattern": ("text or a list of text", (_text, _words)),
+    "modules_to_save": ("a list of text", (_words,)),
+    "trainable_token_indices": ("a list of integers, or a map to such lists", (_tokens,)),
+    "bias": ("text", (_text,)),
+}
+
+
+def check_carried(config: Config) -> None:
+    """Raise `CheckpointError` for a field that will be written again and is not what PEFT expects there."""
+    for field, (expected, kinds) in CARRIED.items():
+        value = config.raw.get(field)
+        missing = value is None and (field != "bias" or field not in config.raw)
+        if not missing and not any(kind(value) for kind in kinds):
+            raise config.error(field, expected)
 
 
 def most_common(values: Mapping[str, Value]) -> Value:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG, Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns, exact_pattern
-from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
+from lsrdecomp.checkpoints.layers_config import carried_fields, check_carried, most_common, patterns
 from lsrdecomp.checkpoints.peft_format import PREFIX
 from lsrdecomp.checkpoints.provenance import metadata, provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
@@ -43,6 +43,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     for field, what in REFUSED.items():
         if config.raw.get(field):
             raise UnsupportedError(f"{field} is set: {what} are not read", path=config.path)
+    check_carried(config)
     expected = _Expected(config)
     kinds = provenance_kinds(bundle)
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"

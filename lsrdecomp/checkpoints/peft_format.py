@@ -9,6 +9,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.layers_config import check_carried
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer, natural, rank_notes
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -56,6 +57,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     if alpha is not None:
         raise bundle.config_error("alpha is in the config; leave alpha= out")
     notes = check_supported(config)
+    check_carried(config)
     default_rank, default_alpha = config.integer("r", 8), config.number("lora_alpha", 8)
     ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", config.path)
     alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def read_pickle(path: Path) -> tuple[dict[str, StoredTensor], bool]:
+def read_pickle(path: Path, max_memory: int | None = None) -> tuple[dict[str, StoredTensor], bool]:
     """Tensors of a torch file by name, and whether it was a bare list (its names are then "0", "1", …).
 
     Torch maps zip files into memory, so a tensor is read when asked for; older files are read whole.
@@ -33,6 +33,9 @@ def read_pickle(path: Path) -> tuple[dict[str, StoredTensor], bool]:
         zipped = file.read(4) == b"PK\x03\x04"
     if zipped:
         _check_zip(path, size)
+    elif max_memory is not None and size > max_memory:
+        text = f"{size} bytes that can only be read whole, above the {max_memory} allowed; raise max_memory"
+        raise CheckpointError(text, path=path)
     content = _load(path, zipped)
     listed = isinstance(content, list)
     if listed:
@@ -71,12 +74,10 @@ def _load(path: Path, zipped: bool) -> Any:
         ) from error
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except MemoryError:
-        raise
     except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL|class|operand|global) ([\w.]+)", str(error))
-        what = f"it holds {found[1]}" if found else first_line(error)
-        raise CheckpointError(f"refused: more than tensors are pickled in it ({what[:120]})", path=path) from error
+        found = re.search(r"(?:GLOBAL|class|global) ([A-Za-z_][\w.]*)", str(error))
+        what = f"more than tensors are pickled in it ({found[1][:120]})" if found else "damaged, or more than tensors"
+        raise CheckpointError(f"refused: {what}; ask for the adapter as safetensors", path=path) from error
     except Exception as error:  # a damaged pickle can raise anything
         text = f"not a readable torch file ({type(error).__name__}: {first_line(error)})"
         raise CheckpointError(f"{text}; download it again or ask for safetensors", path=path) from error
