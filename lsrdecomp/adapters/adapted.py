@@ -1,24 +1,22 @@
-"""A layer of the base model with additive adapters beside it: forward, mixed batches, merge and unmerge.
+"""A layer of the base model with additive adapters beside it: forward passes, mixed batches, DoRA.
 
 What ΔW is made of is the subclass's duty; how it acts in the layer is the geometry's.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.errors import MergeError
-from lsrdecomp.adapters.geometry import geometry_of
+from lsrdecomp.adapters.dora import dora_output, row_norms
+from lsrdecomp.adapters.geometry import Geometry, geometry_of
+from lsrdecomp.adapters.merging import Mergeable
 
 
-class AdaptedLayer(nn.Module, BaseTunerLayer):
+class AdaptedLayer(nn.Module, Mergeable):
     """Base of the adapter layers of every structure.
 
     A subclass names its parameter containers in ``adapter_layer_names`` and says what ΔW is through `delta_matrix` and
@@ -30,10 +28,12 @@ class AdaptedLayer(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         inner = self.get_base_layer()
         self.quantization_backend = resolve_quantization_backend(inner, **quantization)
-        self.geometry = geometry_of(inner, quantized=self.quantization_backend is not None)
+        self.geometry = self._geometry_of(inner)
         self.out_features, self.in_features = self.geometry.matrix_shape
         self._disable_adapters = False
-        self.merged_adapters: list[str] = []
+        self.merged_adapters = []
+        self.merge_shares = {}
+        self._merged_scales = {}
         self.scaling: dict[str, float] = {}
 
     def update_layer(self, adapter: str, config: Any, name: str) -> None:
@@ -51,9 +51,18 @@ class AdaptedLayer(nn.Module, BaseTunerLayer):
     def has_adapter(self, adapter: str) -> bool:
         return adapter in self.scaling
 
+    def adapter_keys(self, adapter: str) -> list[str]:
+        """State dict keys of one adapter's parameters within this layer."""
+        parts = [f"{container}.{adapter}" for container in self.adapter_layer_names]
+        names = [name for name, _ in self.named_parameters()]
+        return [name for name in names if any(f"{name}.".startswith(f"{part}.") for part in parts)]
+
     def get_delta_weight(self, adapter: str) -> Tensor:
         """ΔW of one adapter in the shape of the layer's weight."""
         return self.geometry.to_weight(self.delta_matrix(adapter))
+
+    def _geometry_of(self, layer: nn.Module) -> Geometry:
+        return geometry_of(layer, quantized=self.quantization_backend is not None)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter_names = kwargs.pop("adapter_names", None)
@@ -68,17 +77,34 @@ class AdaptedLayer(nn.Module, BaseTunerLayer):
             result = self.quantization_backend.maybe_clone_base_result(result)
         if adapter_names is not None:
             return self._mixed_batch(x, result, adapter_names)
-        dtype = result.dtype
+        base = result
         for adapter in self.active_adapters:
             if self.has_adapter(adapter):
-                result = result + self._scaled_delta(adapter, x)
-        return result.to(dtype)
+                result = self._with_adapter(adapter, x, result, base)
+        return result.to(base.dtype)
 
-    def _scaled_delta(self, adapter: str, x: Tensor) -> Tensor:
+    def _with_adapter(self, adapter: str, x: Tensor, result: Tensor, base: Tensor) -> Tensor:
+        """``result`` and what one adapter adds to it, where ``base`` is the unadapted output for ``x``."""
         delta = self.delta_output(adapter, x)
         # Some embedding layers multiply what they looked up.
         embed_scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
-        return delta if embed_scale is None else delta * embed_scale.to(delta.dtype)
+        if embed_scale is not None:
+            delta = delta * embed_scale.to(delta.dtype)
+        magnitude = self.magnitude(adapter)
+        if magnitude is None:
+            return result + delta
+        bias = getattr(self.get_base_layer(), "bias", None)
+        plain = base if bias is None else base - self.geometry.along_output(bias)
+        weight = self.geometry.to_matrix(self.get_base_weight())
+        scale = magnitude / row_norms(weight, self.delta_matrix(adapter))
+        return dora_output(result, plain, delta, self.geometry.along_output(scale))
+
+    def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
+        magnitude = self.magnitude(adapter)
+        if magnitude is None:
+            return None
+        scale = magnitude / row_norms(self.geometry.to_matrix(weight), self.delta_matrix(adapter))
+        return self.geometry.to_weight(scale.unsqueeze(1).expand(self.geometry.matrix_shape))
 
     def _check_mixed_batch(self, x: Tensor, adapter_names: Sequence[str]) -> None:
         if len(x) != len(adapter_names):
@@ -96,47 +122,12 @@ class AdaptedLayer(nn.Module, BaseTunerLayer):
         for adapter in dict.fromkeys(adapter_names):
             if self.has_adapter(adapter):
                 rows = [index for index, name in enumerate(adapter_names) if name == adapter]
-                result[rows] += self._scaled_delta(adapter, x[rows]).to(result.dtype)
+                base = result[rows]
+                result[rows] = self._with_adapter(adapter, x[rows], base, base).to(result.dtype)
         return result
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add ΔW of the active (or the named) adapters to the layer's weight.
-
-        The sum is taken in at least float32 and rounded once to the weight's own precision.
-
-        Raises
-        ------
-        MergeError
-            With ``safe_merge``, if the sum is not finite; the weight is then left as it was.
-        """
-        for adapter in check_adapters_to_merge(self, adapter_names):
-            if not self.has_adapter(adapter):
-                continue
-            weight = self.get_base_weight()
-            merged = self._added(weight, self.get_delta_weight(adapter), 1)
-            if safe_merge and not torch.isfinite(merged).all():
-                raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
-            self.set_base_weight(merged)
-            self.merged_adapters.append(adapter)
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Take every merged ΔW out of the layer's weight again, up to rounding."""
-        if not self.merged:
-            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
-        while self.merged_adapters:
-            adapter = self.merged_adapters.pop()
-            if self.has_adapter(adapter):
-                self.set_base_weight(self._added(self.get_base_weight(), self.get_delta_weight(adapter), -1))
-
-    @staticmethod
-    def _added(weight: Tensor, delta: Tensor, sign: int) -> Tensor:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        return (weight.to(wide) + sign * delta.to(weight.device, wide)).to(weight.dtype)
-
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        return True
+        return self.magnitude(adapter_name) is None  # PEFT's conversion would drop the magnitudes
 
     def extra_repr(self) -> str:
         return str(quantization_extra_repr(self))

@@ -37,6 +37,12 @@ class TargetConfig(PeftConfig):
         Modules that are trained in full and saved with the adapter.
     bias : {"none", "all", "<kind>_only"}
         Which biases of the base model are trained and saved.
+    trainable_token_indices : list of int or dict, optional
+        Single rows of the embedding that are trained in full.
+    layer_replication : list of [int, int], optional
+        Ranges of layers that make up a deeper model; the copies share weights and get adapters of their own.
+    ensure_weight_tying : bool
+        Where the embedding and the output layer share one weight, let them share one adapter too.
     """
 
     target_modules: list[str] | str | None = None
@@ -45,8 +51,14 @@ class TargetConfig(PeftConfig):
     layers_pattern: list[str] | str | None = None
     modules_to_save: list[str] | None = None
     bias: str = "none"
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    layer_replication: list[Any] | None = None
+    ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
+        if self.ensure_weight_tying:
+            self.modules_to_tie: list[str] | None = None
+            self.target_modules_to_tie: list[str] | None = None
         super().__post_init__()  # type: ignore[no-untyped-call]
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
@@ -80,6 +92,11 @@ class LsrConfig(TargetConfig):
         Scale by ``lsr_alpha / sqrt(r)`` instead (Kalajdzievski, 2023).
     lsr_dropout : float
         Dropout on the input of the adapter while training.
+    use_dora : bool
+        Train a magnitude for every output beside ΔW (Liu et al., 2024, DoRA).
+    target_parameters : list of str, optional
+        Names of single parameters to adapt where no module holds them alone, such as the stacked experts of a
+        mixture: each expert gets a ΔW of inner rank ``r``, and all share the Kronecker factors.
     init_weights : {True, False, "paper"}
         True: ΔW = 0, one factor zero and the others random. False: every factor random. "paper": as the authors of
         LSR-Adapt start, 0.01 times a standard normal everywhere.
@@ -106,6 +123,8 @@ class LsrConfig(TargetConfig):
     lsr_alpha: float = 16
     use_rslora: bool = False
     lsr_dropout: float = 0.0
+    use_dora: bool = False
+    target_parameters: list[str] | None = None
     init_weights: bool | str = True
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
@@ -121,6 +140,8 @@ class LsrConfig(TargetConfig):
             raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
         if not 0.0 <= self.lsr_dropout < 1.0:
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
+        if isinstance(self.target_parameters, str):
+            raise TypeError("`target_parameters` must be a list of strings or None.")
         self._settle_inner_shape()
         separation_ranks("separation_rank", self.separation_rank)
         for name, rank in self.rank_pattern.items():

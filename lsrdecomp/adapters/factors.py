@@ -30,6 +30,8 @@ class KroneckerFactors(nn.Module):
     def matrix(self) -> Tensor:
         """The sum, formed: shape (m_1···m_d, n_1···n_d), in the factors' own precision even under autocast."""
         factors = self.factors
+        if factors[0].is_meta:  # low-memory loading; autocast knows no such device
+            return expand(factors)
         with torch.autocast(factors[0].device.type, enabled=False):
             return expand(factors)
 

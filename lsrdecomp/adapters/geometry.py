@@ -35,6 +35,9 @@ class LinearGeometry:
     def to_matrix(self, weight: Tensor) -> Tensor:
         return weight.T if self.transposed else weight
 
+    def along_output(self, vector: Tensor) -> Tensor:
+        return vector
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGeometry:
@@ -54,6 +57,9 @@ class EmbeddingGeometry:
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         return weight.T
+
+    def along_output(self, vector: Tensor) -> Tensor:
+        return vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,9 @@ class ConvGeometry:
 
     def to_matrix(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.matrix_shape)
+
+    def along_output(self, vector: Tensor) -> Tensor:
+        return vector.reshape(-1, *[1] * (len(self.weight_shape) - 2))
 
     def _convolve(self, x: Tensor, weight: Tensor) -> Tensor:
         padding = self.padding

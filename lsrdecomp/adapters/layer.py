@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import LsrConfig
+from lsrdecomp.adapters.dora import row_norms
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.layout import LayerLayout, layer_layout
+from lsrdecomp.errors import ShapeError
 
 
 class LsrLayer(AdaptedLayer):
@@ -20,17 +24,22 @@ class LsrLayer(AdaptedLayer):
     forward pass and then applied like LoRA, which is cheaper than applying their Kronecker structure token by token.
     """
 
-    adapter_layer_names = ("lsr_A", "lsr_B")
-    other_param_names = ("r", "lsr_alpha", "scaling", "lsr_dropout", "layout")
+    adapter_layer_names: tuple[str, ...] = ("lsr_A", "lsr_B", "lsr_magnitude_vector")
+    other_param_names: tuple[str, ...] = ("r", "lsr_alpha", "scaling", "lsr_dropout", "layout", "tied")
+
+    copies = 1
+    """How many matrices of the layer's shape lie beside one another; more than one for stacked experts."""
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__(base_layer, **quantization)
         self.lsr_A = nn.ModuleDict()
         self.lsr_B = nn.ModuleDict()
+        self.lsr_magnitude_vector = nn.ParameterDict()
         self.lsr_dropout = nn.ModuleDict()
         self.r: dict[str, int] = {}
         self.lsr_alpha: dict[str, float] = {}
         self.layout: dict[str, LayerLayout] = {}
+        self.tied: dict[str, LsrLayer] = {}  # a plain dict: the other layer is not a part of this one
 
     def update_layer(self, adapter: str, config: LsrConfig, name: str) -> None:
         """Add an adapter to this layer, or give an existing one new factors.
@@ -44,7 +53,7 @@ class LsrLayer(AdaptedLayer):
         name : str
             Full name of this module in the base model, for patterns and for errors.
         """
-        layout = layer_layout(config, name, self.geometry.matrix_shape)
+        layout = layer_layout(config, name, self.geometry.matrix_shape, self.copies)
         self.layout[adapter] = layout
         self.r[adapter] = layout.r
         self.lsr_alpha[adapter] = layout.alpha
@@ -55,7 +64,37 @@ class LsrLayer(AdaptedLayer):
         self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, out_terms)
         self.start(adapter, config.init_weights)
         self._move_adapter_to_device_of_base_layer(adapter)
+        if config.use_dora:
+            self.lsr_magnitude_vector[adapter] = self._start_magnitude(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def tie(self, adapter: str, other: LsrLayer, inference_mode: bool = False) -> None:
+        """Let an adapter of this layer be another layer's, transposed, because the two share one weight.
+
+        An embedding looks up rows of the weight that the output layer multiplies by, so the one's ΔW is the other's
+        transposed and a transposed sum of Kronecker products is one with transposed factors: nothing is stored here.
+        """
+        if self.geometry.matrix_shape != other.geometry.matrix_shape[::-1]:
+            raise ShapeError(
+                f"a layer of shape {self.geometry.matrix_shape} cannot be tied to {other.geometry.matrix_shape}"
+            )
+        self.tied[adapter] = other
+        self.r[adapter], self.lsr_alpha[adapter] = other.r[adapter], other.lsr_alpha[adapter]
+        self.scaling[adapter], self.layout[adapter] = other.scaling[adapter], other.layout[adapter]
+        self.lsr_dropout[adapter] = copy.deepcopy(other.lsr_dropout[adapter])
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def merged_elsewhere(self, adapter: str) -> bool:
+        other = self.tied.get(adapter)
+        return other is not None and other.weight.data_ptr() == self.weight.data_ptr()
+
+    @torch.no_grad()
+    def _start_magnitude(self, adapter: str) -> nn.Parameter:
+        delta = self.delta_matrix(adapter)
+        if delta.is_meta:
+            return nn.Parameter(delta.new_empty(delta.shape[0]))
+        weight = self.geometry.to_matrix(self.get_base_weight())
+        return nn.Parameter(row_norms(weight.to(delta.device), delta))
 
     def start(self, adapter: str, init_weights: bool | str = True) -> None:
         """Give an adapter's factors their starting values; see `LsrConfig`.
@@ -76,9 +115,15 @@ class LsrLayer(AdaptedLayer):
 
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
         """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
-        left: Tensor = self.lsr_B[adapter].matrix()  # type: ignore[operator]
-        right: Tensor = self.lsr_A[adapter].matrix()  # type: ignore[operator]
-        return self.scaling[adapter] * left, right
+        if adapter in self.tied:
+            right, left = self.tied[adapter].pair(adapter)
+            return left.T, right.T
+        left = self.lsr_B[adapter].matrix()  # type: ignore[operator]
+        return self.scaling[adapter] * left, self.lsr_A[adapter].matrix()  # type: ignore[operator]
+
+    def magnitude(self, adapter: str) -> Tensor | None:
+        magnitude: Tensor | None = self.lsr_magnitude_vector.get(adapter)
+        return magnitude
 
     def delta_matrix(self, adapter: str) -> Tensor:
         left, right = self.pair(adapter)

@@ -24,14 +24,13 @@ class LayerLayout:
     separation_ranks: tuple[int, int]  # out side, in side
     alpha: float
     scaling: float
-
-    @property
-    def r(self) -> int:
-        return self.shape.inner_rank
+    r: int
 
 
-def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int]) -> LayerLayout:
+def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], copies: int = 1) -> LayerLayout:
     """Resolve the settings for the module ``name``, whose ΔW is ``matrix_shape`` as a matrix (out, in).
+
+    With ``copies`` such matrices side by side, the inner rank of the shape is ``r`` times as many.
 
     Raises
     ------
@@ -42,14 +41,15 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int]) ->
     rank = find(config.rank_pattern, name)
     if given is None:
         r = positive(f"{name}: r", config.r if rank is None else rank)
-        shape = ProductShape.balanced(matrix_shape, config.inner_split(r))
+        shape = ProductShape.balanced(matrix_shape, config.inner_split(r * copies))
     else:
         shape = product_shape(f"{name}: shape_pattern", given)
-        if rank is not None and rank != shape.inner_rank:
+        r = shape.inner_rank // copies
+        if r * copies != shape.inner_rank or rank not in (None, r):
             sizes = " x ".join(map(str, shape.inner))
-            raise ShapeError(
-                f"{name}: inner {sizes} = {shape.inner_rank} in shape_pattern, but rank_pattern says {rank}"
-            )
+            several = f" for {copies} matrices" if copies > 1 else ""
+            asked = f"rank_pattern says {rank}" if rank is not None else "that is no whole rank each"
+            raise ShapeError(f"{name}: inner {sizes} = {shape.inner_rank}{several} in shape_pattern, but {asked}")
         shape.left.check((matrix_shape[0], shape.inner_rank), f"{name}, out side")
         shape.right.check((shape.inner_rank, matrix_shape[1]), f"{name}, in side")
     alpha = find(config.alpha_pattern, name)
@@ -60,7 +60,8 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int]) ->
         shape=shape,
         separation_ranks=separation_ranks(f"{name}: separation_rank", terms),
         alpha=alpha,
-        scaling=alpha / (math.sqrt(shape.inner_rank) if config.use_rslora else shape.inner_rank),
+        scaling=alpha / (math.sqrt(r) if config.use_rslora else r),
+        r=r,
     )
 
 

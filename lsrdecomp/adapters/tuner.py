@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, replicate_layers
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
     AuxiliaryTrainingWrapper,
@@ -26,6 +26,8 @@ class KroneckerTuner(BaseTuner):
     """Base of the models: a subclass sets ``prefix`` and ``tuner_layer_cls``."""
 
     prefix: str
+    merge_shares: dict[str, dict[str, float]]
+    """After merging: the share of each adapter's update that rounding left, by layer."""
     tuner_layer_cls: type[AdaptedLayer]
     target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]
 
@@ -47,14 +49,39 @@ class KroneckerTuner(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         if isinstance(target, self.tuner_layer_cls):
-            target.update_layer(adapter_name, peft_config, current_key)
+            self._add_to_layer(target, adapter_name, peft_config, current_key)
             return
         layer = self.tuner_layer_cls(target, **get_quantization_kwargs(self.model))
+        self._add_wrapped(layer, adapter_name, peft_config, target_name, parent, current_key, target)
+
+    def _add_wrapped(
+        self,
+        layer: AdaptedLayer,
+        adapter_name: str,
+        config: Any,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        target: nn.Module,
+    ) -> None:
         layer.set_adapter([adapter_name])
-        layer.update_layer(adapter_name, peft_config, current_key)
+        self._add_to_layer(layer, adapter_name, config, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained until it is made active
         self._replace_module(parent, target_name, layer, target)
+
+    def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
+        layer.update_layer(adapter_name, config, current_key)
+
+    def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
+        if peft_config.layer_replication:
+            replicate_layers(model, peft_config.layer_replication)
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        known = model_config.get("model_type") in self.target_module_mapping
+        if peft_config.target_modules is None and getattr(peft_config, "target_parameters", None) and not known:
+            return peft_config
+        return super()._prepare_adapter_config(peft_config, model_config)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         # PEFT's own version hands the weight to a module without base_layer, which breaks merging once
@@ -66,6 +93,56 @@ class KroneckerTuner(BaseTuner):
         for name, module in new_module.named_modules():
             if self.prefix in name and not any(p.is_meta for p in module.parameters()):
                 module.to(weight.device)
+
+    def merge_and_unload(
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+        *,
+        min_share: float | None = None,
+    ) -> nn.Module:
+        """Merge the adapters and return the bare base model, as PEFT's other methods do.
+
+        Parameters
+        ----------
+        progressbar, safe_merge, adapter_names
+            As for PEFT's LoRA.
+        min_share : float, optional
+            Least share of ΔW that must survive rounding to the precision of each weight, 0.5 if absent. It matters for
+            16-bit and quantized base models; `merge_shares` then says what survived where.
+
+        Raises
+        ------
+        MergeError
+            Naming the first layer that would lose more; the model is then left as it was.
+        """
+        with self._least_share(adapter_names, min_share):
+            merged: nn.Module = super().merge_and_unload(progressbar, safe_merge, adapter_names)
+        return merged
+
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False, *, min_share: float | None = None
+    ) -> None:
+        """Merge the adapters in place; `unmerge_adapter` takes them out. See `merge_and_unload` for ``min_share``."""
+        with self._least_share(adapter_names, min_share):
+            super().merge_adapter(adapter_names, safe_merge)
+
+    @contextmanager
+    def _least_share(self, adapter_names: list[str] | None, min_share: float | None) -> Iterator[None]:
+        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, AdaptedLayer)}
+        for layer in layers.values():
+            if min_share is not None:
+                layer.min_merge_share = min_share
+        try:
+            for name, layer in layers.items():
+                for adapter, share in layer.merge_would_lose(adapter_names).items():
+                    raise layer.share_error(adapter, share, name)
+            yield
+            self.merge_shares = {name: dict(layer.merge_shares) for name, layer in layers.items()}
+        finally:
+            for layer in layers.values():
+                layer.__dict__.pop("min_merge_share", None)
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -105,19 +182,15 @@ class KroneckerTuner(BaseTuner):
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
             model, config, adapter_name, state_dict
         )
-        present = remapped.keys()
         for name, module in model.named_modules():
-            if not isinstance(module, cls.tuner_layer_cls):
-                continue
-            for container in module.adapter_layer_names:
-                part = f"{name}.{container}.{adapter_name}"
-                entry = getattr(module, container)
-                keys = [f"{part}.{key}" for key in entry[adapter_name].state_dict()] if adapter_name in entry else []
-                missing = [key for key in keys if key not in present]
+            if isinstance(module, cls.tuner_layer_cls):
+                keys = [f"{name}.{key}" for key in module.adapter_keys(adapter_name)]
+                missing = [key for key in keys if key not in remapped]
+                # None at all is a layer the adapter leaves alone; PEFT warns of that.
                 if missing and len(missing) < len(keys):
                     raise CheckpointError(
-                        f"the adapter holds {len(keys) - len(missing)} of the {len(keys)} factors of this layer; "
-                        f"the settings ask for order {len(keys)}",
+                        f"the adapter holds {len(keys) - len(missing)} of the {len(keys)} tensors its settings ask for "
+                        "in this layer",
                         tensor=missing[0],
                     )
         return remapped

@@ -1,0 +1,251 @@
+"""Exact exchange with PEFT's LoRA and LoKr: an LSR pair, expanded, is a LoRA pair, and a LoRA pair is an LSR shape."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict
+from torch import Tensor, nn
+
+from lsrdecomp.adapters.config import LsrConfig
+from lsrdecomp.adapters.errors import UnsupportedLayerError
+from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
+from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.adapters.layout import find
+from lsrdecomp.adapters.parameters import ParamWrapper
+from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+
+PREFIX = "base_model.model."
+# Settings that LoRA and LSR share under one name.
+COMMON = (
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+)
+
+
+@torch.no_grad()
+def to_lora(
+    model: nn.Module, adapter_name: str = "default", rank: int | None = None
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """A PEFT LoRA adapter that computes exactly what an LSR adapter of a model computes.
+
+    No ΔW is formed: the expanded factors are LoRA's. All scaling is baked into ``lora_B``, and every layer is padded
+    with zeros to one rank, with ``r`` and ``lora_alpha`` equal to it, so that servers that know only one global scale
+    read the adapter rightly.
+
+    Parameters
+    ----------
+    model : PeftModel
+        A model with the adapter.
+    adapter_name : str
+        Which of its adapters.
+    rank : int, optional
+        The uniform rank; the largest inner rank of any layer if absent.
+
+    Returns
+    -------
+    config : peft.LoraConfig
+        Settings; DoRA's magnitudes, ``modules_to_save`` and biases are carried along.
+    tensors : dict of str to Tensor
+        As `peft.get_peft_model_state_dict` names them.
+
+    Raises
+    ------
+    ShapeError
+        If ``rank`` is smaller than some layer's inner rank.
+    UnsupportedLayerError
+        For convolutions with dilation or without zero padding, and experts, which PEFT's LoRA computes differently.
+    """
+    config: LsrConfig = model.peft_config[adapter_name]  # type: ignore[index, assignment]
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LsrLayer) and module.has_adapter(adapter_name)
+    }
+    rank = uniform_rank(layers, adapter_name, rank)
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    tensors = {key: value for key, value in state.items() if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)}
+    for name, layer in layers.items():
+        tensors.update({f"{name}.{key}": value for key, value in lora_tensors(layer, adapter_name, rank).items()})
+    lora = LoraConfig(
+        **{name: getattr(config, name) for name in COMMON},
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=config.lsr_dropout,
+        bias={"lsr_only": "lora_only"}.get(config.bias, config.bias),  # type: ignore[arg-type]
+        use_dora=config.use_dora,
+        fan_in_fan_out=any(getattr(layer.geometry, "transposed", False) for layer in layers.values()),
+    )
+    return lora, tensors
+
+
+def uniform_rank(layers: Mapping[str, LsrLayer], adapter: str, rank: int | None = None) -> int:
+    """The rank that every layer can be padded to: that of the largest, and a multiple of every number of groups."""
+    groups = {name: getattr(layer.geometry, "groups", 1) for name, layer in layers.items()}
+    needed = {name: layer.r[adapter] * groups[name] for name, layer in layers.items()}
+    largest = max(needed, key=lambda name: needed[name])
+    multiple = math.lcm(*groups.values())
+    if rank is None:
+        return -(-needed[largest] // multiple) * multiple
+    if rank < needed[largest] or rank % multiple:
+        of = f" and a multiple of {multiple} groups" if multiple > 1 else ""
+        raise ShapeError(f"the rank asked for is {rank}, but {largest} needs at least {needed[largest]}{of}")
+    return rank
+
+
+def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:
+    """LoRA's tensors of one layer, padded to ``rank``."""
+    if isinstance(layer, ParamWrapper):
+        raise UnsupportedLayerError(f"{layer.parameter_name}: a targeted parameter cannot be written as plain LoRA")
+    left, right = layer.pair(adapter)
+    geometry = layer.geometry
+    tensors = {}
+    if isinstance(geometry, ConvGeometry):
+        if set(geometry.dilation) != {1} or geometry.pad is not None:
+            raise UnsupportedLayerError("PEFT's LoRA ignores dilation and padding modes, so it cannot hold this layer")
+        groups, kernel = geometry.groups, geometry.weight_shape[2:]
+        # LoRA's A sees all channels, its B is grouped: group g gets its own copy of Â on its own channels.
+        window = right.reshape(len(right), geometry.weight_shape[1], *kernel)
+        spread = window.new_zeros(groups, rank // groups, groups, window.shape[1], *kernel)
+        for group in range(groups):
+            spread[group, : len(window), group] = window
+        tensors["lora_A.weight"] = spread.reshape(groups * (rank // groups), -1, *kernel)
+        padded = nn.functional.pad(left, (0, rank // groups - left.shape[1]))
+        tensors["lora_B.weight"] = padded.reshape(*padded.shape, *[1] * len(kernel))
+    else:
+        left = nn.functional.pad(left, (0, rank - left.shape[1]))
+        right = nn.functional.pad(right, (0, 0, 0, rank - right.shape[0]))
+        embedding = isinstance(geometry, EmbeddingGeometry)
+        names = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        tensors.update(zip(names, (right, left), strict=True))
+    magnitude = layer.magnitude(adapter)
+    if magnitude is not None:
+        shape = (1, -1, *[1] * (len(geometry.weight_shape) - 2)) if isinstance(geometry, ConvGeometry) else (-1,)
+        tensors["lora_magnitude_vector"] = magnitude.reshape(shape)
+    return {key: value.detach().clone().contiguous() for key, value in tensors.items()}
+
+
+def from_lora(config: LoraConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrConfig, dict[str, Tensor]]:
+    """An LSR adapter that computes exactly what a PEFT LoRA adapter of linear layers and embeddings computes.
+
+    ``A`` and ``B`` become first factors of the shape ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)`` with one term. PEFT's data-driven
+    starts (PiSSA, EVA, CorDA, …) thereby become starts for LSR; compress the result to get real Kronecker factors.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the option or tensor, if the adapter is more than plain LoRA or DoRA of such layers.
+    """
+    for name in ("alora_invocation_tokens", "lora_bias", "use_bdlora", "kasa_config", "target_parameters"):
+        if getattr(config, name, None):
+            raise UnsupportedError(f"LSR cannot express LoRA's {name}={getattr(config, name)!r}")
+    written: dict[str, Tensor] = {}
+    shapes: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        module, part = split_key(key)
+        if part in ("lora_A.weight", "lora_embedding_A", "lora_B.weight", "lora_embedding_B"):
+            if tensor.ndim != 2:
+                raise UnsupportedError(f"expected a matrix, got shape {tuple(tensor.shape)}", tensor=key)
+            side = "A" if part.removesuffix(".weight").endswith("A") else "B"
+            size = tensor.shape[1] if side == "A" else tensor.shape[0]
+            shapes.setdefault(module, {})["into" if side == "A" else "out"] = [size, 1]
+            shapes[module]["inner"] = [tensor.shape[0] if side == "A" else tensor.shape[1], 1]
+            written |= one_term(f"{PREFIX}{module}.lsr_{side}", tensor, tensor.new_ones(1, 1))
+        elif part == "lora_magnitude_vector":
+            written[f"{PREFIX}{module}.lsr_magnitude_vector"] = tensor.flatten()
+        elif "lora_" in part:
+            raise UnsupportedError("not a tensor of plain LoRA or DoRA", tensor=key)
+        else:
+            written[key] = tensor
+    lsr = LsrConfig(
+        **{name: getattr(config, name) for name in COMMON},
+        r=config.r,
+        lsr_alpha=config.lora_alpha,
+        separation_rank=1,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        lsr_dropout=config.lora_dropout,
+        bias="lsr_only" if config.bias == "lora_only" else config.bias,
+        rank_pattern=dict(config.rank_pattern or {}),
+        alpha_pattern=dict(config.alpha_pattern or {}),
+        shape_pattern={f"^{name}": shape for name, shape in shapes.items()},
+    )
+    return lsr, written
+
+
+def from_lokr(config: LoKrConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrConfig, dict[str, Tensor]]:
+    """An LSR adapter of one term that computes exactly what a PEFT LoKr adapter of linear layers computes.
+
+    ``(w1_a w1_b) ⊗ (w2_a w2_b) = (w1_a ⊗ w2_a)(w1_b ⊗ w2_b)``; a side kept whole is itself times the identity.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the tensor, for the Tucker form of convolutions.
+    """
+    sides: dict[str, dict[str, Tensor]] = {}
+    written: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        module, part = split_key(key)
+        if part.startswith("lokr_"):
+            if tensor.ndim != 2 or "t2" in part:
+                raise UnsupportedError(f"expected a matrix, got {part} of shape {tuple(tensor.shape)}", tensor=key)
+            sides.setdefault(module, {})[part] = tensor
+        else:
+            written[key] = tensor
+    shapes, ranks, alphas = {}, {}, {}
+    for module, parts in sides.items():
+        first, second = factored(parts, "lokr_w1", module), factored(parts, "lokr_w2", module)
+        written |= one_term(f"{PREFIX}{module}.lsr_B", first[0], second[0])
+        written |= one_term(f"{PREFIX}{module}.lsr_A", first[1], second[1])
+        inner = [first[1].shape[0], second[1].shape[0]]
+        shapes[f"^{module}"] = {
+            "out": [first[0].shape[0], second[0].shape[0]],
+            "inner": inner,
+            "into": [first[1].shape[1], second[1].shape[1]],
+        }
+        ranks[f"^{module}"] = inner[0] * inner[1]
+        rank = find(config.rank_pattern or {}, module) or config.r
+        alpha = find(config.alpha_pattern or {}, module) or config.alpha
+        alphas[f"^{module}"] = alpha / rank * inner[0] * inner[1]
+    lsr = LsrConfig(
+        **{name: getattr(config, name) for name in COMMON if hasattr(config, name)},
+        separation_rank=1,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        shape_pattern=shapes,
+    )
+    return lsr, written
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Module and adapter part of a PEFT key; the part is empty for tensors that are no adapter's."""
+    match = re.fullmatch(rf"{re.escape(PREFIX)}(.+?)\.(lo(?:ra|kr)_.+)", key)
+    return (match[1], match[2]) if match else (key, "")
+
+
+def one_term(stem: str, *factors: Tensor) -> dict[str, Tensor]:
+    return {f"{stem}.factor_{index}": factor.unsqueeze(0) for index, factor in enumerate(factors, start=1)}
+
+
+def factored(parts: Mapping[str, Tensor], name: str, module: str) -> tuple[Tensor, Tensor]:
+    if name in parts:
+        whole = parts[name]
+        return whole, torch.eye(whole.shape[1], dtype=whole.dtype, device=whole.device)
+    try:
+        return parts[f"{name}_a"], parts[f"{name}_b"]
+    except KeyError as error:
+        raise CheckpointError(f"{module} has neither {name} nor both {name}_a and {name}_b") from error

@@ -1,0 +1,156 @@
+"""Adding ΔW to a layer's weight and taking it out again, with a measure of what rounding left of it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor
+
+from lsrdecomp.adapters.errors import MergeError
+
+
+class Mergeable(BaseTunerLayer):
+    """Merging for layers that say what ΔW is and, for DoRA, how its rows are scaled.
+
+    With W the weight before any merge, an adapter adds ``(s - 1) W + s ΔW``, where s holds one factor per output for
+    DoRA and is 1 without it. What was added is taken out by the same formula, so no copy of W is kept.
+    """
+
+    min_merge_share = 0.5
+    """Least share of an update that must survive rounding to the weight's own precision."""
+
+    merged_adapters: list[str]
+    merge_shares: dict[str, float]
+    _merged_scales: dict[str, Tensor]
+
+    def has_adapter(self, adapter: str) -> bool:
+        raise NotImplementedError
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        raise NotImplementedError
+
+    def magnitude(self, adapter: str) -> Tensor | None:
+        """DoRA's trained row norms of one adapter, or None without DoRA."""
+        return None
+
+    def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
+        """DoRA's factor of every output for the unmerged weight, in a shape that multiplies it; None without DoRA."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add ΔW of the active (or the named) adapters to the layer's weight.
+
+        The sum is taken in at least float32 and rounded once to the weight's own precision. The share of the update
+        that survived the rounding, ⟨change, update⟩ / ‖update‖², is kept in ``merge_shares``: in bfloat16 an update a
+        thousand times smaller than its weight loses half of itself, and in 4 bits nearly all.
+
+        Raises
+        ------
+        MergeError
+            If less than ``min_merge_share`` survives or, with ``safe_merge``, if the sum is not finite. The weight is
+            then left as it was.
+        """
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if not self.has_adapter(adapter):
+                continue
+            if not self.merged_elsewhere(adapter):
+                self._merge_one(adapter, safe_merge)
+            self.merged_adapters.append(adapter)
+
+    def merged_elsewhere(self, adapter: str) -> bool:
+        """Whether another layer that shares this one's weight does the merging."""
+        return False
+
+    @torch.no_grad()
+    def merge_would_lose(self, adapter_names: list[str] | None = None) -> dict[str, float]:
+        """Shares below ``min_merge_share``, by adapter, were the adapters merged one by one; nothing is changed."""
+        stored = self.get_base_weight()
+        if self.quantization_backend is None and stored.dtype in (torch.float32, torch.float64):
+            return {}
+        lost = {}
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if self.has_adapter(adapter) and not self.merged_elsewhere(adapter):
+                update, _ = self._update(adapter, stored)
+                self.set_base_weight((stored.to(update) + update).to(stored.dtype))
+                share = self._surviving_share(adapter, update, stored.to(update))
+                self.set_base_weight(stored)
+                if share < self.min_merge_share:
+                    lost[adapter] = share
+        return lost
+
+    def _merge_one(self, adapter: str, safe_merge: bool) -> None:
+        stored = self.get_base_weight()
+        update, scale = self._update(adapter, stored)
+        wide = stored.to(update)
+        merged = (wide + update).to(stored.dtype)
+        if safe_merge and not torch.isfinite(merged).all():
+            raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
+        self.set_base_weight(merged)
+        share = self._surviving_share(adapter, update, wide)
+        if share < self.min_merge_share:
+            self.set_base_weight(stored)
+            raise self.share_error(adapter, share)
+        self.merge_shares[adapter] = share
+        if scale is not None:
+            self._merged_scales[adapter] = scale
+
+    def _update(self, adapter: str, stored: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What to add to the weight in at least float32, and DoRA's scale of it."""
+        wide = stored.to(torch.promote_types(stored.dtype, torch.float32))
+        delta = self.get_delta_weight(adapter).to(wide.device, wide.dtype)
+        weight = self._unmerged(wide)
+        scale = self.output_scale(adapter, weight)
+        if scale is None:
+            return delta, None
+        scale = scale.to(wide)
+        return (scale - 1) * weight + scale * delta, scale
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Take every merged ΔW out of the layer's weight again, up to rounding."""
+        if not self.merged:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        stored = self.get_base_weight()
+        weight = self._unmerged(stored.to(torch.promote_types(stored.dtype, torch.float32)))
+        self.set_base_weight(weight.to(stored.dtype))
+        self.merged_adapters.clear()
+        self._merged_scales.clear()
+
+    def _unmerged(self, merged: Tensor) -> Tensor:
+        """The weight without the merged adapters; the argument itself if there are none."""
+        weight, total = merged, torch.ones((), device=merged.device)
+        for adapter in self.merged_adapters:
+            if not self.has_adapter(adapter) or self.merged_elsewhere(adapter):
+                continue
+            delta = self.get_delta_weight(adapter).to(merged)
+            scale = self._merged_scales.get(adapter)
+            weight = weight - (delta if scale is None else scale * delta)
+            total = total if scale is None else total + (scale - 1)
+        return weight / total if self._merged_scales else weight
+
+    def _surviving_share(self, adapter: str, update: Tensor, before: Tensor) -> float:
+        size = float(update.square().sum())
+        # An update within the rounding of DoRA's own magnitudes says nothing; without DoRA the floor is zero.
+        magnitude = self.magnitude(adapter)
+        floor = 0.0 if magnitude is None else 2 * torch.finfo(magnitude.dtype).eps * float(before.norm())
+        if size <= floor**2:
+            return 1.0
+        after = self.get_base_weight().to(update)
+        return float(((after - before) * update).sum()) / size
+
+    def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
+        where = f"{name}: " if name else ""
+        return MergeError(
+            f"{where}only {share:.0%} of the update of adapter {adapter} would survive in "
+            f"{self._precision(self.get_base_weight())}, less than the {self.min_merge_share:.0%} asked for. Keep it "
+            "unmerged, merge into a float32 copy of the base model, or pass min_share=0 to merge nevertheless."
+        )
+
+    def _precision(self, weight: Tensor) -> str:
+        if self.quantization_backend is not None:
+            return self.quantization_backend.backend_name
+        return str(weight.dtype).removeprefix("torch.")

@@ -1,0 +1,230 @@
+"""Exact exchange: LSR to LoRA and back, LoKr in, weighted sums, rescaling; no approximation anywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapters_support import tiny_bert, token_batch
+from peft import (
+    LoKrConfig,
+    LoraConfig,
+    convert_to_lora,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from torch import nn
+
+from lsrdecomp.adapters import LsrConfig, from_lokr, from_lora, rescale, to_lora
+from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
+from lsrdecomp.errors import ShapeError, UnsupportedError
+from lsrdecomp.precision import unit_roundoff
+
+TARGETS = ["query", "word_embeddings", "dense"]
+
+
+class Mixed(nn.Module):
+    """A grouped convolution and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 9, 3, stride=2, padding=1, groups=3)
+        self.lin = nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(self.conv(x).flatten(2).mean(2))
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "lokr_", "lsr_")):
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def outputs(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**token_batch()).logits
+
+
+def assert_same(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert (left - right).abs().max() <= 2**12 * unit_roundoff("float32") * right.abs().max()
+
+
+def reopened(model: nn.Module, config, tensors) -> nn.Module:
+    again = get_peft_model(model, config)
+    result = set_peft_model_state_dict(again, tensors)
+    assert not result.unexpected_keys
+    assert not [key for key in result.missing_keys if "lora_" in key or "lsr_" in key]
+    return again.eval()
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_lsr_as_lora_computes_the_same(use_dora):
+    config = LsrConfig(
+        target_modules=TARGETS,
+        r=4,
+        init_weights=False,
+        use_dora=use_dora,
+        rank_pattern={"query": 6},
+        use_rslora=True,
+        alpha_pattern={"dense": 3},
+        modules_to_save=["classifier"],
+        bias="lsr_only",
+    )
+    model = randomised(get_peft_model(tiny_bert(), config))
+    with torch.no_grad():
+        model.base_model.model.classifier.modules_to_save["default"].weight.mul_(2)
+        model.base_model.model.bert.encoder.layer[0].attention.self.query.bias.add_(1)
+    lora, tensors = to_lora(model)
+    assert (lora.r, lora.lora_alpha, lora.rank_pattern, lora.use_rslora) == (6, 6, {}, False)
+    assert_same(outputs(reopened(tiny_bert(), lora, tensors)), outputs(model))
+
+
+def test_the_uniform_rank_can_be_chosen():
+    model = randomised(get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4)))
+    lora, tensors = to_lora(model, rank=8)
+    assert lora.r == 8
+    assert {tensor.shape[0] for key, tensor in tensors.items() if "lora_A" in key} == {8}
+    assert_same(outputs(reopened(tiny_bert(), lora, tensors)), outputs(model))
+    with pytest.raises(ShapeError, match="rank asked for is 2, but .*query needs at least 4"):
+        to_lora(model, rank=2)
+
+
+def test_grouped_convolutions_become_lora():
+    torch.manual_seed(0)
+    model = get_peft_model(Mixed(), LsrConfig(target_modules=["conv", "lin"], r=4, init_weights=False)).eval()
+    x = torch.randn(2, 6, 7, 7)
+    lora, tensors = to_lora(model)
+    assert lora.r == 12
+    torch.manual_seed(0)
+    again = reopened(Mixed(), lora, tensors)
+    assert_same(again(x), model(x))
+    assert not torch.equal(model(x), model.unload()(x))
+
+
+def test_a_dilated_convolution_is_refused_as_peft_drops_the_dilation():
+    model = get_peft_model(nn.ModuleDict({"c": nn.Conv1d(4, 4, 3, dilation=2)}), LsrConfig(target_modules=["c"], r=2))
+    with pytest.raises(UnsupportedLayerError, match="dilation"):
+        to_lora(model)
+
+
+def test_peft_refuses_to_convert_dora_rather_than_drop_it():
+    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, use_dora=True))
+    assert not model.supports_lora_conversion()
+    with pytest.raises(TypeError, match="do not support LoRA conversion"):
+        convert_to_lora(model, rank=2)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_lora_as_lsr_computes_the_same(use_dora, use_rslora):
+    config = LoraConfig(
+        target_modules=TARGETS, r=4, use_dora=use_dora, use_rslora=use_rslora, rank_pattern={"query": 3}
+    )
+    model = randomised(get_peft_model(tiny_bert(), config))
+    lsr, tensors = from_lora(config, get_peft_model_state_dict(model))
+    again = reopened(tiny_bert(), lsr, tensors)
+    assert_same(outputs(again), outputs(model))
+    lora, back = to_lora(again)
+    assert_same(outputs(reopened(tiny_bert(), lora, back)), outputs(model))
+
+
+def test_a_pissa_start_becomes_an_lsr_start():
+    model = get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"], r=4, init_lora_weights="pissa"))
+    lsr, tensors = from_lora(model.peft_config["default"], get_peft_model_state_dict(model))
+    expected = outputs(model.eval())
+    residual = model.unload()
+    assert_same(outputs(reopened(residual, lsr, tensors)), expected)
+    assert_same(expected, outputs(tiny_bert()))
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": True}, {"target_parameters": ["a.weight"]}])
+def test_what_lsr_cannot_express_is_named(options):
+    with pytest.raises(UnsupportedError, match=next(iter(options))):
+        from_lora(LoraConfig(**options), {})
+    with pytest.raises(UnsupportedError, match="lora_E"):
+        from_lora(LoraConfig(), {"base_model.model.q.lora_E": torch.zeros(2, 2)})
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_lokr_as_lsr_computes_the_same(both):
+    config = LoKrConfig(target_modules=["query", "dense"], r=2, alpha=3, decompose_both=both, decompose_factor=4)
+    model = randomised(get_peft_model(tiny_bert(), config))
+    lsr, tensors = from_lokr(config, get_peft_model_state_dict(model))
+    assert_same(outputs(reopened(tiny_bert(), lsr, tensors)), outputs(model))
+
+
+SECOND = {
+    "other inner split": {"inner_shape": [3, 1], "separation_rank": [1, 4]},
+    "other layers": {"r": 4, "target_modules": ["value", "dense"]},
+    "other shape": {"shape_pattern": {"query": {"out": [24, 1], "inner": [2, 1], "into": [12, 2]}}},
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_concatenation_is_exact(second):
+    first = LsrConfig(target_modules=["query", "key"], r=4, separation_rank=[2, 3], lsr_alpha=3, init_weights=False)
+    settings = {"target_modules": ["query", "key"], "init_weights": False, "use_rslora": True, **SECOND[second]}
+    model = randomised(get_peft_model(tiny_bert(), first, adapter_name="a"))
+    model.add_adapter("b", LsrConfig(**settings))
+    randomised(model, 1)
+    weights = (0.5, -2.0)
+    model.base_model.add_weighted_adapter(["a", "b"], list(weights), "sum", combination_type="cat")
+    for module in model.modules():
+        if getattr(module, "layout", None):
+            parts = [
+                w * module.delta_matrix(name) for w, name in zip(weights, "ab", strict=True) if name in module.layout
+            ]
+            assert_same(module.delta_matrix("sum"), torch.stack(parts).sum(0))
+    model.set_adapter("sum")
+    total = outputs(model)
+    model.delete_adapter("sum")
+    model.base_model.set_adapter(["a", "b"])
+    with rescale(model, 0.5, ["a"]), rescale(model, -2.0, ["b"]):
+        assert_same(outputs(model), total)
+
+
+def test_a_concatenated_adapter_saves_and_loads(tmp_path):
+    from peft import PeftModel
+
+    config = LsrConfig(target_modules=["query"], r=4, separation_rank=2, init_weights=False)
+    model = randomised(get_peft_model(tiny_bert(), config, adapter_name="a"))
+    model.add_adapter("b", config)
+    model.base_model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "sum")
+    layer = next(module for module in model.modules() if getattr(module, "layout", None))
+    assert layer.layout["sum"].shape.inner == (4, 2)
+    assert layer.layout["sum"].separation_ranks == (4, 4)
+    model.set_adapter("sum")
+    expected = outputs(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(PeftModel.from_pretrained(tiny_bert(), tmp_path / "sum").eval()), expected)
+
+
+def test_sums_that_are_not_sums_are_refused():
+    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, use_dora=True))
+    tuner = model.base_model
+    with pytest.raises(ValueError, match="Adapter other does not exist"):
+        tuner.add_weighted_adapter(["default", "other"], [1, 1], "sum")
+    with pytest.raises(ValueError, match="combine by 'cat'"):
+        tuner.add_weighted_adapter(["default"], [1], "sum", combination_type="ties")
+    with pytest.raises(UnsupportedLayerError, match="DoRA"):
+        tuner.add_weighted_adapter(["default"], [1], "sum")
+    with pytest.raises(ValueError, match="2 weights for 1 adapters"):
+        tuner.add_weighted_adapter(["default"], [1, 2], "sum")
+    assert list(model.peft_config) == ["default"]
+
+
+def test_rescale_is_linear_and_undone_even_by_an_error():
+    model = randomised(get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2)))
+    expected = outputs(model)
+    with rescale(model, 0.0):
+        assert torch.equal(outputs(model), outputs(tiny_bert()))
+    with pytest.raises(ZeroDivisionError), rescale(model, 3.0):
+        1 / (0 if not torch.equal(outputs(model), expected) else 1)
+    assert torch.equal(outputs(model), expected)
+    model.merge_adapter()
+    with pytest.raises(MergeError, match="default"), rescale(model, 0.5):
+        pass

@@ -1,0 +1,273 @@
+"""DoRA, tied weights, replicated layers, targeted parameters, low precision, compilation, checkpointing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapters_support import tiny_bert, token_batch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from lsrdecomp.adapters import LsrConfig
+from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
+
+LAYERS = {
+    "linear": lambda: (nn.Linear(12, 8), torch.randn(3, 12)),
+    "transformers Conv1D": lambda: (Conv1D(8, 12), torch.randn(3, 12)),
+    "embedding": lambda: (nn.Embedding(15, 8), torch.randint(0, 15, (3, 5))),
+    "conv2d": lambda: (nn.Conv2d(4, 6, 3, groups=2), torch.randn(2, 4, 5, 5)),
+}
+
+
+class Experts(nn.Module):
+    """Stacked expert matrices held as bare parameters, in either orientation."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = transposed
+        self.up = nn.Parameter(torch.randn(3, 6, 8))
+        self.down = nn.Parameter(torch.randn(3, 8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_transposed:
+            return torch.bmm(torch.bmm(x, self.up), self.down)
+        return torch.bmm(torch.bmm(x, self.down.mT), self.up.mT)
+
+
+def tiny_llama(**settings) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=30, pad_token_id=0, initializer_range=0.3, **sizes, **settings)
+    ).eval()
+
+
+def relative(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_dora_scales_the_rows_of_the_sum(kind):
+    torch.manual_seed(0)
+    layer, x = LAYERS[kind]()
+    config = LsrConfig(target_modules=["layer"], r=4, init_weights=False, use_dora=True)
+    adapted = get_peft_model(nn.ModuleDict({"layer": layer}), config).double().base_model.model["layer"]
+    x = x.double() if x.is_floating_point() else x
+    base = adapted.get_base_layer()
+    with torch.no_grad():
+        plain = base(x) + adapted.delta_output("default", x)
+        assert relative(adapted(x), plain) < 1e-6  # the magnitude starts at the norm (kept in float32 until .double())
+        adapted.lsr_magnitude_vector["default"].mul_(torch.linspace(0.5, 2, adapted.out_features))
+        result = adapted(x)
+        total = adapted.geometry.to_matrix(base.weight) + adapted.delta_matrix("default")
+        rows = adapted.lsr_magnitude_vector["default"] / total.norm(dim=1)
+        weight = base.weight.clone()
+        base.weight.copy_(adapted.geometry.to_weight(rows[:, None] * total))
+        assert relative(result, base(x)) < 1e-12
+        base.weight.copy_(weight)
+        for safe in (False, True):
+            adapted.merge(safe_merge=safe)
+            assert relative(adapted(x), result) < 1e-12
+            adapted.unmerge()
+            assert relative(base.weight, weight) < 1e-12
+
+
+def test_a_dora_and_a_plain_adapter_merge_together_and_apart():
+    torch.manual_seed(0)
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(12, 8)), LsrConfig(target_modules=["0"], r=4, init_weights=False, use_dora=True)
+    )
+    model.add_adapter("plain", LsrConfig(target_modules=["0"], r=2, init_weights=False))
+    model = model.double()
+    x, layer = torch.randn(3, 12, dtype=torch.float64), model.base_model.model[0]
+    with torch.no_grad():
+        layer.lsr_magnitude_vector["default"].mul_(1.7)
+        model.base_model.set_adapter(["default", "plain"])
+        both, weight = layer(x), layer.get_base_layer().weight.clone()
+        layer.merge(adapter_names=["plain"])
+        layer.merge(adapter_names=["default"])
+        assert relative(layer(x), both) < 1e-12
+        layer.unmerge()
+        assert relative(layer.get_base_layer().weight, weight) < 1e-12
+
+
+def test_dora_saves_its_magnitudes(tmp_path):
+    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4, init_weights=False, use_dora=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+        expected = model.eval()(**token_batch()).logits
+        model.save_pretrained(tmp_path)
+        for low in (False, True):
+            again = PeftModel.from_pretrained(tiny_bert(), tmp_path, low_cpu_mem_usage=low).eval()
+            assert torch.equal(again(**token_batch()).logits, expected)
+
+
+def test_tied_layers_share_one_adapter(tmp_path):
+    config = LsrConfig(target_modules=["embed_tokens", "lm_head"], r=4, init_weights=False, ensure_weight_tying=True)
+    rows = torch.randint(0, 30, (2, 5), generator=torch.Generator().manual_seed(0))
+    model = get_peft_model(tiny_llama(tie_word_embeddings=True), config).eval()
+    embedding, head = model.base_model.model.model.embed_tokens, model.base_model.model.lm_head
+    assert torch.equal(head.delta_matrix("default"), embedding.delta_matrix("default").T)
+    assert not list(head.lsr_A.parameters())
+    with torch.no_grad():
+        expected = model(rows).logits
+        assert relative(expected, tiny_llama(tie_word_embeddings=True)(rows).logits) > 0.01
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(tiny_llama(tie_word_embeddings=True), tmp_path).eval()
+        assert torch.equal(again(rows).logits, expected)
+        model.merge_adapter()
+        assert relative(model(rows).logits, expected) < 1e-5
+        model.unmerge_adapter()
+        merged = model.merge_and_unload()
+        assert relative(merged(rows).logits, expected) < 1e-5
+        assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_replicated_layers_have_adapters_of_their_own():
+    config = LsrConfig(target_modules=["q_proj"], r=2, layer_replication=[[0, 2], [0, 2]], init_weights=False)
+    model = get_peft_model(tiny_llama(), config)
+    layers = model.base_model.model.model.layers
+    assert len(layers) == 4
+    assert layers[0].self_attn.q_proj.weight is layers[2].self_attn.q_proj.weight
+    first, copy = (layers[index].self_attn.q_proj.delta_matrix("default") for index in (0, 2))
+    assert not torch.equal(first, copy)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
+    torch.manual_seed(0)
+    base = nn.ModuleDict({"experts": Experts(transposed)})
+    start = {name: value.clone() for name, value in base.state_dict().items()}
+    names = ["experts.up", "experts.down"]
+    config = LsrConfig(target_parameters=names, target_modules=[], r=2, separation_rank=3, init_weights=False)
+    model = get_peft_model(base, config)
+    outer = model.base_model.model["experts"]
+    x = torch.randn(3, 4, 6)
+    assert {outer.parameter_name, outer.base_layer.parameter_name} == {"up", "down"}
+    result = outer(x)
+    plain = Experts(transposed)
+    with torch.no_grad():
+        for wrapper in (outer, outer.base_layer):
+            delta = wrapper.get_delta_weight("default")
+            assert torch.linalg.matrix_rank(delta).tolist() == [2, 2, 2]
+            getattr(plain, wrapper.parameter_name).copy_(start[f"experts.{wrapper.parameter_name}"] + delta)
+        assert relative(result, plain(x)) < 1e-5
+        assert torch.equal(outer.get_base_layer().up, start["experts.up"])
+    result.sum().backward()
+    assert all(factor.grad.any() for side in (outer.lsr_A, outer.lsr_B) for factor in side["default"].factors)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(nn.ModuleDict({"experts": Experts(transposed)}), tmp_path)
+    again.base_model.model["experts"].get_base_layer().load_state_dict(
+        {name.removeprefix("experts."): value for name, value in start.items()}
+    )
+    assert torch.equal(again.base_model.model["experts"](x), result)
+    merged = model.merge_and_unload(safe_merge=True)["experts"]
+    assert isinstance(merged, Experts)
+    assert relative(merged(x), result) < 1e-5
+
+
+@pytest.mark.parametrize("option", [{"lsr_dropout": 0.1}, {"use_dora": True}])
+def test_options_that_need_an_input_are_refused_for_parameters(option):
+    config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2, **option)
+    with pytest.raises(UnsupportedLayerError, match=next(iter(option))):
+        get_peft_model(nn.ModuleDict({"experts": Experts(False)}), config)
+
+
+def half_precision(ratio: float, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
+    """A model of 16-bit weights and an adapter whose ΔW is ``ratio`` times as large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)).to(dtype)
+    peft = get_peft_model(model, LsrConfig(target_modules=["0", "1"], r=4, init_weights=False))
+    with torch.no_grad():
+        for layer in peft.base_model.model:
+            size = layer.delta_matrix("default").norm() / layer.weight.float().norm()
+            layer.lsr_B["default"].factor_1.mul_(ratio / size)
+    return peft
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [(1e-1, 0.99, 1.01), (2e-3, 0.6, 0.95), (1e-4, 0.0, 0.2)])
+def test_a_merge_into_bfloat16_says_what_survived(ratio, least, most):
+    model = half_precision(ratio)
+    before = [layer.get_base_layer().weight.clone() for layer in model.base_model.model]
+    if most < 0.5:
+        with pytest.raises(
+            MergeError, match=r"^0: only \d+% of the update of adapter default would survive in bfloat16"
+        ):
+            model.merge_adapter()
+        with pytest.raises(MergeError, match="less than the 50% asked for"):
+            model.merge_and_unload()
+        assert all(
+            torch.equal(layer.get_base_layer().weight, weight)
+            for layer, weight in zip(model.base_model.model, before, strict=True)
+        )
+    model.merge_adapter(min_share=0.0)
+    shares = model.base_model.merge_shares
+    assert shares.keys() == {"0", "1"}
+    for layer, weight, share in zip(model.base_model.model, before, shares.values(), strict=True):
+        assert least <= share["default"] <= most
+        update = layer.delta_matrix("default")
+        change = layer.get_base_layer().weight.float() - weight.float()
+        assert share["default"] == pytest.approx(float((change * update).sum() / update.square().sum()), rel=1e-4)
+
+
+def test_a_merge_into_float32_loses_nothing():
+    model = half_precision(1e-4, torch.float32)
+    model.merge_adapter()
+    assert all(share["default"] > 0.99 for share in model.base_model.merge_shares.values())
+
+
+def test_compilation_gives_one_graph_and_no_recompiles():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)), config)
+    x = torch.randn(5, 12)
+    expected = model(x)
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    assert torch.equal(compiled(x), expected)
+    for _ in range(3):
+        optimizer.zero_grad()
+        compiled(x).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(compiled(x), model(x))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
+    rows = torch.randint(0, 30, (2, 5), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model = get_peft_model(tiny_llama(), LsrConfig(target_modules=["q_proj", "down_proj"], r=4, init_weights=False))
+        model.train()
+        if checkpointing:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model(rows, labels=rows).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert gradient.any(), name
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_trainable_tokens_beside_an_adapter(tmp_path):
+    config = LsrConfig(target_modules=["q_proj"], r=4, init_weights=False, trainable_token_indices=[3, 7])
+    rows = torch.tensor([[3, 7, 9]])
+    model = get_peft_model(tiny_llama(), config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(1.0)
+        expected = model(rows).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
+        assert relative(model.merge_and_unload()(rows).logits, expected) < 1e-5
