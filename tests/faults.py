@@ -252,7 +252,7 @@ def _config_text() -> Iterator[tuple[str, Fault]]:
 
 
 OTHER_TYPES = (
-    "ADALORA ADAMSS BOFT ADAPTION_PROMPT IA3 BEFT LILY LOHA LOKR OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT "
+    "ADALORA ADAMSS BOFT ADAPTION_PROMPT IA3 BEFT LILY OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT "
     "GLORA XLORA HRA VBLORA UNILORA CPT MISS RANDLORA ROAD TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA "
     "GRALORA CARTRIDGE TINYLORA PSOFT PEANUT SHADOW SUPERTUNING DEFT PROMPT_TUNING MULTITASK_PROMPT_TUNING "
     "P_TUNING PREFIX_TUNING"
@@ -608,6 +608,19 @@ def _formats() -> Iterator[tuple[str, Fault]]:
     yield "loralib: no alpha", single({"q.lora_A": f[2, 6], "q.lora_B": f[4, 2]})
     yield "loralib: half", single({"q.lora_A": f[2, 6]})
     yield "loralib: merged", single({"q.lora_A": f[4, 2], "q.lora_B": f[4, 2]})
+    yield "kohya: an unknown part", single({down: f[2, 6], up: f[4, 2], "lora_unet_q.lora_gate.weight": f[(2,)]})
+    for kind in ("LOHA", "LOKR"):
+        yield f"peft {kind}: parts of LoRA", tensors(pair("q"), peft_type=kind)
+        yield f"peft {kind}: nothing", tensors({HEAD: f[(2,)]}, peft_type=kind)
+    part = {f"{PREFIX}q.lokr_w1": f[2, 2], f"{PREFIX}q.lokr_w2": f[2, 6]}
+    for field, value in (
+        ("r", 0),
+        ("alpha", "x"),
+        ("rank_pattern", {"(": 2}),
+        ("use_dora", True),
+        ("target_modules", 1),
+    ):
+        yield f"peft LOKR: {field} {value}", tensors(part, peft_type="LOKR", **{field: value})
     hada = {f"m.hada_{part}": f[2, 2] for part in ("w1_a", "w1_b", "w2_a", "w2_b")}
     for part in hada:
         yield f"loha: without {part[-4:]}", single({name: array for name, array in hada.items() if name != part})

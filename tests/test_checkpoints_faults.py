@@ -46,7 +46,8 @@ EXPECTED = {  # what the line must speak of, by group
     "pickle": r"adapter_model\.bin",
     "place": r"missing|no such|not a regular|directory|leads|symbolic|JSON|weight file|truncated|adapter|cannot",
     "lsr": r"lsr_|shape_pattern|rank_pattern|separation_rank|inner_shape|\br is|order|prefix|use_dora|alpha",
-    "formats": r"incomplete|rank|shape|read|JSON|peft|alpha|NaN|names|part|embeddings|size|beside|multiply|dora",
+    "formats": r"incomplete|rank|shape|read|JSON|PEFT|alpha|NaN|names|part|embeddings|size|beside|multiply|dora"
+    r"|LO[HK]|r is|target_modules",
 }
 
 

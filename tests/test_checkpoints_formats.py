@@ -373,6 +373,49 @@ def test_lycoris_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict
         open_checkpoint(tmp_path)
 
 
+def _small_model():
+    import torch
+
+    torch.manual_seed(1)
+    return torch.nn.ModuleDict(
+        {"lin": torch.nn.Linear(12, 8), "big": torch.nn.Linear(36, 40), "conv": torch.nn.Conv2d(6, 8, (3, 3))}
+    )
+
+
+LYCORIS_CONFIGS = [
+    ("LoHaConfig", {"r": 2, "alpha": 3, "alpha_pattern": {"big": 5}}),
+    ("LoHaConfig", {"r": 2, "alpha": 3, "rank_pattern": {"big": 4}, "use_effective_conv2d": True}),
+    ("LoKrConfig", {"r": 2, "alpha": 3, "decompose_both": True}),
+    ("LoKrConfig", {"r": 2, "alpha": 3, "rank_pattern": {"lin": 9}, "use_effective_conv2d": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), LYCORIS_CONFIGS)
+def test_lycoris_directories_of_peft_give_its_own_updates(tmp_path: Path, kind: str, settings: dict) -> None:
+    peft = pytest.importorskip("peft")
+    model = _small_model()
+    config = getattr(peft, kind)(target_modules=["lin", "big", "conv"], init_weights=False, **settings)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "a")
+    checkpoint = open_checkpoint(tmp_path / "a")
+    assert checkpoint.format == f"peft-{kind[:4].lower()}"
+    found = updates(checkpoint)
+    assert found.keys() == {"lin", "big", "conv"}
+    for name, update in found.items():
+        delta = model[name].get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(update, delta.reshape(delta.shape[0], -1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoKrConfig(r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True)
+    peft.get_peft_model(_small_model(), config).save_pretrained(tmp_path / "a")
+    source = open_checkpoint(tmp_path / "a")
+    layers = ((layer.name, *layer.load(), layer.scale) for layer in source.layers)
+    write_lsr(tmp_path / "b", source=source, layers=layers, storage="float64")
+    before, after = updates(source), updates(open_checkpoint(tmp_path / "b"))
+    assert all(np.allclose(after[name], update, rtol=1e-14, atol=1e-15) for name, update in before.items())
+
+
 def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
     faults = {
         "MergedLinear of 2": {"q.lora_A": normal(4, 6), "q.lora_B": normal(8, 2)},

@@ -13,6 +13,7 @@ from lsrdecomp.checkpoints import (
     lsr_format,
     lycoris_format,
     peft_format,
+    peft_lycoris_format,
 )
 from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.checkpoints.records import Checkpoint
@@ -20,6 +21,7 @@ from lsrdecomp.errors import CheckpointError
 
 FORMATS: tuple[ModuleType, ...] = (
     lsr_format,
+    peft_lycoris_format,
     peft_format,
     lycoris_format,
     kohya_format,

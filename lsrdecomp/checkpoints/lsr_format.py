@@ -23,7 +23,7 @@ from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.shape import ProductShape, balanced_split
 
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
-REFUSED = {"use_dora": "DoRA magnitudes", "lsr_bias": "a bias of the update"}
+REFUSED = {"use_dora": "DoRA magnitudes", "target_parameters": "updates of bare parameters (experts)"}
 
 Factors = Sequence[Array]
 

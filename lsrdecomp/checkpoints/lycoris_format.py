@@ -40,8 +40,11 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     return Checkpoint(bundle.path, "lycoris", {}, ordered, extras, bundle.weights, dict(bundle.metadata))
 
 
-def hadamard_layer(name: str, roles: Roles) -> LoraLayer:
-    """LoHa: ``(B1 A1) ∘ (B2 A2) = B A``, rows of B and columns of A being Kronecker products of the two pairs'."""
+def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraLayer:
+    """LoHa: ``(B1 A1) ∘ (B2 A2) = B A``, rows of B and columns of A being Kronecker products of the two pairs'.
+
+    Without a ``scale`` it is LyCORIS's own: alpha / rank.
+    """
     need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
     one, two = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
     if one.shape != two.shape or one.kernel != two.kernel:
@@ -54,13 +57,13 @@ def hadamard_layer(name: str, roles: Roles) -> LoraLayer:
     def down() -> Array:
         return (one.right()[:, None] * two.right()[None]).reshape(rank, columns)
 
-    scale = _scale(roles, one.rank)
+    scale = _scale(roles, one.rank) if scale is None else scale
     halves = derived(one.up, (rows, rank), up), derived(one.down, (rank, columns), down)
     kind = "conv" if one.kernel else "linear"
     return LoraLayer(name, kind, rows, columns, rank, scale, one.up.dtype, *halves, one.kernel)
 
 
-def kronecker_layer(name: str, roles: Roles) -> LsrLayer:
+def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrLayer:
     """LoKr: ``W1 ⊗ W2 = (B1 ⊗ B2)(A1 ⊗ A2)``; a side stored whole is multiplied by an identity."""
     sides: list[_Pair] = []
     for i in (1, 2):
@@ -77,8 +80,9 @@ def kronecker_layer(name: str, roles: Roles) -> LsrLayer:
     one, two = sides
     if one.kernel:
         raise one.up.error(f"shape {one.up.shape} of the first Kronecker factor, expected two sizes")
-    pairs = [side for side in (two, one) if side.stored]
-    scale = _scale(roles, pairs[0].rank) if pairs else 1.0  # LyCORIS ignores alpha where both sides are whole
+    if scale is None:
+        pairs = [side for side in (two, one) if side.stored]
+        scale = _scale(roles, pairs[0].rank) if pairs else 1.0  # LyCORIS ignores alpha where both sides are whole
     shape = ProductShape(
         (one.shape[0], two.shape[0]), (one.rank, two.rank), (one.shape[1], two.shape[1])
     )  # kernel runs with the second factor's columns

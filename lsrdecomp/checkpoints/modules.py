@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from lsrdecomp.checkpoints.bundle import Bundle
@@ -9,6 +10,7 @@ from lsrdecomp.checkpoints.peft_format import PREFIX
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
+PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 
 # Parts of other methods that change the forward pass; dropping them silently would change the model.
@@ -40,6 +42,9 @@ def grouped(bundle: Bundle, suffixes: Mapping[str, str]) -> tuple[dict[str, Role
                 raise UnsupportedError(f"{reason}; such an adapter is not read", path=tensor.path, tensor=key)
         ends = [end for end in suffixes if key.endswith(end) and key != end]
         if not ends:
+            if PART.search(key):
+                text = "is part of an adapter, but not one this format is known to have"
+                raise UnsupportedError(text, path=tensor.path, tensor=key)
             extras[PREFIX + key] = tensor
             continue
         roles, role = modules.setdefault(key.removesuffix(ends[0]), {}), suffixes[ends[0]]

@@ -45,7 +45,7 @@ LORA_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[A
 
 
 def matches(bundle: Bundle) -> bool:
-    """Any adapter_config.json but ours."""
+    """Any adapter_config.json that no other format claims; what is not LoRA is then refused by its name."""
     return bundle.config is not None and bundle.config.get("peft_type") != "LSR"
 
 
@@ -97,7 +97,7 @@ def check_supported(config: Config) -> tuple[str, ...]:
     """Notes about a LoRA config; `UnsupportedError` for what changes the update beyond ``scale·B·A``."""
     peft_type = config.text("peft_type")
     if peft_type != "LORA":
-        text = f"peft_type {peft_type[:40]!r} is not read; LORA and LSR are"
+        text = f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are"
         raise UnsupportedError(f"{text} (merge it, or convert it to LoRA with PEFT first)", path=config.path)
     for field, reason in REFUSED.items():
         if config.raw.get(field):
