@@ -14,11 +14,12 @@ PACKAGE = Path(lsrdecomp.__file__).parent
 STOREYS = (
     ("errors",),
     ("arrays", "shape"),
-    ("precision",),
+    ("precision", "formats", "allocation"),
     ("kronecker",),
     ("separated",),
-    ("product", "weights"),
+    ("product", "weights", "residual"),
     ("targets",),
+    ("row_stream",),
     ("operator_targets", "algebra", "interchange", "weighted", "testing"),
     ("solution",),
     ("solvers", "checkpoints"),
@@ -27,6 +28,7 @@ STOREYS = (
     ("analysis",),
     ("compression", "plots", "adapters"),
     ("training", "fleet"),
+    ("runners",),
     ("cli",),
 )
 """From the ground up; a room imports only from storeys below its own (its own files may import each other)."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.journal import Journal
-from lsrdecomp.solvers.levenberg import LARGEST, refine, unknowns
+from lsrdecomp.solvers.levenberg import refine, unknowns
 from lsrdecomp.solvers.penalised import alternate
 from lsrdecomp.solvers.terms import Terms
 
@@ -21,6 +21,8 @@ NEAR = 8.0
 GUIDE = 0.1
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""
+CHEAP = 800
+"""Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term, many starts tried."""
 SPLIT = 0.1
 """Relative distance between the halves of a split term."""
 """While terms are being added γ is held so low that the penalty stays about this fraction of the error."""
@@ -111,7 +113,8 @@ def fit(
         guide = max(ridge, (GUIDE * error) ** 2)
         before, terms = terms, add_term(core, terms, rng)
         terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, journal=journal)
-        terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
+        if unknowns(terms) <= CHEAP:
+            terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
         error = misfit(core, terms)
         if terms.rank == rank or goal < error < NEAR * goal:
             terms = _best_of(core, before, terms, ridge, rng=rng, starts=starts, goal=goal, journal=journal)
@@ -134,7 +137,7 @@ def _best_of(
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
     best = polish(core, terms, ridge, goal=goal, journal=journal)
-    if before.rank == 0 or starts == 1 or unknowns(terms) > LARGEST:
+    if before.rank == 0 or starts == 1 or unknowns(terms) > CHEAP:
         return best
     before = polish(core, before, ridge, journal=journal)
     for _ in range(starts - 1):
