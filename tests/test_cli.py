@@ -1,6 +1,7 @@
 """The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,22 @@ def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     assert (tmp_path / "demo-output" / "curves.png").stat().st_size > 10_000
     assert done.stdout.count("relative error 0.") == 2
     assert lsr("demo", cwd=tmp_path).returncode == 0  # again, over its own output
+
+
+def test_fleet_reports_the_one_that_fails(tmp_path):
+    pytest.importorskip("joblib")
+    for name in ("good", "bad"):
+        shutil.copytree(DEMO, tmp_path / "in" / name)
+    (tmp_path / "in" / "bad" / "adapter_model.safetensors").write_bytes(b"short")
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rank = 2\n")
+    done = lsr("fleet", tmp_path / "in", tmp_path / "out", "--plan", tmp_path / "plan.toml", "--workers", 1)
+    assert done.returncode == 1
+    assert "1 of 2 adapters done, 0 missed their tolerance, 1 failed" in done.stdout
+    assert (tmp_path / "out" / "good" / "adapter_config.json").is_file()
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rnk = 2\n")
+    done = lsr("fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "unknown key 'separation_rnk'" in done.stderr
 
 
 @pytest.mark.parametrize(

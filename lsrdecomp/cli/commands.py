@@ -12,6 +12,8 @@ import typer
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
 from lsrdecomp.checkpoints.writing import check_output
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.fleet import fleet
+from lsrdecomp.cli.options import Adapter, Force, JsonFile, Out, Storage
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.run import (
@@ -28,12 +30,6 @@ from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError, UnsupportedError
 from lsrdecomp.solvers.svd import tail_norms
 from lsrdecomp.targets import LowRank
-
-Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")]
-Out = Annotated[Path, typer.Option("--out", help="Directory to write; must not exist.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output directory as a whole.")]
-Storage = Annotated[str, typer.Option("--storage", help="float32, float16 or bfloat16 for the written factors.")]
 
 
 def inspect(adapter: Adapter, json: JsonFile = None) -> None:
@@ -159,7 +155,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters.")
 
 
-ALL = (inspect, compress, curve, verify, export, demo)
+ALL = (inspect, compress, curve, verify, export, fleet, demo)
 
 
 def _compressed(checkpoint: Checkpoint, plan: CompressionPlan) -> Compression:

@@ -17,6 +17,7 @@ from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.verify import Verification
+from lsrdecomp.fleet import Outcome
 
 PLAIN_WIDTH = 160
 """Columns of a table that goes to a file or a pipe, where nothing should be folded."""
@@ -125,13 +126,22 @@ def verification_table(result: Verification) -> Table:
     return table
 
 
-LEFT = ("layer", "kind", "structure", "shape", "dtype", "")
+def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+    """Adapters of a fleet that did not end well, and why."""
+    table = _table("adapter", "state", "reason")
+    for outcome in outcomes:
+        table.add_row(outcome.name, outcome.state, outcome.message)
+    return table
+
+
+LEFT = ("layer", "adapter", "kind", "structure", "shape", "dtype", "state", "reason", "")
+FOLDED = ("layer", "adapter", "reason")
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(
-            column, justify="left" if column in LEFT else "right", overflow="fold", no_wrap=column != "layer"
+            column, justify="left" if column in LEFT else "right", overflow="fold", no_wrap=column not in FOLDED
         )
     return table

@@ -56,7 +56,11 @@ class Compression:
             layers=((layer.name, *stored_factors(product), 1.0) for layer, product in parts),
             storage=self.plan.storage,
             force=force,
-            provenance={"plan": self.plan.to_json(), "relative_errors": record},
+            provenance={
+                "plan": self.plan.to_json(),
+                "relative_error": self.totals.relative_error,
+                "relative_errors": record,
+            },
         )
 
 

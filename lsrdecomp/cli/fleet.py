@@ -1,0 +1,79 @@
+"""The verb for many adapters."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.errors import LsrError
+from lsrdecomp.fleet import Outcome, find_adapters, run_fleet, summary
+from lsrdecomp.runners import joblib_runner, ray_runner
+
+
+def fleet(
+    indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
+    outdir: Annotated[Path, typer.Argument(help="Where each is written, at the same relative place.")],
+    plan: Annotated[Path, typer.Option(help="TOML file with a table [compress]: the options of compress.")],
+    workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor.")] = -1,
+    ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
+    retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
+    json: JsonFile = None,
+) -> None:
+    """Compress every adapter below a directory; start again after a kill and it goes on where it was.
+
+    Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
+    """
+    compression = read_plan(plan)
+    runner = joblib_runner(workers) if ray is None else ray_runner(ray)
+    with tables.progress(len(find_adapters(indir)), "adapters") as advance:
+        outcomes = run_fleet(
+            indir, outdir, compression, runner=runner, retries=retries, on_outcome=lambda outcome, _: advance(outcome)
+        )
+    counts = summary(outcomes)
+    if json is not None:
+        tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
+    if json is None or str(json) != "-":
+        _show(outcomes)
+    if counts["done"] < counts["adapters"]:
+        raise typer.Exit(1)
+
+
+def read_plan(path: Path) -> CompressionPlan:
+    """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("compress")
+    except ValueError as error:  # bad TOML or bad UTF-8
+        raise LsrError(f"{path}: {error}") from error
+    if not isinstance(table, dict):
+        raise LsrError(f"{path}: has no table [compress]")
+    known = [field.name for field in fields(CompressionPlan)]
+    unknown = [key for key in table if key not in known]
+    if unknown:
+        raise LsrError(f"{path}: unknown key {unknown[0]!r} in [compress]; known: {', '.join(known)}")
+    try:
+        return CompressionPlan(**table)
+    except (LsrError, TypeError, ValueError) as error:
+        raise LsrError(f"{path}: {error}") from error
+
+
+MOST_ROWS = 20
+
+
+def _show(outcomes: list[Outcome]) -> None:
+    output, counts = tables.console(), summary(outcomes)
+    troubled = [outcome for outcome in outcomes if outcome.state != "done"]
+    if troubled:
+        output.print(tables.outcome_table(troubled[:MOST_ROWS]))
+        if len(troubled) > MOST_ROWS:
+            output.print(f"… and {len(troubled) - MOST_ROWS} more; --json lists all.")
+    output.print(
+        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their tolerance, "
+        f"{counts['failed']} failed; {counts['parameters']:,} parameters instead of {counts['parameters_before']:,}."
+    )
