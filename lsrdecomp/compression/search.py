@@ -1,0 +1,144 @@
+"""Which LSR shapes are worth solving for: a ladder of sizes, probed on a few layers, the best of each size kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lsrdecomp.compression.candidates import Configuration, Layer, solve_together
+from lsrdecomp.shape import KroneckerShape, ProductShape, splits
+from lsrdecomp.solvers.pair import JointALS
+
+RUNG = 1.3
+"""Ratio of parameters between neighbouring rungs of the ladder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How far to look for shapes.
+
+    Parameters
+    ----------
+    probes : int
+        Shapes tried briefly for each size of layer.
+    kept : int
+        Shapes solved for every layer of that size.
+    probe_layers, probe_sweeps : int
+        Layers and sweeps of a trial.
+    order : int
+        Kronecker factors of a term.
+    inner_rank, terms : int
+        Largest inner rank and most terms a side that are tried; the rank of the layer bounds the former too.
+    solver : JointALS
+        Of the full solve.
+    polish : JointALS
+        Of the shapes that the budget chose, from where the full solve ended.
+    low_rank, direct : bool
+        Whether truncated SVD, and the direct sum of the layer itself, compete.
+    seed : int
+    """
+
+    probes: int = 120
+    kept: int = 24
+    probe_layers: int = 4
+    probe_sweeps: int = 3
+    order: int = 2
+    inner_rank: int = 8
+    terms: int = 16
+    solver: JointALS = field(default_factory=lambda: JointALS(sweeps=15))
+    polish: JointALS = field(default_factory=lambda: JointALS(sweeps=45))
+    low_rank: bool = True
+    direct: bool = False
+    seed: int = 0
+
+
+def choose_configurations(layers: Sequence[Layer], search: Search, most: float) -> list[Configuration]:
+    """The shapes to solve for layers of one kind, of at most ``most`` parameters each, ascending."""
+    probes = probe_configurations(layers[0].pair.shape, max(layer.pair.rank for layer in layers), search, most)
+    if len(probes) <= search.kept:
+        return probes
+    # Strided, so that the probed layers come from all depths of the network.
+    some = layers[:: max(1, len(layers) // search.probe_layers)][: search.probe_layers]
+    solver = JointALS(sweeps=search.probe_sweeps, cg_steps=search.solver.cg_steps, ridge=search.solver.ridge, trials=0)
+    losses = [
+        math.fsum(solution.error**2 for solution in solve_together(some, shape, ranks, solver))
+        for shape, ranks in probes
+    ]
+    return _best_of_each_rung(probes, losses, search.kept)
+
+
+def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Search, most: float) -> list[Configuration]:
+    """Up to ``search.probes`` shapes spread evenly over the logarithm of their size, ascending.
+
+    On each rung half are the most even ones (sides of like cost, factors of like size, terms alike), which win most
+    often; the others are drawn at random.
+    """
+    rungs: dict[int, list[Configuration]] = {}
+    for configuration in all_configurations(matrix_shape, rank, search):
+        size = parameters(configuration)
+        if size <= most:
+            rungs.setdefault(_rung(size), []).append(configuration)
+    if not rungs:
+        return []
+    rng = np.random.default_rng(search.seed)
+    share = max(2, search.probes // len(rungs))
+    chosen: list[Configuration] = []
+    for rung in sorted(rungs):
+        ordered = sorted(rungs[rung], key=unevenness)
+        even, rest = ordered[: share // 2], ordered[share // 2 :]
+        drawn = rng.permutation(len(rest))[: share - len(even)]
+        chosen += even + [rest[i] for i in sorted(drawn)]
+    return sorted(chosen, key=parameters)
+
+
+def all_configurations(matrix_shape: tuple[int, int], rank: int, search: Search) -> list[Configuration]:
+    """Every shape of the family with at most the search's inner rank and terms, in a fixed order."""
+    m, n = matrix_shape
+    counts = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s <= search.terms]
+    found = []
+    for r in range(1, min(rank, search.inner_rank, m, n) + 1):
+        for inner in splits(r, search.order):
+            for out in splits(m, search.order):
+                out_shape = KroneckerShape.of(out, inner)
+                for into in splits(n, search.order):
+                    shape = ProductShape(out, inner, into)
+                    most = out_shape.max_separation_rank, shape.right.max_separation_rank
+                    found += [(shape, (s, t)) for s in counts for t in counts if s <= most[0] and t <= most[1]]
+    return found
+
+
+def parameters(configuration: Configuration) -> int:
+    """Numbers in the factors."""
+    shape, ranks = configuration
+    return shape.parameters(*ranks)
+
+
+def unevenness(configuration: Configuration) -> float:
+    """Zero for factors of equal size, sides of equal cost and equal terms; grows with the logarithms of the ratios."""
+    shape, (s, t) = configuration
+    left, right = shape.left.parameters(s), shape.right.parameters(t)
+    spread = sum(math.log(max(sizes) / min(sizes)) for sizes in (shape.out, shape.into))
+    return spread + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
+
+
+def _rung(size: int) -> int:
+    return int(math.log(size) / math.log(RUNG))
+
+
+def _best_of_each_rung(probes: list[Configuration], losses: list[float], kept: int) -> list[Configuration]:
+    """The best of each rung, then the second best ones, dropping what a cheaper one beats; ``kept`` in all."""
+    order = sorted(range(len(probes)), key=lambda i: losses[i])
+    places: dict[int, int] = {}
+    ranked = []
+    for i in order:
+        rung = _rung(parameters(probes[i]))
+        places[rung] = places.get(rung, -1) + 1
+        beaten = any(
+            losses[j] <= losses[i] and parameters(probes[j]) < parameters(probes[i]) for j in range(len(probes))
+        )
+        ranked.append((beaten, places[rung], losses[i], i))
+    picked = sorted(i for *_, i in sorted(ranked)[:kept])
+    return sorted((probes[i] for i in picked), key=parameters)
