@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lsrdecomp.operator_targets import as_target
 from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.operator_targets import as_target
 from lsrdecomp.precision import precision
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from lsrdecomp.arrays import (
     Array,
@@ -20,24 +19,9 @@ from lsrdecomp.arrays import (
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import rearrange
+from lsrdecomp.residual import Approximation as Approximation
+from lsrdecomp.residual import check_sizes, residual_norm
 from lsrdecomp.shape import KroneckerShape
-
-ROW_BLOCK = 512
-"""Rows of a residual formed at a time: bounds the memory a measurement takes."""
-
-
-def row_blocks(rows: int) -> Iterator[slice]:
-    """Slices that cover ``rows`` in blocks."""
-    for start in range(0, rows, ROW_BLOCK):
-        yield slice(start, min(start + ROW_BLOCK, rows))
-
-
-class Approximation(Protocol):
-    """What can be measured against a target: a `SeparatedMatrix`, a `SeparatedProduct`."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    def to_matrix(self) -> Array: ...
 
 
 @runtime_checkable
@@ -139,18 +123,11 @@ class Dense:
         return rearrange(self.matrix, shape)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedDense:
-        _two_factors(shape)
+        require_two_factors(shape)
         return RearrangedDense(self.tensor(shape))
 
     def residual_norm(self, approximation: Approximation) -> float:
-        _same_shape(self.shape, approximation.shape)
-        xp = namespace(self.matrix)
-        approximate = approximation.to_matrix()
-        parts = [
-            norm(as_double(self.matrix[rows, :]) - as_double(approximate[rows, :]))
-            for rows in row_blocks(self.shape[0])
-        ]
-        return norm(xp.asarray(parts, dtype=xp.float64))
+        return residual_norm(self.shape, lambda rows: self.matrix[rows, :], approximation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +251,7 @@ class LowRank:
         return self.left @ self.right
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedLowRank:
-        _two_factors(shape)
+        require_two_factors(shape)
         shape.check(self.shape)
         xp = namespace(self.left, self.right)
         (m, n), (p, q) = shape.factors
@@ -289,28 +266,17 @@ class LowRank:
         spaces, at cost O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)). Its rounding error is of the order of
         2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries themselves.
         """
-        _same_shape(self.shape, approximation.shape)
+        check_sizes(self.shape, approximation.shape)
         xp = namespace(self.left, self.right)
         if hasattr(approximation, "to_lora"):
             left, right = (as_double(f) for f in approximation.to_lora())
             columns = xp.linalg.qr(xp.concat((as_double(self.left), left), axis=1)).R
             rows = xp.linalg.qr(adjoint(xp.concat((as_double(self.right), -right), axis=0))).R
             return norm(columns @ adjoint(rows))
-        approximate, left, right = approximation.to_matrix(), as_double(self.left), as_double(self.right)
-        parts = [norm(left[rows, :] @ right - as_double(approximate[rows, :])) for rows in row_blocks(self.shape[0])]
-        return norm(xp.asarray(parts, dtype=xp.float64))
+        left, right = as_double(self.left), as_double(self.right)
+        return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)
 
 
-def as_target(matrix: Any) -> Target:
-    """A target as it is; anything else as a dense matrix."""
-    return matrix if hasattr(matrix, "residual_norm") else Dense(matrix)
-
-
-def _two_factors(shape: KroneckerShape) -> None:
+def require_two_factors(shape: KroneckerShape) -> None:
     if shape.order != 2:
         raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")
-
-
-def _same_shape(given: tuple[int, int], other: tuple[int, int]) -> None:
-    if tuple(given) != tuple(other):
-        raise ShapeError(f"the target is {given[0]}×{given[1]}, the approximation {other[0]}×{other[1]}")

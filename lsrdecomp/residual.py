@@ -1,0 +1,119 @@
+"""‖M − M̂‖_F from residual entries in double precision, a block of rows at a time, neither matrix held whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, namespace, norm
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker import khatri_rao
+
+ROW_BLOCK = 512
+"""Most rows of a residual formed at a time."""
+
+BLOCK_ENTRIES = 2**22
+"""Most entries of a residual formed at a time: 32 MiB in double precision."""
+
+
+class Approximation(Protocol):
+    """What can be measured against a target: a `SeparatedMatrix`, a `SeparatedProduct`."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def to_matrix(self) -> Array: ...
+
+
+def block_height(columns: int) -> int:
+    """Rows of a block of a matrix with so many columns."""
+    return max(1, min(ROW_BLOCK, BLOCK_ENTRIES // columns))
+
+
+def row_blocks(rows: int, columns: int = 1) -> Iterator[slice]:
+    """Slices that cover ``rows`` in blocks."""
+    height = block_height(columns)
+    for start in range(0, rows, height):
+        yield slice(start, min(start + height, rows))
+
+
+def residual_norm(shape: tuple[int, int], rows: Callable[[slice], Array], approximation: Approximation) -> float:
+    """‖M − M̂‖_F for a matrix M known by its blocks of rows.
+
+    Raises `ShapeError` if the sizes disagree. A sum of Kronecker products is formed block by block from its factors;
+    other approximations are formed whole.
+    """
+    check_sizes(shape, approximation.shape)
+    block = rows_of(approximation)
+    return norm_of_parts(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape))
+
+
+def norm_of_parts(parts: Any) -> float:
+    """‖x‖ from the norms of the parts of x."""
+    return norm(np.asarray(list(parts), dtype=np.float64))
+
+
+def check_sizes(given: tuple[int, int], other: tuple[int, int]) -> None:
+    if tuple(given) != tuple(other):
+        raise ShapeError(f"the target is {given[0]}×{given[1]}, the approximation {other[0]}×{other[1]}")
+
+
+def rows_of(approximation: Any) -> Callable[[slice], Array]:
+    """A function from a slice of rows to those rows of the approximation, in double precision."""
+    if not hasattr(approximation, "factors") or len(approximation.factors) < 2:
+        formed = approximation.to_matrix()
+        return lambda rows: as_double(formed[rows, :])
+    first, *others = (as_double(factor) for factor in approximation.factors)
+    xp = namespace(first)
+    s, _, n = first.shape
+    inner = _terms(others)
+    p, q = inner.shape[1:]
+    outer = xp.permute_dims(first * as_double(xp.astype(approximation.weights, first.dtype))[:, None, None], (1, 2, 0))
+
+    def slab(first_outer: int, last_outer: int, first_inner: int, last_inner: int) -> Array:
+        """Rows (i, k) with i and k in two ranges: one matrix product, entries (i, j, k, l) to rows (i, k)."""
+        a, b = last_outer - first_outer, last_inner - first_inner
+        left = xp.reshape(outer[first_outer:last_outer, :, :], (a * n, s))
+        right = xp.reshape(inner[:, first_inner:last_inner, :], (s, b * q))
+        entries = xp.reshape(left @ right, (a, n, b, q))
+        return xp.reshape(xp.permute_dims(entries, (0, 2, 1, 3)), (a * b, n * q))
+
+    def block(rows: slice) -> Array:
+        parts = [slab(*part) for part in whole_blocks(rows.start, rows.stop, p)]
+        return parts[0] if len(parts) == 1 else xp.concat(parts, axis=0)
+
+    return block
+
+
+def whole_blocks(start: int, stop: int, height: int) -> Iterator[tuple[int, int, int, int]]:
+    """Cut rows start…stop of a grid of blocks of ``height`` rows into a head, whole blocks and a tail.
+
+    Yields ranges (i_0, i_1, k_0, k_1) of row numbers i·height + k.
+
+    >>> list(whole_blocks(3, 14, 4))
+    [(0, 1, 3, 4), (1, 3, 0, 4), (3, 4, 0, 2)]
+    """
+    while start < stop:
+        i, k = divmod(start, height)
+        if k == 0 and stop - start >= height:
+            last = stop // height
+            yield i, last, 0, height
+            start = last * height
+        else:
+            end = min(height, k + stop - start)
+            yield i, i + 1, k, end
+            start += end - k
+
+
+def _terms(factors: list[Array]) -> Array:
+    """⊗ of the factors term by term: (s, m_i, n_i) each to (s, Π m_i, Π n_i)."""
+    xp = namespace(*factors)
+    product = factors[0]
+    for factor in factors[1:]:
+        s, m, n = product.shape
+        _, p, q = factor.shape
+        columns = [xp.matrix_transpose(xp.reshape(f, (s, f.shape[1] * f.shape[2]))) for f in (product, factor)]
+        entries = xp.reshape(xp.matrix_transpose(khatri_rao(columns[0], columns[1])), (s, m, n, p, q))
+        product = xp.reshape(xp.permute_dims(entries, (0, 1, 3, 2, 4)), (s, m * p, n * q))
+    return product
