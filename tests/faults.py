@@ -537,6 +537,7 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
         yield f"{side} flat", lsr(lambda held, _, key=key: held.update({key: held[key][0]}))
         yield f"{side} empty", lsr(lambda held, _, key=key: held.update({key: held[key][:0]}))
         yield f"{side} fewer terms", lsr(lambda held, _, key=key: held.update({key: held[key][:1]}))
+        yield f"{side} of int8", lsr(lambda held, _, key=key: held.update({key: held[key].astype("int8")}))
         yield f"{side} nan", lsr(lambda held, _, key=key: held.update({key: held[key] * np.nan}))
         yield f"{side} renamed", lsr(lambda held, _, key=key: held.update({key[:-1] + "9": held.pop(key)}))
     for key in (
@@ -548,6 +549,26 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
     ):
         yield f"{key} beside", lsr(lambda held, _, key=key: held.update({PREFIX + key: np.ones((2, 2, 3), np.float32)}))
     yield "no prefix", lsr(lambda held, _: held.update({"head": np.ones(2)}))
+    key = f"{PREFIX}q.lsr_"
+
+    def long(held: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        held.clear()
+        for i in range(1, 5):
+            held |= {
+                f"{key}A.factor_{i}": np.ones((1, 1, 99_991), "float16"),
+                f"{key}B.factor_{i}": np.ones((1, 1, 1), "float16"),
+            }
+        config.update(r=1, inner_shape=None, order=4, separation_rank=1)
+
+    def many(held: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+        held.clear()
+        for side in "AB":
+            held |= {f"{key}{side}.factor_{i}": np.ones((1, 1, 1), np.float32) for i in range(1, 401)}
+        config.update(r=1, inner_shape=None, order=400, separation_rank=1)
+
+    yield "in side of 10^20", lsr(long)
+    yield "400 factors", lsr(many)
+    yield "order of 2^30", lsr(lambda _, config: config.update(order=2**30, inner_shape=None))
     for field, value in (
         *(("r", value) for value in (0, 3, "2", -1, 2.5)),
         *(("inner_shape", value) for value in ([1, 2], [2], [], "2x1", [2, 0], [2.0, 1])),
@@ -626,6 +647,15 @@ def _formats() -> Iterator[tuple[str, Fault]]:
         yield f"loha: without {part[-4:]}", single({name: array for name, array in hada.items() if name != part})
         yield f"loha: {part[-4:]} flat", single({**hada, part: f[(2,)]})
         yield f"loha: {part[-4:]} nan", single({**hada, part: f[2, 2] * np.nan})
+    wide = {name: np.ones((2, 40_000) if name.endswith("a") else (40_000, 2), "float16") for name in hada}
+    yield "loha: rank of 10^9", single(wide)
+    core = (
+        np.ones((30_000, 1, 1, 1), "float16"),
+        np.ones((1, 30_000, 1, 1), "float16"),
+        np.ones((1, 30_000, 1, 1), "float16"),
+    )
+    names = ("lora_unet_q.lora_mid.weight", down, up)
+    yield "kohya: product of 10^9", single(dict(zip(names, core, strict=True)))
     yield "loha: sizes", single({**hada, "m.hada_w2_b": f[2, 6]})
     lokr = {"m.lokr_w1": f[2, 2], "m.lokr_w2_a": f[4, 2], "m.lokr_w2_b": f[2, 6]}
     for part in lokr:

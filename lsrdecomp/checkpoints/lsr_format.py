@@ -17,13 +17,15 @@ from lsrdecomp.checkpoints.layers_config import carried_fields, check_carried, m
 from lsrdecomp.checkpoints.peft_format import PREFIX
 from lsrdecomp.checkpoints.provenance import metadata, provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.shape import ProductShape, balanced_split
 
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
 REFUSED = {"use_dora": "DoRA magnitudes", "target_parameters": "updates of bare parameters (experts)"}
+MOST_FACTORS = 16
+LARGEST_SIDE = 2**31  # its divisors are looked for one by one
 
 Factors = Sequence[Array]
 
@@ -146,6 +148,8 @@ class _Expected:
         # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
         self.inner = None if raw.get("inner_shape") is None else self.sizes(raw["inner_shape"], "inner_shape")
         self.order = config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+        if self.order > MOST_FACTORS:
+            raise config.error("order", f"at most {MOST_FACTORS} factors")
         usual = math.prod(self.inner) if self.inner else 16
         self.rank = config.integer("r") if raw.get("r") is not None else usual
         self.alpha = config.number("lsr_alpha", 16)
@@ -167,6 +171,8 @@ class _Expected:
         for tensor in (*left, *right):
             if len(tensor.shape) != 3 or 0 in tensor.shape:
                 raise tensor.error(f"shape {tensor.shape}, expected three sizes: terms, rows, columns")
+            if tensor.dtype not in FLOATS:
+                raise tensor.error(f"dtype {tensor.dtype}, expected floating-point numbers")
         if len(left) != len(right):
             raise left[0].error(f"{len(left)} factors of lsr_B, but {len(right)} of lsr_A")
         for side in (left, right):
@@ -180,6 +186,9 @@ class _Expected:
             tuple(t.shape[1] for t in left), tuple(t.shape[2] for t in left), tuple(t.shape[2] for t in right)
         )
         given = self.shapes.get(name, None)
+        if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
+            size = " x ".join(map(str, shape.matrix_shape))
+            raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
         rank = self.ranks.get(name, self.rank if given is None else given.inner_rank)
         promised = given or self.default(shape.matrix_shape, rank)
         if promised != shape or shape.inner_rank != rank:

@@ -25,6 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 FLOATS = tuple(name for name in DTYPES if "float" in name)
 LONGEST_NAME = 512
+MOST_DERIVED = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,10 @@ class StoredTensor:
 
     def load(self) -> Array:
         """The numbers in float32, or float64 where stored so; `CheckpointError` if one is not finite."""
-        array = widen(self.read())
+        try:
+            array = widen(self.read())
+        except MemoryError:
+            raise self.error(f"shape {self.shape} of {self.dtype} does not fit in memory") from None
         finite = np.isfinite(array)
         if not finite.all():
             bad = int(array.size - np.count_nonzero(finite))
@@ -100,5 +104,10 @@ def by_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def derived(like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]) -> StoredTensor:
-    """A tensor that is not stored but follows from stored ones: computed in float64 when asked for."""
+    """A tensor that is not stored but follows from stored ones: computed in float64 when asked for.
+
+    Raises `CheckpointError` if it would have more than 2^29 numbers: a small file can imply a huge product.
+    """
+    if math.prod(shape) > MOST_DERIVED:
+        raise like.error(f"the product it is part of has shape {shape}, above {MOST_DERIVED} numbers")
     return replace(like, shape=shape, dtype="float64", fetch=lambda: compute().astype(np.float64, copy=False))
