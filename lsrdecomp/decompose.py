@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.operator_targets import as_target
-from lsrdecomp.precision import precision
+from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solution import Decomposition, Solution, Solver, Status, Sweep
+from lsrdecomp.solution import Decomposition, ErrorKind, Solution, Solver, Status, Sweep
+from lsrdecomp.solvers.als import ALS
 from lsrdecomp.solvers.krylov import BlockGolubKahan
 from lsrdecomp.solvers.svd import SVD
+from lsrdecomp.storage import StoredMatrix, smallest
 from lsrdecomp.targets import Target
 
 DENSE_SVD_LIMIT = 64
@@ -27,6 +29,7 @@ def decompose(
     rank: int | None = None,
     rtol: float | None = None,
     atol: float | None = None,
+    budget: ErrorBudget | None = None,
     storage: str | None = None,
     solver: Solver | None = None,
     throw: bool = False,
@@ -44,6 +47,9 @@ def decompose(
         Number of terms s, or, beside a tolerance, the most that may be used. More than the shape can need is clipped.
     rtol, atol : float, optional
         Allowed ‖M − M̂‖_F, relative to ‖M‖_F or absolute; the fewest terms that keep it *as stored* are used.
+    budget : ErrorBudget, optional
+        Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each factor of each term
+        in its own number format; what is written is the record's ``stored``. See docs/error-budget.md.
     storage : str, optional
         Element type of the stored factors, ``"float32"``, ``"float16"``, ``"bfloat16"``, …; absent, the matrix's own.
     solver : Solver, optional
@@ -78,12 +84,17 @@ def decompose(
     doi:10.1137/040604959.
     """
     target = as_target(matrix)
+    if budget is not None:
+        _refuse_two_goals(rtol, atol, storage)
+        atol = budget.allowed(target.norm)
     goal = _absolute_goal(target, rank, rtol, atol)
     if shape == "balanced":
         shape = KroneckerShape.balanced(target.shape)
     shape.check(target.shape)
-    solver = solver if solver is not None else choose_solver(target, shape)
+    solver = solver if solver is not None else choose_solver(target, shape, storage)
     most = None if rank is None else min(rank, shape.max_separation_rank)
+    if budget is not None:
+        return _fewest_bytes(target, shape, solver, most, budget, throw, on_sweep)
     solution = solver.solve(target, shape, rank=most, atol=goal, on_sweep=on_sweep)
     record = _measure(target, solution, storage, goal)
     if goal is not None and storage is not None:
@@ -93,13 +104,16 @@ def decompose(
     return record
 
 
-def choose_solver(target: Target, shape: KroneckerShape) -> Solver:
+def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = None) -> Solver:
     """The solver that `decompose` takes when none is given.
 
     Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, above that block
     Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Its error may
-    exceed the optimum by a thousandth; the record states by how much.
+    exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
+    squares, with the penalty of the storage type.
     """
+    if shape.order != 2:
+        return ALS(storage=storage or "float32")
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
 
 
@@ -162,3 +176,57 @@ def _pay_for_rounding(
             return record if record.error <= tried.error else tried
         record = tried
     return record
+
+
+TRUNCATION_SHARES = {2: (0.25,), 3: (0.8, 0.5, 0.25)}
+"""Shares of the budget that candidates may use before rounding. Orthogonal terms are nested, so one solve serves; with
+three and more factors every share is another solve, tried until one can be stored."""
+
+
+def _fewest_bytes(
+    target: Target,
+    shape: KroneckerShape,
+    solver: Solver,
+    rank: int | None,
+    budget: ErrorBudget,
+    throw: bool,
+    on_sweep: Callable[[Sweep], Any] | None,
+) -> Decomposition:
+    goal = budget.allowed(target.norm)
+    refusal: BudgetError | None = None
+    for share in TRUNCATION_SHARES[min(max(shape.order, 2), 3)]:
+        solution = solver.solve(target, shape, rank=rank, atol=share * goal, on_sweep=on_sweep)
+        try:
+            stored = smallest(target, solution.approximation, atol=goal)
+        except BudgetError as error:
+            refusal = error
+            continue
+        return _record_of(target, solution, stored, budget)
+    record = _measure(target, solution, "float32", goal)
+    if throw:
+        raise ConvergenceError(str(refusal), record)
+    return record
+
+
+def _record_of(target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget) -> Decomposition:
+    approximation = stored.approximation
+    computed = approximation.condition * unit_roundoff(budget.compute) * target.norm
+    return Decomposition(
+        approximation=approximation,
+        relative_error=stored.relative_error,
+        condition=approximation.condition,
+        status=Status.converged if computed <= budget.allowed(target.norm) else Status.ill_conditioned,
+        storage="mixed",
+        norm=target.norm,
+        error_kind=ErrorKind.bounded,
+        sweeps=solution.sweeps,
+        optimality_gap=solution.optimality_gap,
+        gap_kind=solution.gap_kind,
+        stored=stored,
+    )
+
+
+def _refuse_two_goals(rtol: float | None, atol: float | None, storage: str | None) -> None:
+    for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
+        if value is not None:
+            raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")

@@ -1,4 +1,4 @@
-"""The smallest stored form of a separated matrix: a number format for each factor of each term, at a certified error."""
+"""The smallest stored form of a separated matrix: a number format for each factor of each term, its error certified."""
 
 from __future__ import annotations
 
@@ -189,6 +189,9 @@ class _Rounding:
     def scaled(self, error: float) -> float:
         """An error in the units of the weights."""
         return math.ldexp(error, -self.exponent)
+
+    def choose(self, budget: float) -> tuple[Choice, ...]:
+        return cheapest(self.weights, self.squares, self.bytes, budget, self.overhead)
 
     @property
     def overhead(self) -> int:
