@@ -8,6 +8,7 @@ from adapters_support import tiny_bert, token_batch
 from peft import (
     LoKrConfig,
     LoraConfig,
+    PeftModel,
     convert_to_lora,
     get_peft_model,
     get_peft_model_state_dict,
@@ -15,7 +16,8 @@ from peft import (
 )
 from torch import nn
 
-from lsrdecomp.adapters import LsrConfig, from_lokr, from_lora, rescale, to_lora
+from lsrdecomp.adapters import LsrConfig, from_lokr, from_lora, rescale, save_pretrained, to_lora
+from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.errors import ShapeError, UnsupportedError
 from lsrdecomp.precision import unit_roundoff
@@ -188,7 +190,6 @@ def test_concatenation_is_exact(second):
 
 
 def test_a_concatenated_adapter_saves_and_loads(tmp_path):
-    from peft import PeftModel
 
     config = LsrConfig(target_modules=["query"], r=4, separation_rank=2, init_weights=False)
     model = randomised(get_peft_model(tiny_bert(), config, adapter_name="a"))
@@ -228,3 +229,32 @@ def test_rescale_is_linear_and_undone_even_by_an_error():
     model.merge_adapter()
     with pytest.raises(MergeError, match="default"), rescale(model, 0.5):
         pass
+
+
+def test_saving_writes_a_card_and_the_lora_beside(tmp_path):
+    config = LsrConfig(target_modules=["query"], r=4, separation_rank=2, init_weights=False)
+    model = randomised(get_peft_model(tiny_bert(), config))
+    expected = outputs(model)
+    for _ in range(2):
+        save_pretrained(model, tmp_path, also_lora=True, lora_rank=8)
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("import lsrdecomp.adapters") == 1
+    assert "library_name: peft" in card
+    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert f"{numbers:,} adapter parameters in 2 layers" in card
+    again = PeftModel.from_pretrained(tiny_bert(), tmp_path / "lora").eval()
+    assert again.peft_config["default"].peft_type == "LORA"
+    assert_same(outputs(again), expected)
+
+
+def test_a_card_names_source_and_errors_and_keeps_what_others_wrote(tmp_path):
+    get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4)).save_pretrained(tmp_path)
+    path = tmp_path / "README.md"
+    path.write_text("# Mine\n\nWords.\n\n" + path.read_text().split("---")[-1] + "\n## After\n\nMore words.\n")
+    write_card(tmp_path, "LSR", source="some/lora", source_sha256="abc", errors={"layer.0.query": 0.0123})
+    card = path.read_text()
+    assert "made from `some/lora` (sha256 `abc`)" in card
+    assert "| `layer.0.query` | 1.23e-02 |" in card
+    assert "# Mine\n\nWords." in card
+    assert "## After\n\nMore words." in card
+    assert card.count("## Loading this adapter") == 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
 from peft.utils.peft_types import PeftType
 
+from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.shape import ProductShape, balanced_split
@@ -70,6 +72,12 @@ class TargetConfig(PeftConfig):
                     raise ValueError(f"`{name}` cannot be used when `target_modules` is a str.")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError("When `layers_pattern` is specified, `layers_to_transform` must also be specified.")
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write adapter_config.json and, where the weights lie beside it, our part of the model card."""
+        super().save_pretrained(save_directory, **kwargs)
+        if (Path(save_directory) / "adapter_model.safetensors").exists():
+            write_card(save_directory, PeftType(self.peft_type).value)
 
 
 @dataclass

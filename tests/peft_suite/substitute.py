@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from types import ModuleType
@@ -14,47 +15,52 @@ import lsrdecomp.adapters as adapters
 
 KIND = os.environ.get("LSR_SUITE_KIND", "lsr")
 
-# LoRA's names of settings that mean the same here.
-RENAMED = {
-    "lsr": {"lora_alpha": "lsr_alpha", "lora_dropout": "lsr_dropout", "init_lora_weights": "init_weights"},
+CONFIGS = {
+    "lora": LoraConfig,
+    "lsr": adapters.LsrConfig,
+    "dlsr": adapters.DirectConfig,
+    "krona": adapters.KronAConfig,
+    "kadaptation": adapters.KAdaptationConfig,
 }
+CONFIG: Any = CONFIGS[KIND]
+FIELDS = {field.name for field in dataclasses.fields(CONFIG)}
+# LoRA's names of settings, and the names here that mean the same; the first that the kind has is taken.
+NAMES = {
+    "lora_alpha": ("lsr_alpha", "alpha"),
+    "lora_dropout": ("lsr_dropout", "dropout"),
+    "init_lora_weights": ("init_weights",),
+}
+# Settings that a kind may lack without changing what a test is about.
+OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
 # Tests of what is LoRA's alone: combinations of adapters by SVD, TIES and DARE.
 LORA_ALONE = ("test_weighted_combination_of_adapters",)
-# Settings of methods that are not LSR, and of layers that LSR does not adapt: rows that use them are left out.
-FOREIGN = {
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "lora_bias": "a bias inside the low-rank pair",
-    "monteclora_config": "MonteCLoRA",
-    "use_bdlora": "BD-LoRA",
-    "velora_config": "VeLoRA",
-}
-CONFIGS = {"lsr": adapters.LsrConfig}
-CONFIG: Any = LoraConfig if KIND == "lora" else CONFIGS[KIND]
 
 
 def rewritten(row: Any) -> Any | None:
-    """A row for our kind from a row for LoRA; None if the row is not LoRA's or asks for something foreign."""
+    """A row for our kind from a row for LoRA; None if the row is not LoRA's, or asks for what the kind does not have.
+
+    That is torch.nn.MultiheadAttention, and settings of LoRA's variants (aLoRA, KaSA, VeLoRA, MiCA, …).
+    """
     cells = list(row) if isinstance(row, list | tuple) else [row]
-    if LoraConfig not in [cell for cell in cells if isinstance(cell, type)]:
+    if not any(cell is LoraConfig for cell in cells) or "MHA" in [cell for cell in cells if isinstance(cell, str)]:
         return None
-    if any(cell == "MHA" for cell in cells):
-        return None  # torch.nn.MultiheadAttention
-    settings = [cell for cell in cells if isinstance(cell, dict)]
-    for cell in settings:
-        if any(cell.get(name) for name in FOREIGN) or isinstance(cell.get("init_lora_weights"), str):
-            return None
     if KIND == "lora":
         return row
     cells = [CONFIG if cell is LoraConfig else renamed(cell) if isinstance(cell, dict) else cell for cell in cells]
+    if any(cell is None for cell in cells):
+        return None
     return type(row)(cells) if isinstance(row, list | tuple) else cells[0]
 
 
-def renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    names = RENAMED[KIND]
-    dropped = {"fan_in_fan_out"}  # here the type of the layer decides
-    return {names.get(key, key): value for key, value in settings.items() if key not in dropped}
+def renamed(settings: dict[str, Any]) -> dict[str, Any] | None:
+    mine = {}
+    for key, value in settings.items():
+        name = next((name for name in (*NAMES.get(key, ()), key) if name in FIELDS), None)
+        if name is not None and not (key == "init_lora_weights" and isinstance(value, str)):
+            mine[name] = value
+        elif value and key not in OPTIONAL:
+            return None
+    return mine
 
 
 def substitute(module: ModuleType) -> None:

@@ -1,0 +1,150 @@
+"""Direct LSR: ΔW = α Σ_k W1_k ⊗ W2_k ⊗ …, without a low-rank pair; the paper's naive form, KronA with more terms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft.utils.peft_types import PeftType
+from torch import Tensor, nn
+
+from lsrdecomp.adapters.adapted import AdaptedLayer
+from lsrdecomp.adapters.config import TargetConfig, positive
+from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
+from lsrdecomp.adapters.geometry import LinearGeometry
+from lsrdecomp.adapters.kernels.stacked import apply
+from lsrdecomp.adapters.layout import find
+from lsrdecomp.adapters.register import add_member
+from lsrdecomp.adapters.tuner import KroneckerTuner
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.shape import KroneckerShape
+
+
+@dataclass
+class DirectConfig(TargetConfig):
+    """Settings of a direct LSR adapter: ΔW = alpha · Σ_k W1_k ⊗ W2_k ⊗ ….
+
+    Parameters
+    ----------
+    separation_rank : int
+        Number of terms.
+    order : int
+        Number of Kronecker factors.
+    alpha : float
+        Scale of ΔW.
+    dropout : float
+        Dropout on the input of the adapter while training.
+    init_weights : bool
+        True: ΔW = 0, the largest factor zero and the others random. False: every factor random.
+    separation_rank_pattern, alpha_pattern : dict
+        Module name or regular expression to ``separation_rank``, ``alpha`` of those layers.
+    shape_pattern : dict
+        Module name or regular expression to ``[[m1, n1], [m2, n2], ...]``; the most even split of both sides if absent.
+        ``[[m, 1], [1, n]]`` is plain low rank.
+
+    References
+    ----------
+    .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
+       adaptation, 2025.
+    """
+
+    separation_rank: int = 4
+    order: int = 2
+    alpha: float = 1.0
+    dropout: float = 0.0
+    init_weights: bool = True
+    separation_rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    shape_pattern: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = add_member(PeftType, "DLSR")
+        self._check("dlsr_only")
+
+    def _check(self, bias: str) -> None:
+        if self.bias not in ("none", "all", bias):
+            raise ValueError(f"bias must be 'none', 'all' or {bias!r}, got {self.bias!r}")
+        positive("separation_rank", self.separation_rank)
+        positive("order", self.order)
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        for name, sizes in self.shape_pattern.items():
+            kronecker_shape(f"shape_pattern[{name!r}]", sizes)
+
+
+class DirectLayer(AdaptedLayer):
+    """Direct sums of Kronecker products beside one layer of the base model."""
+
+    adapter_layer_names: tuple[str, ...] = ("dlsr_W",)
+    other_param_names: tuple[str, ...] = ("alpha", "scaling", "dropout")
+    container = "dlsr_W"
+
+    def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
+        super().__init__(base_layer, **quantization)
+        setattr(self, self.container, nn.ModuleDict())
+        self.dropout = nn.ModuleDict()
+        self.alpha: dict[str, float] = {}
+
+    def sums(self, adapter: str) -> KroneckerFactors:
+        return getattr(self, self.container)[adapter]  # type: ignore[no-any-return]
+
+    def update_layer(self, adapter: str, config: DirectConfig, name: str) -> None:
+        given = find(config.shape_pattern, name)
+        if given is None:
+            shape = KroneckerShape.balanced(self.geometry.matrix_shape, config.order)
+        else:
+            shape = kronecker_shape(f"{name}: shape_pattern", given)
+            shape.check(self.geometry.matrix_shape, name)
+        terms = find(config.separation_rank_pattern, name) or config.separation_rank
+        alpha = find(config.alpha_pattern, name)
+        self.alpha[adapter] = self.scaling[adapter] = config.alpha if alpha is None else alpha
+        self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
+        getattr(self, self.container)[adapter] = KroneckerFactors(shape, positive(f"{name}: separation_rank", terms))
+        self.start(adapter, config.init_weights)
+        self._move_adapter_to_device_of_base_layer(adapter)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def start(self, adapter: str, init_weights: bool = True) -> None:
+        """Give an adapter's factors their starting values; see `DirectConfig`."""
+        sums = self.sums(adapter)
+        zero = zero_factor(sums.shape) if init_weights else None
+        columns = [size for index, size in enumerate(sums.shape.columns) if index != zero]
+        sums.start(1 / math.sqrt(math.prod(columns)), zero)
+
+    def delta_matrix(self, adapter: str) -> Tensor:
+        return self.scaling[adapter] * self.sums(adapter).matrix()
+
+    def delta_output(self, adapter: str, x: Tensor) -> Tensor:
+        sums = self.sums(adapter)
+        if x.is_floating_point():
+            x = self.dropout[adapter](self._cast_input_dtype(x, sums.factors[0].dtype))
+        if isinstance(self.geometry, LinearGeometry) and operations(sums) < math.prod(self.geometry.matrix_shape):
+            return self.scaling[adapter] * apply([factor.to(x.dtype) for factor in sums.factors], x)
+        matrix = self.delta_matrix(adapter)
+        return self.geometry.matrix_output(x, matrix.to(x.dtype) if x.is_floating_point() else matrix)
+
+
+class DirectModel(KroneckerTuner):
+    """A base model with direct LSR adapters."""
+
+    prefix = "dlsr_"
+    tuner_layer_cls: type[AdaptedLayer] = DirectLayer
+
+
+def operations(sums: KroneckerFactors) -> int:
+    """Multiplications per token to apply the sum unformed, factor by factor."""
+    sizes, total = list(sums.shape.columns), 0
+    for index, rows in enumerate(sums.shape.rows):
+        total += math.prod(sizes) * rows
+        sizes[index] = rows
+    return sums.separation_rank * total
+
+
+def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
+    """A `KroneckerShape` from one value of ``shape_pattern``."""
+    try:
+        return KroneckerShape(tuple((rows, columns) for rows, columns in sizes))
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"{name} must be [[m1, n1], [m2, n2], ...], got {sizes!r}: {error}") from error

@@ -1,0 +1,50 @@
+"""KronA: ΔW is one Kronecker product of two matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peft.utils.peft_types import PeftType
+
+from lsrdecomp.adapters.direct import DirectConfig, DirectLayer
+from lsrdecomp.adapters.register import add_member
+from lsrdecomp.adapters.tuner import KroneckerTuner
+from lsrdecomp.errors import ShapeError
+
+
+@dataclass
+class KronAConfig(DirectConfig):
+    """Settings of a KronA adapter: ΔW = alpha · A ⊗ B, that is direct LSR with one term and two factors.
+
+    Parameters are those of `DirectConfig`; ``separation_rank`` is 1 and ``order`` 2.
+
+    References
+    ----------
+    .. [1] A. Edalati, M. Tahaei, I. Kobyzev, V. Partovi Nia, J. J. Clark and M. Rezagholizadeh, KronA: Parameter
+       efficient tuning with Kronecker adapter, 2022.
+    """
+
+    separation_rank: int = 1
+
+    def _check(self, bias: str) -> None:
+        self.peft_type = add_member(PeftType, "KRONA")
+        super()._check("krona_only")
+        terms = {self.separation_rank, *self.separation_rank_pattern.values()}
+        if terms != {1} or self.order != 2:
+            raise ShapeError(
+                f"KronA has one term and two factors, got {max(terms)} and {self.order}; DirectConfig has more"
+            )
+
+
+class KronALayer(DirectLayer):
+    """KronA adapters beside one layer of the base model."""
+
+    adapter_layer_names = ("krona_W",)
+    container = "krona_W"
+
+
+class KronAModel(KroneckerTuner):
+    """A base model with KronA adapters."""
+
+    prefix = "krona_"
+    tuner_layer_cls = KronALayer

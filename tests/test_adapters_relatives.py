@@ -1,0 +1,174 @@
+"""KronA, direct LSR and KAdaptation: ΔW as their papers write it, and the same life inside PEFT."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from adapters_support import kron_sum, tiny_bert, token_batch
+from peft import PeftModel, get_peft_model
+from peft.utils.peft_types import PeftType
+from test_adapters_layer import KINDS, closeness
+from torch import nn
+
+from lsrdecomp.adapters import DirectConfig, KAdaptationConfig, KronAConfig, rescale
+from lsrdecomp.errors import ShapeError
+
+CONFIGS = {
+    "dlsr": (DirectConfig, {"separation_rank": 3}),
+    "dlsr of order 3": (DirectConfig, {"separation_rank": 2, "order": 3}),
+    "krona": (KronAConfig, {}),
+    "kadaptation": (KAdaptationConfig, {"terms": 2, "r": 2}),
+}
+EVEN_KINDS = [kind for kind in KINDS if kind not in ("linear without bias", "embedding", "conv2d grouped")]
+CASES = [(name, kind) for name in CONFIGS for kind in (EVEN_KINDS if name == "kadaptation" else KINDS)]
+
+
+def adapted(name: str, kind: str = "linear", dtype: torch.dtype = torch.float64, **settings):
+    torch.manual_seed(0)
+    layer, x = KINDS[kind]()
+    config_cls, defaults = CONFIGS[name]
+    config = config_cls(target_modules=["layer"], **{"init_weights": False, **defaults, **settings})
+    model = get_peft_model(nn.ModuleDict({"layer": layer}), config).to(dtype)
+    return model, model.base_model.model["layer"], x.to(dtype) if x.is_floating_point() else x
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**token_batch()).logits
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_forward_is_base_plus_delta_and_merging_is_undone(name, kind):
+    _, layer, x = adapted(name, kind)
+    with torch.no_grad():
+        mine, base = layer(x), layer.get_base_layer()
+        weight = base.weight.clone()
+        base.weight += layer.get_delta_weight("default")
+        expected = base(x)
+        assert (mine - expected).abs().max() <= closeness(expected)
+        base.weight.copy_(weight)
+        assert (mine - base(x)).abs().max() > 0.01
+        layer.merge(safe_merge=True)
+        assert (layer(x) - expected).abs().max() <= closeness(expected)
+        layer.unmerge()
+        assert (base.weight - weight).abs().max() <= closeness(weight)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_gradients_of_every_parameter(name, kind):
+    model, _, x = adapted(name, kind)
+    given = {key: value.detach() for key, value in model.named_parameters() if value.requires_grad}
+
+    def output(*values: torch.Tensor) -> torch.Tensor:
+        wrapper = Indexed(model)
+        named = {f"model.{key}": value for key, value in zip(given, values, strict=True)}
+        return torch.func.functional_call(wrapper, named, (x,))
+
+    assert torch.autograd.gradcheck(output, [value.requires_grad_() for value in given.values()], fast_mode=True)
+
+
+class Indexed(nn.Module):
+    """Calls the one layer of a model that has no forward of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.base_model.model["layer"](x)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_default_start_is_the_base_model_and_trains(name):
+    model, layer, x = adapted(name, init_weights=True)
+    assert torch.equal(layer(x), layer.base_layer(x))
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+    assert all(parameter.grad.any() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_adapters_save_load_switch_and_delete(tmp_path, name):
+    config_cls, settings = CONFIGS[name]
+    config = config_cls(target_modules=["query", "dense"], init_weights=False, **settings)
+    model = get_peft_model(tiny_bert(), config)
+    model.add_adapter("second", config)
+    one = logits(model)
+    model.set_adapter("second")
+    two = logits(model)
+    assert not torch.allclose(one, two)
+    trainable = [key for key, value in model.named_parameters() if value.requires_grad]
+    assert trainable
+    assert all("second" in key for key in trainable)
+    with torch.no_grad():
+        mixed = model(**token_batch(), adapter_names=["default", "second", "__base__", "second", "default"]).logits
+    torch.testing.assert_close(mixed[[0, 4]], one[[0, 4]])
+    torch.testing.assert_close(mixed[[1, 3]], two[[1, 3]])
+    model.save_pretrained(tmp_path)
+    for folder, expected in ((tmp_path, one), (tmp_path / "second", two)):
+        for low in (False, True):
+            again = PeftModel.from_pretrained(tiny_bert(), folder, adapter_name="x", low_cpu_mem_usage=low)
+            assert torch.equal(logits(again), expected)
+    with rescale(model, 0.0):
+        assert torch.equal(logits(model), logits(tiny_bert()))
+    torch.testing.assert_close(logits(model.merge_and_unload()), two, rtol=1e-4, atol=1e-4)
+    model = PeftModel.from_pretrained(tiny_bert(), tmp_path)
+    model.load_adapter(tmp_path / "second", "second")
+    model.delete_adapter("default")
+    model.set_adapter("second")
+    assert torch.equal(logits(model), two)
+
+
+def test_krona_is_one_kronecker_product():
+    _, layer, _ = adapted("krona", shape_pattern={"layer": [[2, 3], [4, 4]]}, alpha=2.0)
+    left, right = (factor[0].detach().numpy() for factor in layer.krona_W["default"].factors)
+    np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), 2 * np.kron(left, right), atol=1e-14)
+    with pytest.raises(ShapeError, match="one term and two factors, got 3"):
+        KronAConfig(separation_rank=3)
+
+
+def test_direct_lsr_is_the_sum_of_products_and_low_rank_is_a_shape():
+    _, layer, x = adapted("dlsr", alpha=0.5)
+    factors = [factor.detach().numpy() for factor in layer.dlsr_W["default"].factors]
+    np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), 0.5 * kron_sum(factors), atol=1e-14)
+    _, layer, x = adapted("dlsr", shape_pattern={"layer": [[8, 1], [1, 12]]})
+    assert torch.linalg.matrix_rank(layer.delta_matrix("default")) == 3
+    expected = x @ (layer.base_layer.weight + layer.delta_matrix("default")).T + layer.base_layer.bias
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_kadaptation_shares_its_slow_factors():
+    config = KAdaptationConfig(target_modules=["query", "value"], terms=3, r=2, init_weights=False)
+    model = get_peft_model(tiny_bert(), config)
+    slow = model.base_model.kadaptation_A["default"].detach().numpy()
+    assert slow.shape == (3, 3, 3)
+    layers = [module for module in model.modules() if hasattr(module, "kadaptation_u") and module.scaling]
+    assert len(layers) == 4
+    for layer in layers:
+        fast = (layer.kadaptation_u["default"] @ layer.kadaptation_v["default"]).detach().numpy()
+        np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), kron_sum([slow, fast]), atol=1e-5)
+    parameters = sum(value.numel() for value in model.parameters() if value.requires_grad)
+    assert parameters == 27 + 4 * 3 * 2 * (8 + 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("kadaptation", {"terms": 5}, "layer: terms = 5 does not divide the layer's 8 x 12"),
+        ("dlsr", {"shape_pattern": {"layer": [[3, 3], [3, 4]]}}, "layer: 3 x 3 = 9 rows, but the matrix has 8"),
+        ("dlsr", {"shape_pattern": {"layer": [3, 4]}}, "shape_pattern"),
+        ("dlsr", {"separation_rank": 0}, "separation_rank"),
+        ("krona", {"bias": "dlsr_only"}, "krona_only"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        adapted(name, **settings)
+
+
+def test_all_kinds_are_members():
+    assert {"LSR", "DLSR", "KRONA", "KADAPTATION"} <= {member.value for member in PeftType}
