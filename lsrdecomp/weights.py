@@ -83,9 +83,16 @@ class Dense:
 
     The root comes from one eigendecomposition, O(n³); use `LowRankPlusIdentity` for wide layers. Negative eigenvalues
     at the level of rounding count as zero.
+
+    Parameters
+    ----------
+    matrix : Array, shape (…, n, n)
+    half : Array, optional
+        The symmetric root, if it is known already.
     """
 
     matrix: Array
+    half: Array | None = None
 
     def __post_init__(self) -> None:
         matrix = as_double(self.matrix)
@@ -105,10 +112,13 @@ class Dense:
         return self.matrix @ x
 
     def root(self, x: Array) -> Array:
-        return self._root @ x
+        return self.symmetric_root @ x
 
     @cached_property
-    def _root(self) -> Array:
+    def symmetric_root(self) -> Array:
+        """C^½, shape (…, n, n)."""
+        if self.half is not None:
+            return self.half
         xp = namespace(self.matrix)
         values, vectors = xp.linalg.eigh(0.5 * (self.matrix + xp.matrix_transpose(self.matrix)))
         floor = -1e-8 * xp.max(xp.abs(values))
@@ -256,7 +266,7 @@ def stack_weights(weights: Sequence[Weight]) -> Weight:
     if isinstance(each[0], Diagonal):
         return Diagonal(_stack([w.values for w in each]))
     if isinstance(each[0], Dense):
-        return Dense(_stack([w.matrix for w in each]))
+        return Dense(_stack([w.matrix for w in each]), _stack([w.symmetric_root for w in each]))
     if isinstance(each[0], KroneckerWeight):
         return KroneckerWeight(tuple(stack_weights(column) for column in zip(*(w.factors for w in each), strict=True)))
     if isinstance(each[0], LowRankPlusIdentity):

@@ -125,6 +125,21 @@ def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, No
     return pair, None if weights is None else NormWeights(moved(weights.output), moved(weights.input))
 
 
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "low rank"])
+@pytest.mark.parametrize("shape", [SMALL, CUBE], ids=["two factors", "three factors"])
+def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
+    kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
+    solver = JointALS(sweeps=3, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
+    formed = solver.solve(target, shape, (2, 3), weights=weights)
+    monkeypatch.setattr("lsrdecomp.solvers.pair_normal.LARGEST_BLOCK", 0)
+    stepped = solver.solve(target, shape, (2, 3), weights=weights)
+    assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
+    few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(target, shape, (2, 3), weights=weights)
+    assert np.all(np.diff([sweep.relative_error for sweep in few.sweeps]) <= 1e-12)
+
+
 def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_kronecker(
     rng: np.random.Generator,
 ) -> None:

@@ -21,6 +21,7 @@ from lsrdecomp.solvers.batched import (
     rearranged,
     summed,
 )
+from lsrdecomp.solvers.pair_normal import is_small, normal_matrix
 from lsrdecomp.solvers.partial_traces import PartialTraces
 from lsrdecomp.weights import Identity, Weight
 
@@ -54,10 +55,14 @@ class Side:
         stacks = list(stacks)
         for i in range(self.shape.order):
             right_hand = mttkrp(tensor, stacks, i)
-            normal = self._normal(stacks, gram_tensor, i)
             penalty = self._penalty(stacks, gram, i)
+            if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
+                normal = normal_matrix(self.weight, self.shape, stacks, i, gram)
+                stacks[i] = self._direct(stacks[i], 1, normal, penalty, right_hand)
+                continue
+            normal = self._normal(stacks, gram_tensor, i)
             if isinstance(self.weight, Identity):
-                stacks[i] = self._direct(stacks, i, normal, penalty, right_hand)
+                stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
             else:
                 stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
         return balanced_terms(stacks)
@@ -97,17 +102,16 @@ class Side:
         scale = self.ridge * self.traces.mean * xp.linalg.trace(gram) / gram.shape[1]
         return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
 
-    def _direct(self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
-        """Exact block minimum in the Frobenius norm, as a proximal step from the present block."""
-        xp = namespace(normal)
-        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
-        block = xp.reshape(stacks[i], (batch, m, r * s))
-        normal = normal + diagonal_matrix(penalty)
-        gradient = xp.reshape(right_hand, (batch, m, r * s)) - block @ normal
-        step = xp.linalg.solve(
-            damped(normal, DAMPING * r * s * unit_roundoff("float64")), xp.matrix_transpose(gradient)
-        )
-        return xp.reshape(block + xp.matrix_transpose(step), stacks[i].shape)
+    def _direct(self, stack: Array, rows: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
+        """Exact block minimum, as a proximal step from the present block; ``rows`` of it share the normal matrix."""
+        xp, batch, n = namespace(normal), normal.shape[0], normal.shape[1]
+        block = xp.reshape(stack, (batch, rows, n))
+        repeats = n // penalty.shape[1]
+        penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
+        normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
+        gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
+        step = xp.linalg.solve(damped(normal, DAMPING * n * unit_roundoff("float64")), xp.matrix_transpose(gradient))
+        return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
 
     def _conjugate_gradients(
         self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array, gram: Array

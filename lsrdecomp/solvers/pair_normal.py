@@ -1,0 +1,99 @@
+"""The normal matrix of one block in a weighted norm, formed where it is small: one solve instead of many steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solvers.batched import Stacks, diagonal_matrix, identity_like
+from lsrdecomp.weights import Dense, Diagonal, LowRankPlusIdentity, Weight
+
+LARGEST_BLOCK = 512
+"""Unknowns of a block up to which its normal matrix is formed and solved."""
+
+LARGEST_DENSE = 1024
+"""Rows up to which a dense weight is contracted with the other factors."""
+
+
+def is_small(weight: Weight, shape: KroneckerShape, i: int, terms: int) -> bool:
+    """Whether block i has few enough unknowns, and a weight that can be contracted."""
+    m, r = shape.factors[i]
+    if m * r * terms > LARGEST_BLOCK:
+        return False
+    if isinstance(weight, Dense):
+        return weight.size <= LARGEST_DENSE
+    return isinstance(weight, (Diagonal, LowRankPlusIdentity))
+
+
+def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int, gram: Array) -> Array:
+    """N[(p,a,k),(q,b,l)] = Σ_{c,d} (K_kᵀ W_pq K_l)_{cd} H[(a,c),(b,d)], shape (L, m_i·r_i·s, m_i·r_i·s).
+
+    K_k is the Kronecker product of the other factors of term k, W_pq the block of W at rows p and q of factor i.
+
+    Parameters
+    ----------
+    weight : Weight
+        Dense, diagonal or low rank + identity.
+    shape : KroneckerShape
+    stacks : list of Array, shapes (L, m_j·r_j, s)
+    i : int
+    gram : Array, shape (L, r, r)
+        H.
+    """
+    xp, batch = namespace(gram), gram.shape[0]
+    (m, r), s = shape.factors[i], int(stacks[0].shape[2])
+    others = [j for j in range(shape.order) if j != i]
+    columns = _others(stacks, shape, others)  # (L, o, c·s)
+    c = math.prod(shape.columns[j] for j in others)
+    middle = _contracted(weight, shape.rows, i, others, columns)  # (L, m, c·s, m, c·s)
+    middle = xp.permute_dims(xp.reshape(middle, (batch, m, c, s, m, c, s)), (0, 1, 3, 4, 6, 2, 5))
+    order = (0, i + 1, *(j + 1 for j in others))
+    both = (*order, *(axis + shape.order for axis in order[1:]))
+    inner = xp.permute_dims(xp.reshape(gram, (batch, *shape.columns, *shape.columns)), both)
+    inner = xp.permute_dims(xp.reshape(inner, (batch, r, c, r, c)), (0, 2, 4, 1, 3))
+    normal = xp.reshape(middle, (batch, m * s * m * s, c * c)) @ xp.reshape(inner, (batch, c * c, r * r))
+    normal = xp.permute_dims(xp.reshape(normal, (batch, m, s, m, s, r, r)), (0, 1, 5, 2, 3, 6, 4))
+    return xp.reshape(normal, (batch, m * r * s, m * r * s))
+
+
+def _others(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) -> Array:
+    """Kronecker products of the other factors of each term, side by side: (L, Π m_j, Π r_j · s)."""
+    xp, (batch, _, s) = namespace(*stacks), stacks[0].shape
+    product, rows, columns = None, 1, 1
+    for j in others:
+        m, r = shape.factors[j]
+        factor = xp.reshape(stacks[j], (batch, 1, m, 1, r, s))
+        product = factor if product is None else xp.reshape(product, (batch, rows, 1, columns, 1, s)) * factor
+        rows, columns = rows * m, columns * r
+    return xp.reshape(product, (batch, rows, columns * s))
+
+
+def _contracted(weight: Weight, sizes: Sequence[int], i: int, others: Sequence[int], columns: Array) -> Array:
+    """Kᵀ W_pq K for all p, q: (L, m_i, f, m_i, f) with K = ``columns`` (L, o, f)."""
+    xp, (batch, o, f), m, d = namespace(columns), columns.shape, sizes[i], len(sizes)
+    first = (0, i + 1, *(j + 1 for j in others))
+    if isinstance(weight, Diagonal):
+        values = xp.reshape(weight.values, (-1, *sizes))
+        values = xp.reshape(xp.permute_dims(values, first), (-1, m, o, 1))
+        blocks = xp.matrix_transpose(columns)[:, None, :, :] @ (values * columns[:, None, :, :])  # (L, m, f, f)
+        rows = diagonal_matrix(xp.ones((1, m), dtype=columns.dtype, device=device(columns)))
+        return rows[:, :, None, :, None] * blocks[:, :, :, None, :]
+    if isinstance(weight, LowRankPlusIdentity):
+        q = int(weight.basis.shape[-1])
+        basis = xp.permute_dims(xp.reshape(weight.basis, (-1, *sizes, q)), (*first, d + 1))
+        seen = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(basis, (-1, m, o, q))  # (L, m, f, q)
+        seen = xp.reshape(seen, (batch, m * f, q))
+        excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, q))
+        low = xp.reshape((seen * excess) @ xp.matrix_transpose(seen), (batch, m, f, m, f))
+        grams = xp.reshape(weight.rest, (-1, 1, 1)) * (xp.matrix_transpose(columns) @ columns)
+        rows = identity_like(xp.zeros((1, m, m), dtype=columns.dtype, device=device(columns)))
+        return low + rows[:, :, None, :, None] * grams[:, None, :, None, :]
+    assert isinstance(weight, Dense)
+    both = (*first, *(axis + d for axis in first[1:]))
+    matrix = xp.permute_dims(xp.reshape(weight.matrix, (-1, *sizes, *sizes)), both)
+    half = xp.reshape(matrix, (-1, m * o * m, o)) @ columns  # (L, m·o·m, f)
+    half = xp.permute_dims(xp.reshape(half, (batch, m, o, m * f)), (0, 2, 1, 3))
+    whole = xp.matrix_transpose(columns) @ xp.reshape(half, (batch, o, m * m * f))  # (L, f, m·m·f)
+    return xp.permute_dims(xp.reshape(whole, (batch, f, m, m, f)), (0, 2, 1, 3, 4))
