@@ -97,6 +97,7 @@ class Decomposition:
     sweeps: tuple[Sweep, ...] = field(default=(), repr=False)
     optimality_gap: float | None = None
     gap_kind: ErrorKind = ErrorKind.estimated
+    stored: Any = field(default=None, repr=False)  # `StoredMatrix`: what is written, where a budget was given
 
     @property
     def shape(self) -> KroneckerShape:
