@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -27,41 +27,20 @@ import torch
 from functional_model import HELD_OUT, Inputs, Subject, Upper, held_out_logits, prepare
 from safetensors.numpy import load_file
 
+from lsrdecomp.compression.allocate import Options, within_cost
+from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
+from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.statistics import read_statistics
-from lsrdecomp.shape import ProductShape
-from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.targets import LowRank
 from lsrdecomp.training.calibrate import calibrate
-from lsrdecomp.weighted import weighted_svd
-from lsrdecomp.weights import NormWeights
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024
 DAMPING = 0.03
 JUDGED = 1200  # held-out examples, the published dev split first
 OUTSIDE = {"SST-2": "MRPC", "MRPC": "SST-2", "CoLA": "SST-2"}  # whose text tells of behaviour out of distribution
-SPLITS = ((24, 16), (12, 32), (48, 8))
-INNER = ((1, 1), (2, 1), (2, 2))
-TERMS = (1, 2, 3, 4, 6, 8)
+SEARCH = Search(probes=60, kept=20)
 Factors = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One matrix of an adapter: ΔW = B A with the scale folded in, and its K-FAC norm."""
-
-    name: str
-    target: LowRank
-    weights: NormWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to store one layer: its cost, its squared error in the norm at hand, the LoRA factors it stands for."""
-
-    parameters: int
-    energy: float
-    factors: Factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,71 +92,26 @@ def statistics_of(subject: Subject, adapter: Mapping[str, Factors], directory: P
     return directory
 
 
-def svd_candidates(layers: Sequence[Layer], *, frobenius: bool) -> list[list[Candidate]]:
-    """Every rank of every layer by truncated SVD in one of the two norms."""
-    found = []
-    for layer in layers:
-        m, n = layer.target.shape
-        norm = NormWeights.frobenius((m, n)) if frobenius else layer.weights
-        columns, sigma, rows = weighted_svd(layer.target, norm)
-        found.append(
-            [
-                Candidate(k * (m + n), float((sigma[k:] ** 2).sum()), (columns[:, :k] * sigma[:k], rows[:k]))
-                for k in range(len(sigma) + 1)
-            ]
-        )
-    return found
+def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]]]]:
+    """Each way to compress, as the candidates it offers for every layer; LSR has low rank among its shapes."""
+    plain = [Layer(layer.name, layer.pair) for layer in layers]
+    yield "svd-frobenius", [[drop(layer), *low_rank_candidates(layer)] for layer in plain]
+    low_rank = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
+    yield "svd-kfac", low_rank
+    configurations = choose_configurations(layers, SEARCH, most=2 * BUDGETS[-1])
+    products = lsr_candidates(layers, configurations, SEARCH.solver)
+    yield "lsr-kfac", [both + more for both, more in zip(low_rank, products, strict=True)]
 
 
-def lsr_candidates(layers: Sequence[Layer], most: int) -> list[list[Candidate]]:
-    """Shapes and separation ranks of LSR, and every rank of the K-FAC SVD: low rank is one of the shapes."""
-    found = svd_candidates(layers, frobenius=False)
-    targets, norms = [layer.target for layer in layers], [layer.weights for layer in layers]
-    for split in SPLITS:
-        for inner in INNER:
-            shape = ProductShape(split, inner, split)
-            for terms in TERMS:
-                if sum(a * b for a, b in zip(split, inner, strict=True)) * 2 * terms > most:
-                    continue
-                for candidates, solution in zip(
-                    found, JointALS(sweeps=20).solve_batch(targets, shape, terms, weights=norms), strict=True
-                ):
-                    product = solution.product
-                    candidates.append(Candidate(product.parameters, solution.error**2, product.to_lora()))
-    return found
+def under_budget(candidates: Sequence[Sequence[Candidate]], budget: int) -> list[Candidate]:
+    """One candidate a layer, with at most ``budget`` parameters in all."""
+    options = [Options.of([c.parameters for c in layer], [c.squared_error for c in layer]) for layer in candidates]
+    return [layer[i] for layer, i in zip(candidates, within_cost(options, budget), strict=True)]
 
 
-def allocate(candidates: Sequence[Sequence[Candidate]], budget: int) -> list[Candidate]:
-    """One candidate a layer, at most ``budget`` parameters in all: greedy on gain per parameter along the hulls."""
-    hulls = [hull(layer) for layer in candidates]
-    chosen, left = [0] * len(hulls), budget
-    while True:
-        steps = [
-            ((points[at].energy - points[at + 1].energy) / (points[at + 1].parameters - points[at].parameters), i)
-            for i, (points, at) in enumerate(zip(hulls, chosen, strict=True))
-            if at + 1 < len(points) and points[at + 1].parameters - points[at].parameters <= left
-        ]
-        if not steps:
-            return [points[at] for points, at in zip(hulls, chosen, strict=True)]
-        _, i = max(steps)
-        left -= hulls[i][chosen[i] + 1].parameters - hulls[i][chosen[i]].parameters
-        chosen[i] += 1
-
-
-def hull(layer: Sequence[Candidate]) -> list[Candidate]:
-    """The lower convex hull of energy over parameters, from the empty layer on."""
-    points: list[Candidate] = []
-    for candidate in sorted(layer, key=lambda c: (c.parameters, c.energy)):
-        if points and candidate.energy >= points[-1].energy:
-            continue
-        while len(points) > 1 and slope(points[-2], candidate) <= slope(points[-2], points[-1]):
-            points.pop()
-        points.append(candidate)
-    return points
-
-
-def slope(first: Candidate, second: Candidate) -> float:
-    return (second.energy - first.energy) / (second.parameters - first.parameters)
+def factors_of(candidate: Candidate) -> Factors | None:
+    """The LoRA pair (B, A) that a candidate stands for; None for a layer left out."""
+    return None if candidate.build is None else candidate.build().to_lora()
 
 
 class Judge:
@@ -222,28 +156,19 @@ def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]
     ]
     stats = read_statistics(statistics_of(subject, adapter, work / task / f"seed-{seed}" / "statistics", seed))
     layers = [Layer(name, LowRank(*factors), stats[name].weights(damping=DAMPING)) for name, factors in adapter.items()]
-    methods = {
-        "svd-frobenius": svd_candidates(layers, frobenius=True),
-        "svd-kfac": svd_candidates(layers, frobenius=False),
-        "lsr-kfac": lsr_candidates(layers, most=2 * BUDGETS[-1]),
-    }
-    for method, candidates in methods.items():
+    for method, candidates in methods(layers):
         for budget in BUDGETS:
-            started = time.process_time()
-            chosen = allocate(candidates, budget * len(layers))
-            outcome = judge({layer.name: pick.factors for layer, pick in zip(layers, chosen, strict=True)})
-            records.append(
-                about
-                | {
-                    "method": method,
-                    "budget": budget,
-                    "parameters_per_matrix": sum(pick.parameters for pick in chosen) / len(layers),
-                    "share": (none.loss - outcome.loss) / (none.loss - whole.loss),
-                    "predicted_kl": None if method == "svd-frobenius" else sum(pick.energy for pick in chosen) / 2,
-                    "seconds": round(time.process_time() - started, 2),
-                    **asdict(outcome),
-                }
-            )
+            chosen = under_budget(candidates, budget * len(layers))
+            pairs = {layer.name: factors_of(pick) for layer, pick in zip(layers, chosen, strict=True)}
+            outcome = judge({name: pair for name, pair in pairs.items() if pair is not None})
+            figures = {
+                "budget": budget,
+                "parameters_per_matrix": sum(pick.parameters for pick in chosen) / len(layers),
+                "share": (none.loss - outcome.loss) / (none.loss - whole.loss),
+                "predicted_kl": None if method == "svd-frobenius" else sum(pick.squared_error for pick in chosen) / 2,
+                "structures": dict(Counter(pick.structure for pick in chosen)),
+            }
+            records.append(about | {"method": method} | figures | asdict(outcome))
     return records
 
 
@@ -281,7 +206,13 @@ def main() -> None:
                 print(f"{task} seed {seed}: measured", flush=True)
             records += json.loads(kept.read_text())
     libraries = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")}
-    settings = {"budgets": BUDGETS, "samples": SAMPLES, "damping": DAMPING, "machine": platform.machine()}
+    settings = {
+        "budgets": BUDGETS,
+        "samples": SAMPLES,
+        "damping": DAMPING,
+        "judged": JUDGED,
+        "machine": platform.machine(),
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"versions": libraries, **settings, "records": records}, indent=1) + "\n")
     print(table(records))

@@ -141,17 +141,19 @@ def test_gradient_norms_are_those_of_autograd(tokens):
     layer = torch.nn.Linear(6, 5)
     inputs = torch.randn(4, tokens, 6, generator=generator)
     weights = torch.randn(4, tokens, 5, generator=generator)
-    with watched({"layer": layer}) as record:
-        (layer(inputs) * weights).sum().backward()
+    found = {}
+    with watched({"layer": layer}, found.__setitem__) as record:
+        record.backward((layer(inputs) * weights).sum(), 4)
+        assert record.calls == {"layer": []}
+        score = (layer(inputs) * weights).sum()
+        with pytest.raises(ShapeError, match=f"{4 * tokens} input rows .* for 7 examples"):
+            record.backward(score, 7)
     expected = 0.0
     for i in range(4):
         layer.weight.grad = None
         (layer(inputs[i]) * weights[i]).sum().backward()
         expected += float(layer.weight.grad.square().sum())
-    pairs = record.pairs("layer", 4)
-    np.testing.assert_allclose(float(pairs.squared_gradient_norm()), expected, rtol=1e-5)
-    with pytest.raises(ShapeError, match=f"{4 * tokens} input rows .* for 7 examples"):
-        record.pairs("layer", 7)
+    np.testing.assert_allclose(float(found["layer"].squared_gradient_norm()), expected, rtol=1e-5)
 
 
 class Twice(torch.nn.Module):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.errors import LsrError
-from lsrdecomp.training.fisher import Head, sampled_log_likelihood, watched
+from lsrdecomp.training.fisher import Head, Pairs, sampled_log_likelihood, watched
 from lsrdecomp.training.layer_sums import Counts, LayerSums
 from lsrdecomp.training.statistics_file import check_unfinished, read_partial, write_partial, write_statistics
 
@@ -140,7 +140,11 @@ def calibrate(
     settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
     check_unfinished(out)
     counts = read_partial(out, settings, layers)
-    with _measuring(model), watched({name: found[name] for name in modules}) as record:
+
+    def add(name: str, pairs: Pairs) -> None:
+        layers[name].add(pairs)
+
+    with _measuring(model), watched({name: found[name] for name in modules}, add) as record:
         for done, batch in enumerate(batches, start=1):
             if counts.examples >= samples:
                 break
@@ -151,11 +155,7 @@ def calibrate(
             logits = model(**inputs).logits
             generator = torch.Generator().manual_seed((seed << 32) + done)
             score, answers = sampled_log_likelihood(logits, head, generator, _answer_mask(inputs, head))
-            score.backward()  # type: ignore[no-untyped-call]
-            for name, sums in layers.items():
-                pairs = record.pairs(name, len(logits))
-                if pairs is not None:
-                    sums.add(pairs)
+            record.backward(score, len(logits))
             counts = Counts(done, counts.examples + len(logits), counts.answers + answers)
             if done % save_every == 0:
                 write_partial(out, settings, layers, counts)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,34 +60,58 @@ class Pairs:
 
 @dataclass(slots=True)
 class Record:
-    """The calls of each watched module during one forward and backward pass."""
+    """The calls of each watched module during one forward pass, handed on as the backward pass completes them."""
 
+    sink: Callable[[str, Pairs], None]
+    examples: int = 0
     calls: dict[str, list[Call]] = field(default_factory=dict)
 
     def clear(self) -> None:
+        """Forget the calls of a pass."""
         for calls in self.calls.values():
             calls.clear()
 
-    def pairs(self, name: str, examples: int) -> Pairs | None:
-        """Every use of a module, example by example; None if the answer did not depend on it."""
+    def backward(self, score: Tensor, examples: int) -> None:
+        """Go back from ``score``; each module's pairs go to the sink, and out of memory, once its gradients are there.
+
+        Raises
+        ------
+        ShapeError
+            If the input rows of a module cannot be shared out among the examples.
+        """
+        self.examples = examples
+        score.backward()  # type: ignore[no-untyped-call]
+        for name in self.calls:
+            self._deliver(name)
+
+    def keep(self, name: str, call: Call, gradient: Tensor) -> None:
+        """Take the gradient of one call; with the last one of its module, deliver."""
+        call.gradient = gradient.detach()
+        if all(other.gradient is not None for other in self.calls[name]):
+            self._deliver(name)
+
+    def _deliver(self, name: str) -> None:
         calls = [(call.inputs, call.gradient) for call in self.calls[name] if call.gradient is not None]
+        self.calls[name].clear()
         if not calls:
-            return None
+            return
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
         for inputs, gradient in calls:
             rows = inputs[..., 0].numel()
-            if rows % examples:
-                raise ShapeError(f"{name}: {rows} input rows (shape {tuple(inputs.shape)}) for {examples} examples")
+            if rows % self.examples:
+                raise ShapeError(
+                    f"{name}: {rows} input rows (shape {tuple(inputs.shape)}) for {self.examples} examples"
+                )
             for parts, tensor in zip(both, (inputs, gradient), strict=True):
-                parts.append(tensor.detach().reshape(examples, rows // examples, tensor.shape[-1]).float())
-        return Pairs(torch.cat(both[0], 1), torch.cat(both[1], 1))
+                parts.append(tensor.reshape(self.examples, rows // self.examples, tensor.shape[-1]).float())
+        self.sink(name, Pairs(torch.cat(both[0], 1), torch.cat(both[1], 1)))
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module]) -> Iterator[Record]:
+def watched(modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]) -> Iterator[Record]:
     """Record inputs and output gradients of ``modules``; parameters need no gradient, hooks go when the block ends."""
-    record = Record({name: [] for name in modules})
-    handles = [module.register_forward_hook(_hook(record.calls[name])) for name, module in modules.items()]
+    record = Record(sink, calls={name: [] for name in modules})
+    handles = [module.register_forward_hook(_hook(record, name)) for name, module in modules.items()]
     try:
         yield record
     finally:
@@ -94,14 +119,11 @@ def watched(modules: Mapping[str, nn.Module]) -> Iterator[Record]:
             handle.remove()
 
 
-def _hook(calls: list[Call]) -> Any:
+def _hook(record: Record, name: str) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
         call = Call(arguments[0].detach())
-        calls.append(call)
-
-        def keep(gradient: Tensor) -> None:
-            call.gradient = gradient.detach()
-
+        record.calls[name].append(call)
+        keep = partial(record.keep, name, call)
         if output.requires_grad:
             output.register_hook(keep)  # type: ignore[no-untyped-call]
             return None
