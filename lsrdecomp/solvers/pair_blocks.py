@@ -21,7 +21,7 @@ from lsrdecomp.solvers.batched import (
     rearranged,
     summed,
 )
-from lsrdecomp.solvers.pair_normal import is_small, normal_matrix
+from lsrdecomp.solvers.pair_normal import is_small, moved_first, normal_matrix
 from lsrdecomp.solvers.partial_traces import PartialTraces
 from lsrdecomp.weights import Identity, Weight
 
@@ -39,6 +39,13 @@ class Side:
     cg_steps: int
     ridge: float
     traces: PartialTraces
+    reordered: tuple[Weight, ...]  # W with index i outermost, for the blocks that are formed
+
+    @classmethod
+    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, like: Array) -> Side:
+        """The side of a batch as long as ``like``."""
+        reordered = tuple(moved_first(weight, shape.rows, i) for i in range(shape.order))
+        return cls(shape, weight, cg_steps, ridge, PartialTraces.of(weight, shape.rows, like), reordered)
 
     def update(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over each stack in turn; the objective never rises.
@@ -57,7 +64,7 @@ class Side:
             right_hand = mttkrp(tensor, stacks, i)
             penalty = self._penalty(stacks, gram, i)
             if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
-                normal = normal_matrix(self.weight, self.shape, stacks, i, gram)
+                normal = normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
                 stacks[i] = self._direct(stacks[i], 1, normal, penalty, right_hand)
                 continue
             normal = self._normal(stacks, gram_tensor, i)

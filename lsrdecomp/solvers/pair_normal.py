@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solvers.batched import Stacks, diagonal_matrix, identity_like
+from lsrdecomp.solvers.batched import Stacks
 from lsrdecomp.weights import Dense, Diagonal, LowRankPlusIdentity, Weight
 
 LARGEST_BLOCK = 512
@@ -35,7 +35,7 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     Parameters
     ----------
     weight : Weight
-        Dense, diagonal or low rank + identity.
+        Dense, diagonal or low rank + identity, reordered by `moved_first`.
     shape : KroneckerShape
     stacks : list of Array, shapes (L, m_j·r_j, s)
     i : int
@@ -47,7 +47,7 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     others = [j for j in range(shape.order) if j != i]
     columns = _others(stacks, shape, others)  # (L, o, c·s)
     c = math.prod(shape.columns[j] for j in others)
-    middle = _contracted(weight, shape.rows, i, others, columns)  # (L, m, c·s, m, c·s)
+    middle = _contracted(weight, m, columns)  # (L, m, c·s, m, c·s)
     middle = xp.permute_dims(xp.reshape(middle, (batch, m, c, s, m, c, s)), (0, 1, 3, 4, 6, 2, 5))
     order = (0, i + 1, *(j + 1 for j in others))
     both = (*order, *(axis + shape.order for axis in order[1:]))
@@ -70,30 +70,45 @@ def _others(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) -> Arr
     return xp.reshape(product, (batch, rows, columns * s))
 
 
-def _contracted(weight: Weight, sizes: Sequence[int], i: int, others: Sequence[int], columns: Array) -> Array:
-    """Kᵀ W_pq K for all p, q: (L, m_i, f, m_i, f) with K = ``columns`` (L, o, f)."""
-    xp, (batch, o, f), m, d = namespace(columns), columns.shape, sizes[i], len(sizes)
-    first = (0, i + 1, *(j + 1 for j in others))
+def moved_first(weight: Weight, sizes: Sequence[int], i: int) -> Weight:
+    """The weight with its rows and columns reordered so that index i of the Kronecker split is the outermost."""
+    d = len(sizes)
+    first = (0, i + 1, *(j + 1 for j in range(d) if j != i))
     if isinstance(weight, Diagonal):
-        values = xp.reshape(weight.values, (-1, *sizes))
-        values = xp.reshape(xp.permute_dims(values, first), (-1, m, o, 1))
-        blocks = xp.matrix_transpose(columns)[:, None, :, :] @ (values * columns[:, None, :, :])  # (L, m, f, f)
-        rows = diagonal_matrix(xp.ones((1, m), dtype=columns.dtype, device=device(columns)))
-        return rows[:, :, None, :, None] * blocks[:, :, :, None, :]
+        return Diagonal(_permuted(weight.values, sizes, first))
     if isinstance(weight, LowRankPlusIdentity):
         q = int(weight.basis.shape[-1])
-        basis = xp.permute_dims(xp.reshape(weight.basis, (-1, *sizes, q)), (*first, d + 1))
-        seen = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(basis, (-1, m, o, q))  # (L, m, f, q)
+        return LowRankPlusIdentity(_permuted(weight.basis, (*sizes, q), (*first, d + 1)), weight.values, weight.rest)
+    if isinstance(weight, Dense):
+        both = (*first, *(axis + d for axis in first[1:]))
+        return Dense(_permuted(weight.matrix, (*sizes, *sizes), both))
+    return weight
+
+
+def _permuted(array: Array, sizes: Sequence[int], axes: Sequence[int]) -> Array:
+    xp = namespace(array)
+    moved = xp.permute_dims(xp.reshape(array, (-1, *sizes)), tuple(axes))
+    return xp.reshape(moved, array.shape)
+
+
+def _contracted(weight: Weight, m: int, columns: Array) -> Array:
+    """Kᵀ W_pq K for all p, q < m: (L, m, f, m, f) with K = ``columns`` (L, o, f) and a weight of size m·o."""
+    xp, (batch, o, f) = namespace(columns), columns.shape
+    rows = xp.eye(m, dtype=columns.dtype, device=device(columns))[None, :, None, :, None]
+    if isinstance(weight, Diagonal):
+        values = xp.reshape(weight.values, (-1, m, o, 1))
+        blocks = xp.matrix_transpose(columns)[:, None, :, :] @ (values * columns[:, None, :, :])  # (L, m, f, f)
+        return rows * blocks[:, :, :, None, :]
+    if isinstance(weight, LowRankPlusIdentity):
+        q = int(weight.basis.shape[-1])
+        seen = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(weight.basis, (-1, m, o, q))  # (L, m, f, q)
         seen = xp.reshape(seen, (batch, m * f, q))
         excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, q))
         low = xp.reshape((seen * excess) @ xp.matrix_transpose(seen), (batch, m, f, m, f))
         grams = xp.reshape(weight.rest, (-1, 1, 1)) * (xp.matrix_transpose(columns) @ columns)
-        rows = identity_like(xp.zeros((1, m, m), dtype=columns.dtype, device=device(columns)))
-        return low + rows[:, :, None, :, None] * grams[:, None, :, None, :]
+        return low + rows * grams[:, None, :, None, :]
     assert isinstance(weight, Dense)
-    both = (*first, *(axis + d for axis in first[1:]))
-    matrix = xp.permute_dims(xp.reshape(weight.matrix, (-1, *sizes, *sizes)), both)
-    half = xp.reshape(matrix, (-1, m * o * m, o)) @ columns  # (L, m·o·m, f)
+    half = xp.reshape(weight.matrix, (-1, m * o * m, o)) @ columns  # (L, m·o·m, f)
     half = xp.permute_dims(xp.reshape(half, (batch, m, o, m * f)), (0, 2, 1, 3))
     whole = xp.matrix_transpose(columns) @ xp.reshape(half, (batch, o, m * m * f))  # (L, f, m·m·f)
     return xp.permute_dims(xp.reshape(whole, (batch, f, m, m, f)), (0, 2, 1, 3, 4))

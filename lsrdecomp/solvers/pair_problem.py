@@ -10,7 +10,6 @@ from lsrdecomp.shape import ProductShape
 from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
 from lsrdecomp.solvers.pair_blocks import Side
 from lsrdecomp.solvers.pair_start import gauge_pair, side_terms
-from lsrdecomp.solvers.partial_traces import PartialTraces
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
 from lsrdecomp.weights import NormWeights
 
@@ -38,7 +37,7 @@ class PairProblem:
     ) -> PairProblem:
         xp = namespace(left, right)
         sides = [
-            Side(side, weight, cg_steps, ridge, PartialTraces.of(weight, side.rows, left))
+            Side.of(side, weight, cg_steps, ridge, left)
             for side, weight in ((shape.left, norms.output), (shape.right.transposed, norms.input))
         ]
         return cls(
@@ -79,18 +78,20 @@ class PairProblem:
             The pair reached (a single start is returned as it is), its error, and the error of the nearest start.
         """
         xp = namespace(self.left)
-        first = self.errors(starts[0])
-        best, reached, nearest = starts[0], first, first
-        for start in starts if len(starts) > 1 else []:
-            pair = self.even(start)
-            for _ in range(trials):
-                pair, _ = self.sweep(pair)
-            nearest = xp.minimum(nearest, self.errors(start))
-            for contender in (start, pair):
-                error = self.errors(contender)
-                nearer = error < reached
+        best, reached, nearest = starts[0], None, None
+        for start in starts:
+            begun = self.errors(start)
+            contenders = [(start, begun)]
+            if trials > 0 and len(starts) > 1:
+                pair = self.even(start)
+                for _ in range(trials):
+                    pair, _ = self.sweep(pair)
+                contenders.append((pair, self.errors(pair)))
+            nearest = begun if nearest is None else xp.minimum(nearest, begun)
+            for contender, error in contenders:
+                nearer = xp.ones_like(error, dtype=xp.bool) if reached is None else error < reached
                 best = chosen(nearer, contender[0], best[0]), chosen(nearer, contender[1], best[1])
-                reached = xp.where(nearer, error, reached)
+                reached = error if reached is None else xp.where(nearer, error, reached)
         return best, reached, nearest
 
     def _sides(self, pair: tuple[Array, Array], ranks: tuple[int, int]) -> Iterator[tuple[Array, Side, int]]:
