@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 
+import torch
 from torch import Tensor
 
 from lsrdecomp.errors import ShapeError
@@ -32,16 +33,63 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     ShapeError
         If a factor has not three dimensions, or the numbers of terms differ.
     """
-    terms = _terms(factors)
-    flat = [factor.reshape(terms, -1) for factor in factors]
+    _terms(factors)
+    return expand_stack([factor.unsqueeze(0) for factor in factors]).squeeze(0)
+
+
+def expand_stack(factors: Sequence[Tensor]) -> Tensor:
+    """Form the sums of many layers of one shape class at once: one matrix product and one copy for all of them.
+
+    Parameters
+    ----------
+    factors : sequence of Tensor
+        Factor ``i`` of all layers, shape (layers, s, m_i, n_i).
+
+    Returns
+    -------
+    Tensor
+        Shape (layers, m_1···m_d, n_1···n_d).
+    """
+    layers, terms = factors[0].shape[:2]
+    flat = [factor.reshape(layers, terms, -1) for factor in factors]
     half = max(1, len(flat) // 2)
     outer, inner = reduce(_khatri_rao, flat[:half]), flat[half:]
-    rearranged = outer.transpose(0, 1) @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
+    rearranged = outer.mT @ reduce(_khatri_rao, inner) if inner else outer.sum(1)
     order = len(factors)
-    sizes = [size for factor in factors for size in factor.shape[1:]]
-    interleaved = rearranged.reshape(sizes)  # (m_1, n_1, m_2, n_2, ...)
-    separated = interleaved.permute(*range(0, 2 * order, 2), *range(1, 2 * order, 2))
-    return separated.reshape(math.prod(sizes[0::2]), math.prod(sizes[1::2]))
+    sizes = [size for factor in factors for size in factor.shape[2:]]
+    interleaved = rearranged.reshape(layers, *sizes)  # (layers, m_1, n_1, m_2, n_2, ...)
+    separated = interleaved.permute(0, *range(1, 2 * order, 2), *range(2, 2 * order + 1, 2))
+    return separated.reshape(layers, math.prod(sizes[0::2]), math.prod(sizes[1::2]))
+
+
+def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The adjoint of `expand_stack`: gradients of the factors from gradients of the formed matrices.
+
+    Parameters
+    ----------
+    gradient : Tensor
+        Shape (layers, m_1···m_d, n_1···n_d).
+    factors : sequence of Tensor
+        As for `expand_stack`.
+
+    Returns
+    -------
+    tuple of Tensor
+        One per factor, in its shape. About 4 s m n operations a layer for two factors.
+    """
+    if len(factors) != 2:
+        with torch.enable_grad():
+            leaves = [factor.detach().requires_grad_() for factor in factors]
+            formed = expand_stack(leaves)
+        return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype))
+    first, second = factors
+    layers, terms, m1, n1 = first.shape
+    m2, n2 = second.shape[2:]
+    blocks = gradient.reshape(layers, m1, m2, n1, n2).transpose(2, 3)
+    rearranged = blocks.to(first.dtype).reshape(layers, m1 * n1, m2 * n2)
+    outer = second.reshape(layers, terms, -1) @ rearranged.mT
+    inner = first.reshape(layers, terms, -1) @ rearranged
+    return outer.view(first.shape), inner.view(second.shape)
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -57,7 +105,8 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        Shape (..., m_1···m_d). One small matrix product per factor and term.
+        Shape (..., m_1···m_d). One small matrix product per factor and term; `kron.kronecker_linear` is faster for
+        two factors.
     """
     terms = _terms(factors)
     columns = [factor.shape[2] for factor in factors]
@@ -74,7 +123,7 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
-    return (left.unsqueeze(2) * right.unsqueeze(1)).flatten(1)  # (s, p), (s, q) -> (s, p q)
+    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)  # (..., s, p), (..., s, q) -> (..., s, p q)
 
 
 def _terms(factors: Sequence[Tensor]) -> int:
@@ -86,4 +135,4 @@ def _terms(factors: Sequence[Tensor]) -> int:
     return shapes[0][0]
 
 
-__all__ = ["apply", "expand"]
+__all__ = ["apply", "contract_stack", "expand", "expand_stack"]

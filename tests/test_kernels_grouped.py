@@ -1,0 +1,170 @@
+"""All expansions of a model at once: same matrices, same gradients, in every way a model is run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from adapters_support import kron_sum
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lsrdecomp.adapters.kernels import Expandable, adapted_linear, expand_all, grouped_expansion
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
+
+SHAPES = [
+    [(2, 3), (4, 2)],
+    [(2, 3), (4, 2)],
+    [(3, 1), (1, 5)],
+    [(2, 2), (1, 3), (2, 1)],
+    [(3, 4)],
+    [(2, 2), (1, 3), (2, 1)],
+]
+
+
+def random_factors(shapes: list[tuple[int, int]], terms: int, generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(terms, m, n, dtype=torch.float64, generator=generator) for m, n in shapes]
+
+
+def factor_lists(seed: int = 0) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [random_factors(shapes, 3, generator) for shapes in SHAPES]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_grouped_expansion_forms_each_sum(layerwise):
+    lists = factor_lists()
+    for factors, matrix in zip(lists, expand_all(lists, layerwise=layerwise), strict=True):
+        expected = kron_sum([factor.numpy() for factor in factors])
+        assert np.abs(matrix.numpy() - expected).max() < 1e-13
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("used", [range(6), (0, 3)], ids=["all", "some"])
+def test_gradients_equal_those_of_separate_expansions(layerwise, used):
+    ours, theirs = factor_lists(), factor_lists()
+    for lists in (ours, theirs):
+        for factor in (factor for factors in lists for factor in factors):
+            factor.requires_grad_()
+    matrices = expand_all(ours, layerwise=layerwise)
+    sum(matrices[index].pow(3).sum() for index in used).backward()
+    sum(expand(theirs[index]).pow(3).sum() for index in used).backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert (
+                (a.grad is None or not a.grad.any()) if b.grad is None else torch.allclose(a.grad, b.grad, rtol=1e-13)
+            )
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), (4, 2)], [(2, 2), (1, 3), (2, 1)], [(3, 4)]])
+def test_contraction_is_the_adjoint_of_expansion(shapes):
+    generator = torch.Generator().manual_seed(1)
+    factors = [torch.randn(2, 3, m, n, dtype=torch.float64, generator=generator) for m, n in shapes]
+    formed = expand_stack(factors)
+    gradient = torch.randn(formed.shape, dtype=torch.float64, generator=generator)
+    leaves = [factor.clone().requires_grad_() for factor in factors]
+    expand_stack(leaves).backward(gradient)
+    for ours, leaf in zip(contract_stack(gradient, factors), leaves, strict=True):
+        assert ours.shape == leaf.shape
+        assert torch.allclose(ours, leaf.grad, rtol=1e-13)
+
+
+class Sum(Expandable):
+    def __init__(self, shapes: list[tuple[int, int]], generator: torch.Generator) -> None:
+        super().__init__()
+        self.held = nn.ParameterList(random_factors(shapes, 2, generator))
+
+    @property
+    def factors(self) -> list[Tensor]:
+        return list(self.held)
+
+
+class Block(nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(6, 6, dtype=torch.float64, generator=generator) / 3)
+        self.right, self.left = Sum([(2, 3), (1, 2)], generator), Sum([(2, 2), (3, 1)], generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(
+            adapted_linear(x, self.weight, None, self.right.matrix(), self.left.matrix(), 0.2, mode="blas")
+        )
+
+
+class Model(nn.Module):
+    """Three blocks, the first also used last; each may be checkpointed."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = nn.ModuleList(Block(generator) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def batch(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def trained(model: Model, steps: int = 2) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in (0, 1):
+            model(batch(2 * step + micro)).square().sum().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["kept", "reentrant", "recomputed"])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_training_is_that_of_separate_expansions(use_reentrant, layerwise):
+    expected = trained(Model())
+    model = Model(use_reentrant)
+    with grouped_expansion(model, layerwise=layerwise):
+        for ours, theirs in zip(trained(model), expected, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12)
+
+
+def test_expansions_are_used_while_fresh_and_never_after():
+    model = Model()
+    first = model.blocks[0].right
+    with grouped_expansion(model):
+        with torch.no_grad():
+            model(batch(0))
+        held = first.expansion.matrix
+        with torch.no_grad():
+            assert first.matrix() is held
+        assert first.matrix() is not held, "formed without a graph, it must not be used where gradients are wanted"
+        with torch.no_grad():
+            first.held[0].mul_(2)
+            assert torch.allclose(first.matrix(), 2 * held)
+    assert first.expansion is None
+    model(batch(0))
+    assert first.expansion is None, "the hook is gone"
+
+
+def test_only_selected_modules_are_expanded():
+    model = Model()
+    with grouped_expansion(model, select=lambda module: [module.blocks[1].left]):
+        model(batch(0))
+        assert model.blocks[1].left.expansion is not None
+        assert model.blocks[1].right.expansion is None
+
+
+def test_a_model_can_be_copied_and_pickled_while_expanded():
+    model = Model()
+    with grouped_expansion(model):
+        expected = model(batch(0))
+        twin = copy.deepcopy(model.blocks[0])
+        assert twin.right.expansion is None
+        assert pickle.loads(pickle.dumps(model.blocks[0].right)).expansion is None
+    assert torch.equal(expected, model(batch(0))) or torch.allclose(expected, model(batch(0)), rtol=1e-13)
