@@ -152,6 +152,8 @@ def certified(target: Target, approximation: SeparatedMatrix) -> float:
     Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ + ‖M‖).
     """
     size = float(np.sum(to_numpy(as_double(approximation.weights)))) + target.norm
+    if size == 0.0:
+        return 0.0
     slack = tolerance("float64", approximation.order + approximation.separation_rank) / 8.0
     return float(np.nextafter(target.residual_norm(approximation) + slack * size, math.inf))
 

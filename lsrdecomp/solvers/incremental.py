@@ -16,7 +16,7 @@ POWER_STEPS = 12
 """Alternating rank-one steps that place a new term; it is moved with all others afterwards."""
 PATH_FACTOR = 1e-2
 """Between the penalty that guides the search and the asked one, α falls by this factor at a time."""
-NEAR = 8.0
+NEAR = 2.5
 """A misfit this many times the goal is worth polishing before another term is added."""
 GUIDE = 0.1
 ROUNDING = 16.0 * unit_roundoff("float64")
@@ -117,7 +117,8 @@ def fit(
             terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
         error = misfit(core, terms)
         if terms.rank == rank or goal < error < NEAR * goal:
-            terms = _best_of(core, before, terms, ridge, rng=rng, starts=starts, goal=goal, journal=journal)
+            tries = starts if terms.rank == rank else 1
+            terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, journal=journal)
             error = misfit(core, terms)
     return terms
 

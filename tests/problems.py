@@ -1,0 +1,246 @@
+"""Test problems with known answers: how to make each matrix, which shape, which solver, what error to expect."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, reduce
+
+import numpy as np
+
+from lsrdecomp.kronecker import inverse_rearrange, rearrange
+from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solution import Solver
+from lsrdecomp.solvers.als import ALS
+from lsrdecomp.solvers.svd import SVD
+
+
+@cache
+def kernel(name: str) -> np.ndarray:
+    return KERNELS[name][0](1024)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row: ``solver`` with ``rank`` terms must reach ``error`` within the factor ``slack``."""
+
+    name: str
+    matrix: Callable[[], np.ndarray]
+    shape: KroneckerShape
+    rank: int
+    error: float  # relative Frobenius error; the best known, or the theory's
+    solver: Solver = field(default_factory=SVD)
+    slack: float = 1.05
+    slow: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.rank} terms"
+
+
+def square(*sides: int) -> KroneckerShape:
+    return KroneckerShape(tuple((n, n) for n in sides))
+
+
+# Sums of one-mode operators [Beylkin and Mohlenkamp 2005, sec. 3].
+def sum_operator(d: int, n: int = 2) -> np.ndarray:
+    """Σ_i I⊗…⊗A⊗…⊗I for a trace-free A with ‖A‖ = ‖I‖."""
+    a = np.diag(np.where(np.arange(n) % 2 == 0, 1.0, -1.0))
+    parts = ([a if i == k else np.eye(n) for i in range(d)] for k in range(d))
+    return sum(reduce(np.kron, part) for part in parts)
+
+
+def sum_operator_optimum(d: int, rounding: float) -> tuple[float, float]:
+    """(√(truncation² + (rounding·γ)²), γ) at the best step t of the central difference in two terms, to all orders."""
+    t = np.logspace(-6, 0, 20001)
+    truncation = sum(math.comb(d, k) * t ** (2 * (k - 1)) for k in range(3, d + 1, 2)) / d
+    condition = math.sqrt(2) * (1 + t**2) ** (d / 2) / (2 * t * math.sqrt(d))
+    total = np.sqrt(truncation + (rounding * condition) ** 2)
+    best = int(np.argmin(total))
+    return float(total[best]), float(condition[best])
+
+
+# Functions of a sum.
+def sine_of_a_sum(d: int, n: int = 2) -> tuple[np.ndarray, KroneckerShape]:
+    """sin(x_1 + … + x_d) on a grid: d terms are enough, though the expanded formula has 2^(d−1)."""
+    x = np.random.default_rng(d).uniform(-1.0, 1.0, (d, n * n))
+    shape = square(*[n] * d)
+    return inverse_rearrange(np.sin(reduce(np.add.outer, x)), shape), shape
+
+
+def one_dimensional_laplacian(n: int) -> np.ndarray:
+    return 2.0 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+
+def inverse_laplacian_tensor(n: int, d: int) -> np.ndarray:
+    """1/(λ_i + λ_j + …): orthogonally equivalent to the rearranged inverse, with n^d entries instead of n^(2d)."""
+    eigenvalues = 4.0 * np.sin(np.arange(1, n + 1) * np.pi / (2 * (n + 1))) ** 2
+    return 1.0 / reduce(np.add.outer, [eigenvalues] * d)
+
+
+def as_matrix(tensor: np.ndarray) -> tuple[np.ndarray, KroneckerShape]:
+    """A matrix whose rearrangement is ``tensor``, with one column."""
+    shape = KroneckerShape(tuple((n, 1) for n in tensor.shape))
+    return inverse_rearrange(tensor, shape), shape
+
+
+def border_rank_two(d: int = 3) -> np.ndarray:
+    """a∘a∘b + a∘b∘a + b∘a∘a: rank d, and two terms come as near as one likes while γ grows without bound."""
+    a, b = np.eye(2)
+    return sum(reduce(np.multiply.outer, [b if i == k else a for i in range(d)]) for k in range(d))
+
+
+def matrix_multiplication(n: int = 2) -> np.ndarray:
+    """The tensor of n×n matrix multiplication; rank 7 for n = 2 [Strassen 1969]."""
+    tensor = np.zeros((n * n,) * 3)
+    for i, j, k in np.ndindex(n, n, n):
+        tensor[i * n + j, j * n + k, k * n + i] = 1.0
+    return tensor
+
+
+# Kernels and operators of two factors.
+def lags(n: int) -> np.ndarray:
+    i = np.arange(n)
+    return i[:, None] - i[None, :]
+
+
+def hilbert(n: int) -> np.ndarray:
+    i = np.arange(n)
+    return 1.0 / (i[:, None] + i[None, :] + 1.0)
+
+
+def log_kernel(n: int) -> np.ndarray:
+    distance = np.abs(lags(n)).astype(float)
+    np.fill_diagonal(distance, 0.5)
+    return np.log(distance / n)
+
+
+def newton_kernel(n: int, d: int = 2) -> np.ndarray:
+    """1/‖x − y‖ on an n^d grid, softened on the diagonal."""
+    grid = np.indices((n,) * d).reshape(d, -1).astype(float)
+    square_distance = sum((g[:, None] - g[None, :]) ** 2 for g in grid)
+    return 1.0 / np.sqrt(square_distance + 0.25)
+
+
+def blur(n: int, psf: np.ndarray) -> np.ndarray:
+    """n²×n² blur with zero boundary: its separation rank is the rank of the point spread function [Kamm, Nagy 1998]."""
+    radius = psf.shape[0] // 2
+    u, sigma, vh = np.linalg.svd(psf)
+
+    def toeplitz(column: np.ndarray) -> np.ndarray:
+        return sum(column[a + radius] * np.eye(n, k=-a) for a in range(-radius, radius + 1))
+
+    return sum(w * np.kron(toeplitz(u[:, k]), toeplitz(vh[k])) for k, w in enumerate(sigma) if w > 1e-16 * sigma[0])
+
+
+def gaussian_psf(radius: int, wide: float = 3.0, narrow: float = 1.2, angle: float = 0.6) -> np.ndarray:
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    u, v = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
+    psf = np.exp(-(u**2) / (2 * wide**2) - v**2 / (2 * narrow**2))
+    return psf / psf.sum()
+
+
+def disk_psf(radius: int, size: float = 4.5) -> np.ndarray:
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    psf = (x * x + y * y <= size * size).astype(float)
+    return psf / psf.sum()
+
+
+def exponential_kernel(n: int, length: float) -> np.ndarray:
+    return np.exp(-np.abs(lags(n)) / length)
+
+
+def variable_coefficient_inverse(n: int) -> np.ndarray:
+    """Inverse of −(a u′)′ on n interior points of [0, 1], a = 1 + 0.9 sin 6πx, zero at both ends."""
+    x = (np.arange(n + 1) + 0.5) / (n + 1)
+    a = 1.0 + 0.9 * np.sin(6.0 * np.pi * x)
+    return np.linalg.inv(np.diag(a[:-1] + a[1:]) - np.diag(a[1:-1], 1) - np.diag(a[1:-1], -1))
+
+
+def exact_ranks(p: int = 8, q: int = 8) -> list[tuple[str, np.ndarray, int]]:
+    """Matrices of n = p·q rows whose separation rank for (p×p) ⊗ (q×q) is known."""
+    n = p * q
+    i, lag = np.arange(n), lags(n)
+    bits = int(math.log2(n))
+    reverse = [int(format(k, f"0{bits}b")[::-1], 2) for k in range(n)]
+    laplacian = one_dimensional_laplacian
+    return [
+        ("identity", np.eye(n), 1),
+        ("Hadamard", reduce(np.kron, [np.array([[1.0, 1.0], [1.0, -1.0]])] * bits), 1),
+        ("cyclic shift", np.roll(np.eye(n), 1, 0), 2),
+        ("cumulative sum", np.triu(np.ones((n, n))), 2),
+        ("Laplacian in one dimension", laplacian(n), 3),
+        ("Laplacian in two dimensions", np.kron(laplacian(p), np.eye(q)) + np.kron(np.eye(p), laplacian(q)), 2),
+        ("exponential kernel", np.exp(-0.1 * np.abs(lag)), 3),
+        ("absolute difference", np.abs(lag).astype(float), 3),
+        ("Brownian covariance", np.minimum(i[:, None], i[None, :]) + 1.0, 4),
+        ("cosine Toeplitz", np.cos(0.3 * lag), 2),
+        ("cubic Hankel", ((i[:, None] + i[None, :]) / n) ** 3.0, 4),
+        ("bit reversal", np.eye(n)[reverse], min(p * p, q * q)),
+        ("Fourier", np.exp(-2j * np.pi * np.outer(i, i) / n), min(p * p, q * q)),
+        ("perfect shuffle", np.eye(n)[np.arange(n).reshape(p, q).T.ravel()], min(p * p, q * q)),
+    ]
+
+
+# Minimax exponential sums: the optimal uniform error of k exponentials for 1/x on [1, R], checked to equioscillate.
+EXPONENTIAL_SUMS = {
+    10: {1: 8.556e-2, 2: 8.752e-3, 3: 7.145e-4, 4: 5.577e-5, 5: 4.243e-6, 6: 3.173e-7, 7: 2.344e-8},
+    1000: {5: 6.385e-4, 9: 7.468e-6},
+}
+
+
+def reciprocal_of_a_sum(interval: float, d: int = 3, n: int = 24) -> np.ndarray:
+    """1/(x_1 + … + x_d), the sum in [1, R]: k exponentials give k terms, so the minimax error bounds the best."""
+    x = np.exp(np.linspace(0.0, np.log(interval), n)) / d
+    return 1.0 / reduce(np.add.outer, [x] * d)
+
+
+INVERSE_LAPLACIAN = {1: 0.3726, 2: 0.09626, 3: 0.0206, 4: 3.872e-3, 5: 6.304e-4, 6: 8.650e-5, 7: 1.011e-5}
+INVERSE_LAPLACIAN_LONG = {8: 2.66e-6, 9: 4.633e-7}
+KERNELS = {
+    "Hilbert": (hilbert, {1: 3.9e-1, 2: 3.6e-2, 3: 2.6e-3, 4: 1.4e-4, 6: 2.1e-7, 8: 1.7e-10}),
+    "logarithm": (log_kernel, {1: 1.2e-1, 2: 7.9e-2, 3: 1.4e-2, 4: 5.3e-3, 6: 1.2e-4, 8: 1.3e-6}),
+    "1/r": (lambda n: newton_kernel(math.isqrt(n)), {1: 3.1e-1, 2: 9.9e-2, 3: 3.0e-2, 4: 8.1e-3, 6: 4.7e-4, 8: 2.0e-5}),
+    "blur": (
+        lambda n: blur(math.isqrt(n), gaussian_psf(9)),
+        {1: 3.9e-1, 2: 1.6e-1, 3: 6.3e-2, 4: 2.5e-2, 6: 4.1e-3, 8: 6.6e-4, 12: 1.5e-5},
+    ),
+}
+
+
+def table() -> list[Problem]:
+    """Every row with one matrix, one shape and one expected error."""
+    rows = [
+        Problem(f"{name} kernel", lambda name=name: kernel(name), square(32, 32), rank, error)
+        for name, (_, errors) in KERNELS.items()
+        for rank, error in errors.items()
+    ]
+    for n, errors, slow in ((16, INVERSE_LAPLACIAN, False), (16, INVERSE_LAPLACIAN_LONG, True)):
+        matrix, shape = as_matrix(inverse_laplacian_tensor(n, 3))
+        for rank, error in errors.items():
+            solver = ALS(storage="float64")
+            rows.append(
+                Problem("inverse Laplacian, d = 3", lambda m=matrix: m, shape, rank, error, solver, 1.01, slow=slow)
+            )
+    for d in (2, 3, 4, 5):
+        _, shape = sine_of_a_sum(d)
+        solver = ALS(storage="float64")
+        make = lambda d=d: sine_of_a_sum(d)[0]  # noqa: E731
+        rows.append(Problem(f"sine of a sum of {d}", make, shape, d, 5e-15, solver, 1.0))
+    for interval, errors in EXPONENTIAL_SUMS.items():
+        matrix, shape = as_matrix(reciprocal_of_a_sum(interval))
+        for rank, uniform in errors.items():
+            # The minimax error is absolute, and ‖1/x‖ on this grid sets the scale of a root mean square.
+            bound = uniform * math.sqrt(matrix.size) / float(np.linalg.norm(matrix))
+            slow = rank > 4
+            solver = ALS(storage="float64")
+            rows.append(
+                Problem(f"1/(x+y+z) on [1, {interval}]", lambda m=matrix: m, shape, rank, bound, solver, 1.0, slow=slow)
+            )
+    return rows
+
+
+def relative_error(matrix: np.ndarray, approximation) -> float:
+    return float(np.linalg.norm(matrix - approximation.to_matrix()) / np.linalg.norm(matrix))
+
+
+def rearranged(matrix: np.ndarray, shape: KroneckerShape) -> np.ndarray:
+    return rearrange(matrix, shape)
