@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
+from lsrdecomp.solution import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's colours, told apart with any colour vision."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+"""A second sign beside the colour, for print without colour."""
+GREY = "0.45"
+TEXT = 8.5
+"""Points, for labels within the axes."""
 
 
 def plot_error_curves(
     curves: Iterable[ErrorCurve],
     *,
     against: str = "parameters",
+    storage: str = "float16",
     storages: Sequence[str] = (),
+    limits: Iterable[Limit] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Relative error against separation rank or parameters, one labelled line a curve.
+    """Relative error against separation rank, parameters or bytes, one line a curve, labelled at its end.
 
     Parameters
     ----------
     curves : iterable of ErrorCurve
-    against : "parameters" or "ranks"
+    against : "parameters", "ranks" or "bytes"
+    storage : str
+        Element type that turns parameters into bytes.
     storages : sequence of str
         Element types whose rounding floor γ·μ is drawn as a dotted line.
+    limits : iterable of Limit
+        Reference lines on the axis of bytes.
     ax : matplotlib Axes, optional
 
     Returns
@@ -37,27 +50,95 @@ def plot_error_curves(
     """
     ax = ax if ax is not None else _new_axes()
     drawn = list(curves)
+    ends = []
     for i, curve in enumerate(drawn):
-        x, y = _positive(getattr(curve, against), curve.relative_errors)
-        colour = COLOURS[i % len(COLOURS)]
-        ax.plot(x, y, marker="o", markersize=3.5, linewidth=1.5, color=colour, label=curve.label)
-    for storage in storages:
-        floor = max(curve.floor(storage) for curve in drawn)
-        ax.axhline(floor, linestyle=":", linewidth=1.0, color="0.45")
-        ax.annotate(
-            f"{storage} rounding", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=8
-        )
+        x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
+        ends.append(_line(ax, x, y, i, curve.label))
     ax.set_yscale("log")
-    if storages:  # below the finest floor there is nothing left to store
-        ax.set_ylim(bottom=0.5 * min(curve.floor(storage) for curve in drawn for storage in storages))
-    if against == "parameters":
+    if against != "ranks":
         ax.set_xscale("log")
-    ax.set_xlabel("parameters" if against == "parameters" else "separation rank s")
-    ax.set_ylabel("relative Frobenius error")
-    ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
-    ax.spines[["top", "right"]].set_visible(False)
-    if len(drawn) > 0:
-        ax.legend(frameon=False, fontsize=9)
+    _floors(ax, drawn, storages)
+    if against == "bytes" and drawn and not storages:
+        ax.set_ylim(bottom=0.5 * max(curve.floor(storage) for curve in drawn))
+    for limit in limits:
+        _reference(ax, limit)
+    words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
+    _dress(ax, words.get(against, against), "relative Frobenius error")
+    _label_ends(ax, ends)
+    return ax
+
+
+def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None) -> Axes:
+    """The Pareto front as steps; each run of points of one curve has that curve's name."""
+    ax = ax if ax is not None else _new_axes()
+    shown = [point for point in points if point.size > 0 and point.relative_error > _LEAST]
+    ax.step(
+        [p.size for p in shown], [p.relative_error for p in shown], where="post", color=GREY, linewidth=1.0, zorder=1
+    )
+    labels = list(dict.fromkeys(point.label for point in shown))
+    ends = []
+    for i, label in enumerate(labels):
+        own = [point for point in shown if point.label == label]
+        x, y = [p.size for p in own], [p.relative_error for p in own]
+        ax.plot(x, y, linestyle="none", marker=MARKERS[i % 7], markersize=5, color=COLOURS[i % 7], label=label)
+        ends.append(End(x[0], y[0], label, COLOURS[i % 7]))
+    ax.set(xscale="log", yscale="log")
+    _dress(ax, size, "relative Frobenius error")
+    _label_ends(ax, ends)
+    return ax
+
+
+def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
+    """Singular values of rearrangements, relative to the largest, against their number."""
+    ax = ax if ax is not None else _new_axes()
+    ends = []
+    for i, spectrum in enumerate(spectra):
+        x, y = _positive(range(1, len(spectrum.values) + 1), spectrum.relative)
+        ends.append(_line(ax, x, y, i, spectrum.label))
+    ax.set_yscale("log")
+    _dress(ax, "term k", "λ_k / λ_1")
+    _label_ends(ax, ends)
+    return ax
+
+
+def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None) -> Axes:
+    """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve."""
+    ax = ax if ax is not None else _new_axes()
+    ends = []
+    for i, (label, steps) in enumerate(sweeps.items()):
+        values = [getattr(step, quantity) for step in steps]
+        x, y = _positive([step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values])
+        ends.append(_line(ax, x, y, i, label, marker=len(x) <= 40))
+    ax.set_yscale("log")
+    _dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
+    _label_ends(ax, ends)
+    return ax
+
+
+def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
+    """A figure for every layer as a heat map: blocks down, modules across, values written where they fit."""
+    import numpy as np
+
+    values = np.asarray(grid.values, dtype=float)
+    rows, columns = values.shape
+    if ax is None:
+        ax = _new_axes(min(12.0, 2.6 + 0.9 * columns), min(12.0, 1.8 + 0.32 * rows))
+    image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", cmap="cividis")
+    ax.set_xticks(range(columns), grid.modules, rotation=30, ha="right", rotation_mode="anchor", fontsize=TEXT)
+    step = max(1, math.ceil(rows / 40))
+    ax.set_yticks(range(0, rows, step), grid.blocks[::step], fontsize=TEXT)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if rows * columns <= _WRITTEN_CELLS:
+        for (i, j), value in np.ndenumerate(values):
+            if math.isfinite(value):
+                shade = float(np.interp(value, image.get_clim(), (0.0, 1.0)))
+                ax.text(
+                    j, i, f"{value:.2g}", ha="center", va="center", fontsize=TEXT - 1, color="w" if shade < 0.5 else "k"
+                )
+    figure = ax.get_figure(root=True)
+    if figure is not None:
+        figure.colorbar(image, ax=ax, label=grid.quantity, fraction=0.05, pad=0.02)
     return ax
 
 
@@ -68,18 +149,165 @@ def save_figure(ax: Axes, path: Any) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
 
 
-def _positive(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Points a log–log plot can show: errors above double rounding, counts above zero."""
-    kept = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > 1e-16]
-    return [a for a, _ in kept], [b for _, b in kept]
-
-
-def _new_axes() -> Axes:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(6.4, 4.2), layout="constrained").subplots()
-
-
 def available() -> None:
     """Raise `ImportError` now rather than after a long computation, where matplotlib is not installed."""
     import matplotlib  # noqa: F401
+
+
+_LEAST = 1e-16
+"""Errors below double rounding are not drawn on a logarithmic axis."""
+_WRITTEN_CELLS = 150
+
+
+class End(NamedTuple):
+    """Where a line ends, its label and its colour."""
+
+    x: float
+    y: float
+    label: str
+    colour: str
+
+
+def _line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True) -> End:
+    colour = COLOURS[i % len(COLOURS)]
+    sign = MARKERS[i % len(MARKERS)] if marker else ""
+    ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=colour, label=label)
+    return End(x[-1], y[-1], label, colour) if x else End(math.nan, math.nan, label, colour)
+
+
+def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> None:
+    if not (curves and storages):
+        return
+    floors = {storage: max(curve.floor(storage) for curve in curves) for storage in storages}
+    for storage, floor in floors.items():
+        ax.axhline(floor, linestyle=":", linewidth=1.0, color=GREY, zorder=1)
+        ax.annotate(
+            f"{storage} rounding", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=TEXT - 0.5,
+            color="0.3",
+        )  # fmt: skip
+    ax.set_ylim(bottom=0.5 * min(floors.values()))  # below the finest floor there is nothing left to store
+
+
+def _reference(ax: Axes, limit: Limit) -> None:
+    low, high = ax.get_xlim()
+    x, y = _positive(limit.bytes, limit.relative_errors)
+    inside = [(a, b) for a, b in zip(x, y, strict=True) if low <= a <= high]
+    ax.plot(
+        [a for a, _ in inside], [b for _, b in inside], linestyle="--", linewidth=1.0, color=GREY, label=limit.label
+    )
+    if inside:
+        a, b = inside[len(inside) // 3]
+        ax.annotate(
+            limit.label, (a, b), (-4, -3), textcoords="offset points", fontsize=TEXT, color="0.3", ha="right", va="top"
+        )
+
+
+def _dress(ax: Axes, xlabel: str, ylabel: str) -> None:
+    """The one style: light grid, no box, labels with units."""
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if ax.get_xscale() == "linear":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        if axis.get_scale() == "log":
+            decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
+            axis.set_minor_formatter(NullFormatter())
+            if decades < 3.0:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)))
+            if axis is ax.xaxis or decades < 3.0:
+                axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
+
+
+def _count(value: float) -> str:
+    """500, 20k, 3M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            unit = 1e3 if letter == "k" else size
+            return f"{value / unit:g}{letter}"
+    return f"{value:,g}"
+
+
+def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
+    """Each label beside a point of its line, the last one if it can be, where it covers no line and no other label."""
+    import numpy as np
+
+    figure = ax.get_figure(root=True)
+    if figure is None or not ends:
+        return
+    figure.draw_without_rendering()  # axes take their final place
+    point = figure.dpi / 72.0
+    height, box = 1.25 * TEXT * point, ax.bbox
+    lines = {str(line.get_label()): _pixels(line) for line in ax.get_lines()}
+    inked = np.concatenate([_dense(pixels) for pixels in lines.values()]) if lines else np.zeros((0, 2))
+    for end in ends:
+        if not (math.isfinite(end.x) and math.isfinite(end.y)):
+            continue
+        width = 0.66 * TEXT * point * len(end.label)
+        own = lines.get(end.label, np.zeros((0, 2)))
+        own = _dense(own)[::-1]
+        seen = own[(own[:, 1] >= box.y0 + 0.5 * height) & (own[:, 1] <= box.y1)][::8]
+        u, v = ax.transData.transform((end.x, end.y))
+        if box.y0 <= v <= box.y1 or not len(seen):
+            seen = np.concatenate([[(u, min(max(v, box.y0 + 0.5 * height), box.y1))], seen])
+        best = (math.inf, 0.0, 0.0, True)
+        for penalty, (u, v) in enumerate(seen):
+            for dx, dy in _OFFSETS:
+                left = u + dx * point if dx > 0 else u + dx * point - width
+                middle = v + dy * height
+                inside = (
+                    (inked[:, 0] > left) & (inked[:, 0] < left + width) & (np.abs(inked[:, 1] - middle) < 0.5 * height)
+                )
+                outside = left < box.x0 or not box.y0 + 0.4 * height <= middle <= box.y1
+                beyond = max(0.0, left + width - box.x1) / box.width
+                cost = 6.0 * float(np.sum(inside)) + 1e4 * outside + 30.0 * beyond + 2.0 * penalty + abs(dy) + (dx < 0)
+                best = min(best, (cost, left, middle, dx > 0))
+        _, left, middle, rightwards = best
+        edge = np.stack([np.linspace(left, left + width, 40), np.full(40, middle)], axis=1)
+        inked = np.concatenate([inked, *(edge + np.asarray((0.0, part * height)) for part in (-0.4, 0.0, 0.4))])
+        x, y = ax.transData.inverted().transform((left if rightwards else left + width, middle))
+        ax.annotate(
+            end.label, (x, y), fontsize=TEXT, color=end.colour, va="center", ha="left" if rightwards else "right",
+            annotation_clip=False, zorder=5,
+        )  # fmt: skip
+
+
+_OFFSETS = ((6.0, 0.0), (6.0, 0.7), (6.0, -0.7), (-6.0, 0.0), (-6.0, -0.7), (-6.0, 0.7), (6.0, 1.4), (-6.0, -1.4))
+"""Places of a label around its point: to the right or left in points, up or down in lines of text."""
+
+
+def _pixels(line: Any) -> Any:
+    return line.get_transform().transform(line.get_xydata())
+
+
+def _dense(pixels: Any) -> Any:
+    """Points no more than a few pixels apart along a line."""
+    import numpy as np
+
+    if len(pixels) < 2:
+        return pixels
+    length = np.concatenate(([0.0], np.cumsum(np.hypot(*np.diff(pixels, axis=0).T))))
+    along = np.linspace(0.0, length[-1], max(2, int(length[-1] / 4.0)))
+    return np.stack([np.interp(along, length, pixels[:, k]) for k in (0, 1)], axis=1)
+
+
+def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
+    if against not in ("parameters", "ranks", "bytes"):
+        raise ValueError(f"against: expected parameters, ranks or bytes, got {against!r}")
+    sizes: Sequence[float] = curve.bytes(storage) if against == "bytes" else getattr(curve, against)
+    return sizes
+
+
+def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Points a log–log plot can show: errors above double rounding, counts above zero."""
+    kept = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > _LEAST]
+    return [a for a, _ in kept], [b for _, b in kept]
+
+
+def _new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained").subplots()

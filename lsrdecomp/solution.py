@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+from lsrdecomp import markup
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.targets import Target
@@ -122,3 +123,12 @@ class Decomposition:
             f"relative error {self.relative_error:.3g} ({self.error_kind.name}), γ = {self.condition:.3g}. "
             f"{self.status.value}"
         )
+
+    def _repr_html_(self) -> str:
+        pairs = (
+            ("terms", f"{self.separation_rank} of {self.shape}"),
+            ("parameters", f"{self.parameters:,} in {self.storage}"),
+            ("relative error", f"{self.relative_error:.3g}, {self.error_kind.value}"),
+            ("condition γ", f"{self.condition:.3g}"),
+        )
+        return markup.facts("Decomposition", pairs, self.status.value)

@@ -12,14 +12,14 @@ import lsrdecomp
 PACKAGE = Path(lsrdecomp.__file__).parent
 
 STOREYS = (
-    ("errors",),
+    ("errors", "markup"),
     ("arrays", "shape"),
     ("precision", "formats", "allocation"),
     ("kronecker",),
     ("separated",),
     ("product", "weights", "residual"),
     ("targets",),
-    ("row_stream",),
+    ("row_stream", "codes"),
     ("operator_targets", "algebra", "interchange", "weighted", "testing"),
     ("solution",),
     ("solvers", "checkpoints"),

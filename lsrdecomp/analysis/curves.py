@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lsrdecomp import markup
 from lsrdecomp.arrays import namespace
+from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.operator_targets import as_target
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solution import Solver
 from lsrdecomp.solvers.svd import rearranged_svd, tail_norms
-from lsrdecomp.targets import LowRank, as_target
+from lsrdecomp.targets import LowRank
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCurve:
-    """Best relative Frobenius error for 0, 1, 2, … terms of one shape.
+    """Relative Frobenius error for 0, 1, 2, … terms of one shape.
 
-    For two factors every point is the optimum (Eckart and Young). ``parameters[i]`` are the numbers stored for
-    ``ranks[i]`` terms, weights folded in.
+    Made by `error_curve` every point is the optimum (Eckart and Young); by `solver_curve` it is what a solver reached.
+    ``parameters[i]`` are the numbers stored for ``ranks[i]`` terms, weights folded in.
     """
 
     label: str
@@ -26,7 +31,8 @@ class ErrorCurve:
     parameters: tuple[int, ...]
     relative_errors: tuple[float, ...]
     norm: float
-    condition: float = 1.0
+    condition: float = 1.0  # the largest γ on the curve
+    conditions: tuple[float, ...] = ()  # γ of each point, where a solver measured it; empty: all one
 
     def rank_for(self, rtol: float) -> int:
         """Fewest terms with relative error ≤ ``rtol``.
@@ -56,6 +62,20 @@ class ErrorCurve:
         """Plain lists and numbers."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain record a point, for a table."""
+        points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
+        gammas = self.conditions or (self.condition,) * len(self.ranks)
+        return [
+            {"curve": self.label, "rank": s, "parameters": count, "relative_error": error, "condition": gamma}
+            for (s, count, error), gamma in zip(points, gammas, strict=True)
+        ]
+
+    def _repr_html_(self) -> str:
+        points = zip(self.ranks, self.parameters, self.relative_errors, strict=True)
+        rows = [(f"{s}", f"{count:,}", f"{error:.3g}") for s, count, error in points]
+        return markup.table(self.label, ("terms", "parameters", "relative error"), markup.shortened(rows))
+
 
 def error_curve(matrix: Any, shape: KroneckerShape | None = None) -> ErrorCurve:
     """The error of the best approximation of every separation rank, from one SVD of the rearrangement.
@@ -82,6 +102,57 @@ def error_curve(matrix: Any, shape: KroneckerShape | None = None) -> ErrorCurve:
         shape = KroneckerShape.balanced(target.shape)
     _, sigma, _ = rearranged_svd(target.rearranged(shape))
     return _from_spectrum(str(shape), sigma, target.norm, shape.parameters(1))
+
+
+def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
+    """`error_curve` for many shapes of one matrix; the matrix is read and checked once.
+
+    Cost: one SVD of a rearrangement a shape.
+    """
+    target = as_target(matrix)
+    return tuple(error_curve(target, shape) for shape in shapes)
+
+
+def solver_curve(
+    matrix: Any,
+    shape: KroneckerShape,
+    ranks: Sequence[int],
+    *,
+    solver: Solver | None = None,
+    storage: str | None = None,
+    label: str | None = None,
+) -> ErrorCurve:
+    """What a solver reaches for each number of terms, for any number of factors, measured as stored.
+
+    Parameters
+    ----------
+    matrix : array_like (m, n) or Target
+    shape : KroneckerShape
+    ranks : sequence of int
+        Ascending.
+    solver : Solver, optional
+        As for `decompose`.
+    storage : str, optional
+        Element type to which the factors are rounded before the error is measured.
+    label : str, optional
+
+    Returns
+    -------
+    ErrorCurve
+        With γ of each point. Cost: one `decompose` a rank.
+    """
+    target = as_target(matrix)
+    found = [decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks]
+    gammas = tuple(one.condition for one in found)
+    return ErrorCurve(
+        label=label if label is not None else str(shape),
+        ranks=tuple(ranks),
+        parameters=tuple(one.parameters for one in found),
+        relative_errors=tuple(one.relative_error for one in found),
+        norm=target.norm,
+        condition=max(gammas, default=1.0),
+        conditions=gammas,
+    )
 
 
 def low_rank_curve(matrix: Any) -> ErrorCurve:

@@ -1,0 +1,23 @@
+"""Records as a pandas table, where pandas is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Record(Protocol):
+    """Anything of this package with rows."""
+
+    def to_rows(self) -> list[dict[str, Any]]: ...
+
+
+def to_frame(records: Record | Iterable[Record]) -> Any:
+    """One pandas DataFrame of the rows of a record, or of many records of one kind one below the other.
+
+    Raises `ImportError` where pandas is not installed; ``to_json`` and ``to_rows`` need nothing.
+    """
+    import pandas
+
+    many = list(records) if isinstance(records, Iterable) else [records]
+    return pandas.DataFrame([row for record in many for row in record.to_rows()])

@@ -1,0 +1,63 @@
+"""A figure for every layer of a checkpoint, laid out by depth and kind of module."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGrid:
+    """Values by block (rows) and module within a block (columns); ``nan`` where a block has no such module."""
+
+    quantity: str
+    blocks: tuple[str, ...]
+    modules: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists; ``None`` where there is no module."""
+        values = [[None if math.isnan(v) else v for v in row] for row in self.values]
+        return {
+            "quantity": self.quantity, "blocks": list(self.blocks), "modules": list(self.modules), "values": values
+        }  # fmt: skip
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain record a layer."""
+        return [
+            {"block": block, "module": module, self.quantity: value}
+            for block, row in zip(self.blocks, self.values, strict=True)
+            for module, value in zip(self.modules, row, strict=True)
+            if not math.isnan(value)
+        ]
+
+
+def layer_grid(values: Mapping[str, float], quantity: str = "relative error") -> LayerGrid:
+    """Lay out values by layer name: the first number in a name is the block, what follows it the module.
+
+    Names without a number form a block of their own, in front. Order is that of the mapping, blocks by number.
+
+    Examples
+    --------
+    >>> grid = layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3, "head": 0.4})
+    >>> grid.blocks, grid.modules
+    (('', 'h.0', 'h.1'), ('head', 'attn.q', 'mlp.up'))
+    """
+    cells: dict[tuple[str, str], float] = {}
+    for name, value in values.items():
+        found = _NUMBER.search(name)
+        block, module = (name[: found.end()], name[found.end() + 1 :]) if found else ("", name)
+        cells[block, module] = value
+    blocks = sorted({block for block, _ in cells}, key=_natural)
+    modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))
+    rows = tuple(tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks)
+    return LayerGrid(quantity, tuple(blocks), tuple(modules), rows)
+
+
+def _natural(block: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", block)]

@@ -1,0 +1,56 @@
+"""The Pareto front of error curves: which shape and rank no other beats in both size and error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lsrdecomp.analysis.curves import ErrorCurve
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoPoint:
+    """A choice that no other on the curves beats."""
+
+    label: str  # of the curve
+    rank: int
+    size: int  # parameters or bytes
+    relative_error: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One plain record."""
+        return [asdict(self)]
+
+
+def pareto_front(curves: Iterable[ErrorCurve], *, storage: str | None = None) -> tuple[ParetoPoint, ...]:
+    """Points of the curves with no other of at most their size and at most their error, ascending in size.
+
+    Size is parameters, or bytes of the factors with ``storage``.
+
+    Examples
+    --------
+    >>> flat = ErrorCurve("flat", (0, 1, 2), (0, 10, 20), (1.0, 0.9, 0.8), 1.0)
+    >>> steep = ErrorCurve("steep", (0, 1), (0, 15), (1.0, 0.1), 1.0)
+    >>> [(point.label, point.size) for point in pareto_front([flat, steep])]
+    [('flat', 0), ('flat', 10), ('steep', 15)]
+    """
+    points = [
+        ParetoPoint(curve.label, rank, size, error)
+        for curve in curves
+        for rank, size, error in zip(
+            curve.ranks,
+            curve.parameters if storage is None else curve.bytes(storage),
+            curve.relative_errors,
+            strict=True,
+        )
+    ]
+    front: list[ParetoPoint] = []
+    for point in sorted(points, key=lambda one: (one.size, one.relative_error)):
+        if not front or point.relative_error < front[-1].relative_error:
+            front.append(point)
+    return tuple(front)

@@ -1,0 +1,137 @@
+"""Error curves, fronts, limits, spectra and grids say what they claim."""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from lsrdecomp import KroneckerShape, LowRank, decompose, error_curve
+from lsrdecomp.analysis import (
+    ErrorCurve,
+    error_curves,
+    gaussian_limit,
+    layer_grid,
+    low_rank_curve,
+    pareto_front,
+    rearranged_spectrum,
+    solver_curve,
+    to_frame,
+)
+from lsrdecomp.testing import separated_matrices
+
+I = np.arange(36.0)  # noqa: E741 - indices, as in a formula
+HILBERT = 1.0 / (1.0 + I[:, None] + I[None, :])
+SHAPES = [KroneckerShape(((m, m), (36 // m, 36 // m))) for m in (2, 6, 12)]
+
+
+def test_curves_of_many_shapes_are_those_of_each():
+    assert error_curves(HILBERT, SHAPES) == tuple(error_curve(HILBERT, shape) for shape in SHAPES)
+
+
+def test_a_solver_curve_is_the_optimum_where_the_solver_is():
+    best = error_curve(HILBERT, SHAPES[1])
+    found = solver_curve(HILBERT, SHAPES[1], (1, 2, 4))
+    assert found.ranks == (1, 2, 4)
+    assert found.parameters == tuple(best.parameters[s] for s in found.ranks)
+    assert_allclose(found.relative_errors, [best.relative_errors[s] for s in found.ranks], rtol=1e-6)
+    assert_allclose(found.conditions, 1.0, rtol=1e-12)
+
+
+def test_a_solver_curve_is_measured_as_stored():
+    rounded = solver_curve(HILBERT, SHAPES[1], (6,), storage="float16").relative_errors[0]
+    assert rounded == decompose(HILBERT, SHAPES[1], rank=6, storage="float16").relative_error
+    assert rounded > 10 * solver_curve(HILBERT, SHAPES[1], (6,)).relative_errors[0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 1)), min_size=1, max_size=20))
+def test_no_point_beats_the_front_and_the_front_is_made_of_points(points):
+    curves = [ErrorCurve(str(k), (k,), (size,), (error,), 1.0) for k, (size, error) in enumerate(points)]
+    front = pareto_front(curves)
+    for size, error in points:
+        assert any(p.size <= size and p.relative_error <= error for p in front)
+    assert all((p.size, p.relative_error) in points for p in front)
+    assert all(a.size < b.size and a.relative_error > b.relative_error for a, b in pairwise(front))
+
+
+def test_a_front_in_bytes_counts_bytes():
+    front = pareto_front(error_curves(HILBERT, SHAPES), storage="float16")
+    assert [p.size for p in front] == [2 * p.size for p in pareto_front(error_curves(HILBERT, SHAPES))]
+
+
+@given(separated_matrices(shape=KroneckerShape(((3, 2), (2, 4))), max_rank=3))
+def test_the_spectrum_has_as_many_values_as_terms(case):
+    spectrum = rearranged_spectrum(case.to_matrix(), case.kronecker_shape)
+    assert sum(value > 1e-9 for value in spectrum.relative) <= case.separation_rank
+    assert_allclose(math.hypot(*spectrum.values), case.norm, rtol=1e-9)
+    assert 1.0 <= spectrum.effective_rank <= case.separation_rank + 1e-6
+
+
+def test_the_gaussian_limit_is_the_closed_form_for_one_component():
+    pair = LowRank(np.ones((3, 1)), np.ones((1, 5)))
+    limit = gaussian_limit([pair])
+    bits = 8.0 * np.asarray(limit.bytes) / (3 + 5)
+    assert_allclose(limit.relative_errors, np.sqrt(1.0 - (1.0 - 4.0**-bits) ** 2), atol=1e-7)
+    assert len(limit.bytes) > 100
+
+
+def test_the_gaussian_limit_lies_below_truncated_svd_and_is_the_cheapest_mix(rng):
+    pairs = [LowRank(rng.standard_normal((20, 4)) * 3.0**-k, rng.standard_normal((4, 30))) for k in range(3)]
+    limit = gaussian_limit(pairs)
+    squares = np.asarray(limit.relative_errors) ** 2
+    assert np.all(np.diff(limit.bytes) > 0)
+    assert np.all(np.diff(squares) < 0)
+    slopes = np.diff(squares) / np.diff(limit.bytes)
+    assert np.all(np.diff(slopes) >= -1e-9 * np.abs(slopes[:-1])), "a convex hull"
+    curve, alone = low_rank_curve(pairs[0]), gaussian_limit(pairs[:1])
+    for size, error in list(zip(curve.bytes("float16"), curve.relative_errors, strict=True))[:-1]:
+        assert np.interp(size, alone.bytes, alone.relative_errors) <= error
+
+
+def test_a_layer_of_zeros_has_a_limit_at_zero():
+    assert gaussian_limit([LowRank(np.zeros((3, 2)), np.ones((2, 4)))]).relative_errors == (0.0,)
+
+
+def test_layers_are_laid_out_by_number():
+    names = [f"model.layers.{k}.{m}" for k in (10, 2, 1) for m in ("q", "v") if (k, m) != (2, "v")]
+    grid = layer_grid({name: float(k) for k, name in enumerate(names)}, "γ")
+    assert grid.blocks == ("model.layers.1", "model.layers.2", "model.layers.10")
+    assert grid.modules == ("q", "v")
+    assert grid.values[0] == (3.0, 4.0)
+    assert grid.values[2] == (0.0, 1.0)
+    assert math.isnan(grid.values[1][1])
+    assert len(grid.to_rows()) == len(names)
+    assert {(row["block"], row["module"]): row["γ"] for row in grid.to_rows()}["model.layers.10", "v"] == 1.0
+
+
+def test_records_are_plain_json():
+    spectrum, curve = rearranged_spectrum(HILBERT), error_curve(HILBERT)
+    limit = gaussian_limit([LowRank(np.eye(3), np.eye(3))])
+    front = pareto_front([curve])
+    grid = layer_grid({"a.0.b": 1.0, "c": 2.0})
+    for record in (spectrum, curve, limit, front[0], grid):
+        assert json.loads(json.dumps(record.to_json(), allow_nan=False)) == record.to_json()
+
+
+def test_records_become_one_frame():
+    pytest.importorskip("pandas")
+    curves = error_curves(HILBERT, SHAPES)
+    frame = to_frame(curves)
+    assert list(frame.columns) == ["curve", "rank", "parameters", "relative_error", "condition"]
+    assert len(frame) == sum(len(curve.ranks) for curve in curves)
+    assert to_frame(curves[0])["relative_error"].tolist() == list(curves[0].relative_errors)
+
+
+def test_records_show_themselves_in_a_notebook_with_every_name_escaped():
+    curve = ErrorCurve("<i>&", tuple(range(30)), tuple(range(30)), (0.5,) * 30, 1.0)
+    html = curve._repr_html_()
+    assert "&lt;i&gt;&amp;" in html
+    assert "<i>" not in html
+    assert html.count("<tr>") == 14, "head, six first, dots, six last"
+    result = decompose(HILBERT, SHAPES[1], rtol=1e-3)
+    assert f"{result.relative_error:.3g}" in result._repr_html_()
+    assert result.status.value in result._repr_html_()
