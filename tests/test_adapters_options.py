@@ -178,6 +178,13 @@ def test_options_that_need_an_input_are_refused_for_parameters(option):
         get_peft_model(nn.ModuleDict({"experts": Experts(False)}), config)
 
 
+def test_mixed_batches_are_refused_for_parameters():
+    config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2)
+    model = get_peft_model(nn.ModuleDict({"experts": Experts(False)}), config)
+    with pytest.raises(ValueError, match="does not support mixed adapter batches"):
+        model.base_model.model["experts"](torch.randn(3, 4, 6), adapter_names=["default"] * 3)
+
+
 def half_precision(ratio: float, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
     """A model of 16-bit weights and an adapter whose ΔW is ``ratio`` times as large."""
     torch.manual_seed(0)

@@ -110,8 +110,8 @@ class DirectLayer(AdaptedLayer):
         """Give an adapter's factors their starting values; see `DirectConfig`."""
         sums = self.sums(adapter)
         zero = zero_factor(sums.shape) if init_weights else None
-        columns = [size for index, size in enumerate(sums.shape.columns) if index != zero]
-        sums.start(1 / math.sqrt(math.prod(columns)), zero)
+        summed = math.prod(size for index, size in enumerate(sums.shape.columns) if index != zero)
+        sums.start(1 / math.sqrt(min(summed, self.geometry.fan_in)), zero)
 
     def delta_matrix(self, adapter: str) -> Tensor:
         return self.scaling[adapter] * self.sums(adapter).matrix()

@@ -12,7 +12,8 @@ def row_norms(weight: Tensor, delta: Tensor) -> Tensor:
 
     DoRA treats the norm as a constant (its section 4.3): only the magnitude and the direction's numerator are trained.
     """
-    norms: Tensor = torch.linalg.vector_norm(weight.to(delta.dtype) + delta, dim=1)
+    wide = torch.promote_types(delta.dtype, torch.float32)  # 16-bit norms would not even restore W for ΔW = 0
+    norms: Tensor = torch.linalg.vector_norm(weight.to(wide) + delta.to(wide), dim=1)
     return norms
 
 

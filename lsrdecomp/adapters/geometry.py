@@ -23,6 +23,11 @@ class LinearGeometry:
     matrix_shape: tuple[int, int]
     transposed: bool = False
 
+    @property
+    def fan_in(self) -> int:
+        """How many entries of a row of ΔW one output sums over, for the spread of starting values."""
+        return self.matrix_shape[1]
+
     def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return F.linear(F.linear(x, right), left)
 
@@ -45,6 +50,7 @@ class EmbeddingGeometry:
 
     matrix_shape: tuple[int, int]
     padding_idx: int | None
+    fan_in = 1  # a look-up picks one entry of each row
 
     def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return F.linear(F.embedding(x, right.T, padding_idx=self.padding_idx), left)
@@ -77,6 +83,10 @@ class ConvGeometry:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         return self.weight_shape[0], math.prod(self.weight_shape[1:])
+
+    @property
+    def fan_in(self) -> int:
+        return self.matrix_shape[1]
 
     def pair_output(self, x: Tensor, left: Tensor, right: Tensor) -> Tensor:
         # Every group sees the same Â on its own channels, and its own rows of B̂.

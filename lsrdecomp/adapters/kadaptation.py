@@ -72,7 +72,7 @@ class KAdaptationLayer(AdaptedLayer):
         self.scaling[adapter] = config.alpha
         self.kadaptation_u[adapter] = nn.Parameter(torch.zeros(t, rows // t, config.r))
         self.kadaptation_v[adapter] = nn.Parameter(torch.empty(t, config.r, columns // t))
-        nn.init.normal_(self.kadaptation_v[adapter], std=1 / math.sqrt(columns))
+        nn.init.normal_(self.kadaptation_v[adapter], std=1 / math.sqrt(self.geometry.fan_in))
         if not config.init_weights:
             nn.init.normal_(self.kadaptation_u[adapter], std=1 / math.sqrt(config.r))
         self._move_adapter_to_device_of_base_layer(adapter)

@@ -99,15 +99,15 @@ class LsrLayer(AdaptedLayer):
     def start(self, adapter: str, init_weights: bool | str = True) -> None:
         """Give an adapter's factors their starting values; see `LsrConfig`.
 
-        The default start gives Â the spread of LoRA's A, entries of variance 1/n, and zeroes one factor of B̂ alone:
-        were there two zeros, no gradient would ever reach either.
+        The default start gives Â entries of variance 1/n, or 1 where an embedding looks one of them up, and zeroes one
+        factor of B̂ alone: were there two zeros, no gradient would ever reach either.
         """
         into, out = self.lsr_A[adapter], self.lsr_B[adapter]
         if init_weights == "paper":
             for factor in (*into.factors, *out.factors):  # type: ignore[misc]
                 nn.init.normal_(factor, std=0.01)
             return
-        into.start(1 / math.sqrt(self.in_features))  # type: ignore[operator]
+        into.start(1 / math.sqrt(self.geometry.fan_in))  # type: ignore[operator]
         if init_weights:
             out.start(1.0, zero=zero_factor(self.layout[adapter].shape.left))  # type: ignore[operator]
         else:

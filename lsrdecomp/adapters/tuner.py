@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError
+from lsrdecomp.checkpoints.packed import PACKED, decode, named_factors
 from lsrdecomp.errors import CheckpointError
 
 
@@ -180,7 +181,7 @@ class KroneckerTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, state_dict
+            model, config, adapter_name, unpacked(state_dict)
         )
         for name, module in model.named_modules():
             if isinstance(module, cls.tuner_layer_cls):
@@ -194,6 +195,19 @@ class KroneckerTuner(BaseTuner):
                         tensor=missing[0],
                     )
         return remapped
+
+
+def unpacked(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict with quantised layers, stored in one tensor of bytes, as factors of their own."""
+    packed = state_dict.get(PACKED)
+    if packed is None:
+        return state_dict
+    factors = {
+        key: torch.from_numpy(array).float()
+        for name, code in decode(packed.cpu().numpy()).items()
+        for key, array in named_factors(name, code).items()
+    }
+    return {key: value for key, value in state_dict.items() if key != PACKED} | factors
 
 
 def _pass_adapter_names(model: nn.Module, adapter_names: list[str]) -> list[torch.utils.hooks.RemovableHandle]:

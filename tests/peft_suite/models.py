@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 1100  # above every token index the tests use
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 36}
@@ -27,7 +27,15 @@ SEQ2SEQ = {
     "max_position_embeddings": 64,
     "decoder_start_token_id": 2,
 }
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 36, "num_layers": 2, "num_heads": 4}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "decoder_start_token_id": 0,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 36,
+    "num_layers": 2,
+    "num_heads": 4,
+}
 OPT = {**PAD, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 36}
 
 # name on the hub: (architecture, model type, sizes)
@@ -87,8 +95,11 @@ def make_models(folder: Path) -> None:
             continue
         torch.manual_seed(0)
         config = AutoConfig.for_model(model_type, **{key: value for key, value in sizes.items() if value is not None})
-        cls: type[PreTrainedModel] = getattr(transformers, architecture, AutoModel)
-        cls(config).save_pretrained(target)
+        model: PreTrainedModel = getattr(transformers, architecture)(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # some architectures leave theirs unfilled, and 0.02 makes every layer negligible
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(target)
         tokenizer().save_pretrained(target)
 
 

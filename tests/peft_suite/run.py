@@ -63,12 +63,12 @@ def main() -> int:
         "PYTHONPATH": os.pathsep.join([str(HERE), str(root), os.environ.get("PYTHONPATH", "")]),
     }
     files = [str(root / "tests" / name) for name in FILES]
-    options_of_pytest = ["-p", "substitute", "-o", "addopts=", "-c", os.devnull, "--rootdir", str(root), "-q"]
+    pytest_options = ["-p", "substitute", "-o", "addopts=", "-c", os.devnull, "--rootdir", str(root), "-q"]
     command = [
         sys.executable,
         "-m",
         "pytest",
-        *options_of_pytest,
+        *pytest_options,
         *(rest if any(".py" in part for part in rest) else files + rest),
     ]
     # Model names are looked up as folders first, so running beside them replaces the hub.
