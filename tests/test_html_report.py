@@ -1,0 +1,163 @@
+"""The HTML report: complete, self-contained, escaped, small."""
+
+import re
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.compression.html_report import html_report, summary_html
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.report import LayerReport, totals
+from lsrdecomp.compression.svg_curves import svg_curves
+
+LAYER = LayerReport(
+    name="model.layers.0.q", kind="linear", rows=384, columns=384, source_rank=8, structure="LSR",
+    shape="(24×4 ⊗ 16×2)(4×24 ⊗ 2×16)", separation_ranks=(4, 5), parameters_before=6144, parameters=1500, bytes=3000,
+    norm=2.0, relative_error=0.25, functional_norm=None, functional_error=None,
+    condition=1.0, storage="float16",
+)  # fmt: skip
+PLAN = CompressionPlan(rtol=0.3, inner_shape=(4, 2), storage="float16")
+CURVE = ErrorCurve("truncated <SVD>", (0, 1, 2, 3), (0, 1000, 2000, 3000), (1.0, 0.5, 0.25, 1e-16), 1.0)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path = Path("adapters/my & adapter")
+    weights: Path = Path("adapters/my & adapter/adapter_model.safetensors")
+    format: str = "peft-lora"
+    source_sha256: str = "ab" * 32
+    notes: tuple[str, ...] = ("a <note>",)
+
+
+@dataclass(frozen=True)
+class Record:
+    layers: tuple[LayerReport, ...]
+    source: Source = Source()
+    plan: CompressionPlan = PLAN
+
+    @property
+    def totals(self):
+        return totals(self.layers, 770)
+
+
+def record(count=3):
+    return Record(
+        tuple(replace(LAYER, name=f"model.layers.{k}.q", relative_error=0.1 + k / 10_000) for k in range(count))
+    )
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and gathers texts and tags."""
+
+    VOID = ("meta", "br", "wbr", "line", "circle", "polyline")
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.texts = [], [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def test_the_page_says_what_the_record_says():
+    page = Page(html_report(record(), [CURVE]))
+    text = " ".join(page.texts)
+    assert "4,500 parameters instead of 18,432, 4.10 times fewer" in text
+    assert "Every layer meets the plan." in text
+    assert "(24×4 ⊗ 16×2)(4×24 ⊗ 2×16)" in text
+    assert "ab" * 32 in text
+    assert "4 × 2" in text, "the plan's inner shape"
+    assert sum(tag == "tr" for tag, _ in page.tags) == 4
+
+
+def test_a_missed_layer_is_said_and_marked():
+    layers = (LAYER, replace(LAYER, name="model.layers.1.q", relative_error=0.5, met=False))
+    page = html_report(Record(layers))
+    assert "1 of 2 layers miss the tolerance." in page
+    assert page.count('class="bar missed"') == 1
+
+
+def test_an_error_in_the_norm_of_behaviour_has_its_column():
+    layers = tuple(replace(LAYER, name=f"h.{k}.q", functional_norm=1.0, functional_error=0.125) for k in range(2))
+    page = Page(html_report(Record(layers)))
+    text = " ".join(page.texts)
+    assert "K-FAC error" in text
+    assert page.texts.count("0.125") == 3, "each layer and the total"
+    assert sum(tag == "td" for tag, _ in page.tags) == 22
+
+
+def test_nothing_can_be_loaded_and_every_name_is_escaped():
+    page = html_report(Record((replace(LAYER, name="<script>alert(1)</script>"),)), [CURVE])
+    assert not re.search(r"""(?:src|href)\s*=|url\(|@import|https?:""", page)
+    assert "default-src 'none'" in page
+    assert page.count("<script>") == 1
+    assert "my &amp; adapter" in page
+    assert "truncated &lt;SVD&gt;" in page
+    assert "a &lt;note&gt;" in page
+    Page(page)
+
+
+def test_the_names_share_their_beginning_once():
+    page = html_report(record())
+    assert "Names begin with model.layers. here left out." in page
+    assert ">0.<wbr>q</td>" in page
+    assert 'data-v="model.layers.0.q"' in page, "sorting uses the whole name"
+
+
+def test_two_hundred_layers_stay_below_two_megabytes():
+    assert len(html_report(record(200), [CURVE] * 3).encode()) < 200_000
+
+
+def test_every_cell_carries_what_it_sorts_by():
+    page = Page(html_report(record()))
+    cells = [attributes for tag, attributes in page.tags if tag == "td"]
+    assert len(cells) == 30
+    assert all("data-v" in attributes for attributes in cells)
+    heads = [attributes for tag, attributes in page.tags if tag == "th"]
+    assert [head["aria-sort"] for head in heads] == ["none"] * 10
+
+
+def test_what_was_written_is_listed(tmp_path):
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"0" * 1234)
+    page = html_report(record(), out=tmp_path)
+    assert "1,234 bytes" in page
+    assert "import lsrdecomp.adapters" in page
+
+
+def test_curves_lie_where_their_numbers_are():
+    svg = svg_curves([CURVE], here=(1000, 0.5), lora=6144)
+    path = re.search(r'<polyline class="c0" points="([^"]+)"', svg).group(1)
+    points = [tuple(map(float, pair.split(","))) for pair in path.split()]
+    assert len(points) == 2, "zero parameters and rounding are not drawn"
+    assert points[0][0] < points[1][0]
+    assert points[0][1] < points[1][1], "down the page is a smaller error"
+    mark = re.search(r'class="here" cx="([\d.]+)" cy="([\d.]+)"', svg)
+    assert (float(mark.group(1)), float(mark.group(2))) == points[0]
+
+
+@pytest.mark.parametrize("curves", [[], [ErrorCurve("flat", (0,), (0,), (1.0,), 1.0)]])
+def test_curves_without_points_are_no_picture(curves):
+    assert svg_curves(curves) == ""
+    assert "<svg" not in html_report(Record((replace(LAYER, parameters=0),)), curves)
+
+
+def test_the_summary_for_a_notebook_is_escaped():
+    text = summary_html(record())
+    assert "my &amp; adapter" in text
+    assert "4.10" in text
