@@ -19,7 +19,7 @@ LAYER = LayerReport(
     norm=2.0, relative_error=0.25, functional_norm=None, functional_error=None,
     condition=1.0, storage="float16",
 )  # fmt: skip
-PLAN = CompressionPlan(rtol=0.3, inner_shape=(4, 2), storage="float16")
+PLAN = CompressionPlan(separation_rank=4, inner_shape=(4, 2), storage="float16")
 CURVE = ErrorCurve("truncated <SVD>", (0, 1, 2, 3), (0, 1000, 2000, 3000), (1.0, 0.5, 0.25, 1e-16), 1.0)
 
 
@@ -52,7 +52,7 @@ def record(count=3):
 class Page(HTMLParser):
     """Checks that tags nest, and gathers texts and tags."""
 
-    VOID = ("meta", "br", "wbr", "line", "circle", "polyline")
+    VOID = ("meta", "br", "wbr", "line", "polyline")
 
     def __init__(self, page):
         super().__init__()

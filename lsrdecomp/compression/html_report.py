@@ -1,4 +1,4 @@
-"""The report of a compression as one HTML file: opens by double click, needs no network, light or dark, phone or desk."""
+"""The report of a compression as one HTML file: opens without a network, light or dark, on phone and desk."""
 
 from __future__ import annotations
 
