@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 
@@ -41,14 +42,14 @@ class Search:
     seed : int
     """
 
-    probes: int = 120
+    probes: int = 96
     kept: int = 24
-    probe_layers: int = 4
-    probe_sweeps: int = 3
+    probe_layers: int = 3
+    probe_sweeps: int = 2
     order: int = 2
     inner_rank: int = 8
     terms: int = 16
-    solver: JointALS = field(default_factory=lambda: JointALS(sweeps=15))
+    solver: JointALS = field(default_factory=lambda: JointALS(sweeps=8, trials=1))
     polish: JointALS = field(default_factory=lambda: JointALS(sweeps=45))
     low_rank: bool = True
     direct: bool = False
@@ -112,14 +113,15 @@ def all_configurations(matrix_shape: tuple[int, int], rank: int, search: Search)
 
 def parameters(configuration: Configuration) -> int:
     """Numbers in the factors."""
-    shape, ranks = configuration
-    return shape.parameters(*ranks)
+    shape, (s, t) = configuration
+    size: int = s * sum(map(mul, shape.out, shape.inner)) + t * sum(map(mul, shape.inner, shape.into))
+    return size
 
 
 def unevenness(configuration: Configuration) -> float:
     """Zero for factors of equal size, sides of equal cost and equal terms; grows with the logarithms of the ratios."""
     shape, (s, t) = configuration
-    left, right = shape.left.parameters(s), shape.right.parameters(t)
+    left, right = s * sum(map(mul, shape.out, shape.inner)), t * sum(map(mul, shape.inner, shape.into))
     spread = sum(math.log(max(sizes) / min(sizes)) for sizes in (shape.out, shape.into))
     return spread + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
 

@@ -132,7 +132,7 @@ class JointALS:
         problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
         size = pair_norms(left, right, norms)
         begun = problem.starts(ranks) if starts is None else [_given(starts, shape, ranks, len(targets))]
-        first, reached, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
+        first, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
         pair = problem.even(first)
         history: list[Array] = []
         settled = False
@@ -146,7 +146,7 @@ class JointALS:
             ):
                 settled = True
                 break
-        errors = problem.errors(pair)
+        errors, reached = problem.errors(pair), problem.errors(first)
         better = errors <= reached
         pair = chosen(better, pair[0], first[0]), chosen(better, pair[1], first[1])
         errors = namespace(left).where(better, errors, reached)

@@ -109,6 +109,5 @@ def _contracted(weight: Weight, m: int, columns: Array) -> Array:
         return low + rows * grams[:, None, :, None, :]
     assert isinstance(weight, Dense)
     half = xp.reshape(weight.matrix, (-1, m * o * m, o)) @ columns  # (L, m·o·m, f)
-    half = xp.permute_dims(xp.reshape(half, (batch, m, o, m * f)), (0, 2, 1, 3))
-    whole = xp.matrix_transpose(columns) @ xp.reshape(half, (batch, o, m * m * f))  # (L, f, m·m·f)
-    return xp.permute_dims(xp.reshape(whole, (batch, f, m, m, f)), (0, 2, 1, 3, 4))
+    whole = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(half, (batch, m, o, m * f))
+    return xp.reshape(whole, (batch, m, f, m, f))

@@ -15,6 +15,9 @@ from lsrdecomp.weights import NormWeights
 
 Pair = tuple[Stacks, Stacks]
 
+RESOLUTION = 1e-7
+"""Relative error below which inner products in double precision tell nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairProblem:
@@ -69,30 +72,30 @@ class PairProblem:
                 found.append((out, into))
         return found
 
-    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array, Array]:
+    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array]:
         """Of several starts, the one that is nearest after ``trials`` sweeps, problem by problem.
 
         Returns
         -------
-        Pair, Array, Array
-            The pair reached (a single start is returned as it is), its error, and the error of the nearest start.
+        Pair, Array
+            The pair reached (a single start is returned as it is), and the error of the nearest start.
         """
         xp = namespace(self.left)
-        best, reached, nearest = starts[0], None, None
-        for start in starts:
-            begun = self.errors(start)
+        errors = [self.errors(start) for start in starts]
+        best, reached, nearest = starts[0], errors[0], errors[0]
+        for start, begun in zip(starts, errors, strict=True):
+            nearest = xp.minimum(nearest, begun)
             contenders = [(start, begun)]
             if trials > 0 and len(starts) > 1:
-                pair = self.even(start)
+                pair, steering = self.even(start), begun
                 for _ in range(trials):
-                    pair, _ = self.sweep(pair)
-                contenders.append((pair, self.errors(pair)))
-            nearest = begun if nearest is None else xp.minimum(nearest, begun)
+                    pair, steering = self.sweep(pair)
+                contenders.append((pair, xp.maximum(steering, RESOLUTION * xp.sqrt(self.energy))))
             for contender, error in contenders:
-                nearer = xp.ones_like(error, dtype=xp.bool) if reached is None else error < reached
+                nearer = error < reached
                 best = chosen(nearer, contender[0], best[0]), chosen(nearer, contender[1], best[1])
-                reached = error if reached is None else xp.where(nearer, error, reached)
-        return best, reached, nearest
+                reached = xp.where(nearer, error, reached)
+        return best, nearest
 
     def _sides(self, pair: tuple[Array, Array], ranks: tuple[int, int]) -> Iterator[tuple[Array, Side, int]]:
         yield pair[0], self.out_side, ranks[0]
