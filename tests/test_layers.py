@@ -25,7 +25,7 @@ STOREYS = (
     ("solvers", "checkpoints"),
     ("storage", "search"),
     ("decompose",),
-    ("analysis",),
+    ("analysis", "recompress"),
     ("compression", "plots", "adapters"),
     ("training", "fleet"),
     ("runners",),

@@ -12,13 +12,14 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, as_floating, device, is_complex, like, namespace, norm, to_numpy
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker import rearrange
-from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.precision import tolerance, unit_roundoff
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solution import Solution, Status, Sweep
 from lsrdecomp.solvers.hosvd import Compressed, compress
 from lsrdecomp.solvers.incremental import empty_terms, fit, misfit
 from lsrdecomp.solvers.journal import Journal
+from lsrdecomp.solvers.mttkrp import assemble
 from lsrdecomp.solvers.penalised import alternate, storage_ridge
 from lsrdecomp.solvers.terms import Terms
 from lsrdecomp.targets import Target
@@ -31,6 +32,8 @@ LOSS_SHARE = 0.5
 """A core may lose this share of the allowed error; a larger loss means that more terms will be needed."""
 ROOT_ROUNDOFF = 2.0**-26
 """Below this the loss of a core, a difference of squares, cannot be told from rounding."""
+LARGEST_CORE = 2**27
+"""Most entries of a core spanned by given terms: 1 GiB in double precision."""
 CANCELLING = 10.0
 """A γ above this is worth a warning when the stored error may miss the tolerance."""
 
@@ -109,17 +112,22 @@ class ALS:
     ) -> Solution:
         if rank is None and atol is None:
             raise BudgetError("say what is wanted: rank= or atol=")
-        tensor, size = rearranged_tensor(target, shape), target.norm
+        given, size = rearranged_tensor(target, shape), target.norm
+        tensor = given.core
         most = shape.max_separation_rank if rank is None else min(rank, shape.max_separation_rank)
         journal = Journal(self.max_sweeps, on_sweep)
         if size == 0.0:
-            return Solution(_no_terms(tensor, shape), Status.rank_reached if atol is None else Status.converged)
+            return Solution(_no_terms(given.core, shape), Status.rank_reached if atol is None else Status.converged)
+        if shape.order == 1:  # one factor is the matrix itself
+            columns = given.expand([tensor[:, None] / size])
+            single = Terms.of(columns).to_separated(shape, size)
+            return Solution(single, Status.rank_reached if atol is None else Status.converged)
         tensor, goal = tensor / size, 0.0 if atol is None else atol / size
         cap, inner = (most if atol is None else min(most, FIRST_RANK)), goal
         terms = None
         while True:
             terms, cap = self._fit(tensor, terms, cap, most, inner, journal)
-            approximation = terms.to_separated(shape, size)
+            approximation = Terms(terms.weights, given.expand(terms.columns)).to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, tuple(journal.sweeps))
             met = target.residual_norm(approximation) <= atol
@@ -174,16 +182,41 @@ class ALS:
         return Status.sweep_limit if journal.exhausted else Status.stalled
 
 
-def rearranged_tensor(target: Target, shape: KroneckerShape) -> Array:
-    """R(M) as an array with one axis per factor; targets without one are formed."""
+def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
+    """R(M) with one axis per factor; exactly, as a core, where M is separated in this very shape; else formed."""
+    matrix = getattr(target, "matrix", None)
+    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape and matrix.separation_rank:
+        return _core_of(matrix)
+    whole: tuple[Array | None, ...] = (None,) * shape.order
     if hasattr(target, "tensor"):
-        return target.tensor(shape)
-    if hasattr(target, "to_matrix"):
-        return rearrange(as_floating(target.to_matrix()), shape)
-    raise ShapeError(
-        f"{type(target).__name__} cannot be formed, which three and more factors need; "
-        "pass the matrix, or a two-factor shape"
-    )
+        return Compressed(target.tensor(shape), whole)
+    formed = target.to_matrix if hasattr(target, "to_matrix") else getattr(matrix, "to_matrix", None)
+    if formed is None:
+        raise ShapeError(
+            f"{type(target).__name__} cannot be formed, which {shape.order} factors need; "
+            "pass the matrix itself, or a two-factor shape"
+        )
+    return Compressed(rearrange(as_floating(formed()), shape), whole)
+
+
+def _core_of(matrix: SeparatedMatrix) -> Compressed:
+    """The tensor of a separated matrix in orthonormal bases of its factors, so that nothing large is formed."""
+    xp = namespace(*matrix.factors)
+    bases: list[Array | None] = []
+    triangles = []
+    for factor in matrix.factors:
+        s, m, n = factor.shape
+        u, sigma, vh = xp.linalg.svd(xp.reshape(as_double(factor), (s, m * n)), full_matrices=False)
+        held = sum(1 for value in sigma if float(value) > tolerance("float64", s) / 8.0 * float(sigma[0]))
+        bases.append(xp.matrix_transpose(vh[:held, :]))
+        triangles.append(xp.matrix_transpose(u[:, :held] * xp.astype(sigma[:held], u.dtype)))
+    entries = math.prod(int(r.shape[0]) for r in triangles)
+    if entries > LARGEST_CORE:
+        raise ShapeError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} span a core of {entries:,} entries, "
+            f"more than {LARGEST_CORE:,}; recompress after fewer sums and products"
+        )
+    return Compressed(assemble(triangles, xp.astype(as_double(matrix.weights), triangles[0].dtype)), tuple(bases))
 
 
 def _restricted(packed: Compressed, terms: Terms) -> Terms:

@@ -18,6 +18,8 @@ PATH_FACTOR = 1e-2
 """Between the penalty that guides the search and the asked one, α falls by this factor at a time."""
 NEAR = 2.5
 """A misfit this many times the goal is worth polishing before another term is added."""
+FELL = 0.3
+"""An error that fell by this much may be held up by the guiding penalty alone: the true rank may be reached."""
 GUIDE = 0.1
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""
@@ -111,12 +113,13 @@ def fit(
     goal = max(goal, ROUNDING)
     while terms.rank < rank and error > goal and not (journal is not None and journal.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
-        before, terms = terms, add_term(core, terms, rng)
+        before, previous, terms = terms, error, add_term(core, terms, rng)
         terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, journal=journal)
         if unknowns(terms) <= CHEAP:
             terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
         error = misfit(core, terms)
-        if terms.rank == rank or goal < error < NEAR * goal:
+        near = error < max(NEAR * goal, FELL * previous) and goal > ROUNDING
+        if terms.rank == rank or (near and error > goal):
             tries = starts if terms.rank == rank else 1
             terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, journal=journal)
             error = misfit(core, terms)

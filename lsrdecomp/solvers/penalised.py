@@ -61,7 +61,7 @@ def alternate(
         if journal is not None:
             journal.note(math.sqrt(square), math.sqrt(size / max(gained, 1e-300)))
         objective = square + ridge * size
-        if before - objective <= rtol * before:
+        if objective >= (1.0 - rtol) * before:
             return terms, True
         if journal is not None and journal.exhausted:
             break
