@@ -137,6 +137,41 @@ def test_low_rank_as_a_shape_starts_like_lora():
     assert out.factor_1.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_plain_linear_layer_is_one_node_and_a_hooked_one_is_called(dropout):
+    layer, x = adapted("linear", lsr_dropout=dropout)
+    layer.train()
+    results = []
+    for hooked in (False, True):
+        if hooked:
+            layer.base_layer.register_forward_hook(lambda module, args, output: output)
+        torch.manual_seed(3)
+        given = x.clone().requires_grad_()
+        y = layer(given)
+        assert (type(y.grad_fn).__name__ == "_AdaptedLinearBackward") is not hooked
+        factors = [factor for side in (layer.lsr_A, layer.lsr_B) for factor in side["default"].factors]
+        results.append((y, *torch.autograd.grad(y.square().sum(), (given, *factors))))
+    for one_node, called in zip(*results, strict=True):
+        torch.testing.assert_close(one_node, called)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.base_layer.register_forward_hook(lambda module, args, output: output + 1),
+        lambda layer: layer.base_layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+        lambda layer: setattr(layer.base_layer, "forward", lambda x: nn.functional.linear(x, layer.weight) + 1),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer.base_layer, "weight", nn.Identity()),
+    ],
+)
+def test_a_base_layer_that_does_more_is_called(change):
+    layer, x = adapted("linear")
+    change(layer)
+    expected = layer.base_layer(x) + layer.delta_output("default", x)
+    torch.testing.assert_close(layer(x), expected)
+    assert type(layer(x).grad_fn).__name__ != "_AdaptedLinearBackward"
+
+
 def test_dropout_acts_on_the_adapter_alone_and_only_in_training():
     layer, x = adapted("linear", lsr_dropout=0.5)
     with torch.no_grad():

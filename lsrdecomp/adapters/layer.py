@@ -13,6 +13,7 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.dora import row_norms
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
+from lsrdecomp.adapters.kernels.linear import adapted_linear
 from lsrdecomp.adapters.layout import LayerLayout, layer_layout
 from lsrdecomp.errors import ShapeError
 
@@ -94,7 +95,7 @@ class LsrLayer(AdaptedLayer):
         if delta.is_meta:
             return nn.Parameter(delta.new_empty(delta.shape[0]))
         weight = self.geometry.to_matrix(self.get_base_weight())
-        return nn.Parameter(row_norms(weight.to(delta.device), delta))
+        return nn.Parameter(row_norms(weight.to(delta.device), delta).to(delta.dtype))
 
     def start(self, adapter: str, init_weights: bool | str = True) -> None:
         """Give an adapter's factors their starting values; see `LsrConfig`.
@@ -115,11 +116,14 @@ class LsrLayer(AdaptedLayer):
 
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
         """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
+        right, left = self._sides(adapter)
+        return self.scaling[adapter] * left, right
+
+    def _sides(self, adapter: str) -> tuple[Tensor, Tensor]:
         if adapter in self.tied:
-            right, left = self.tied[adapter].pair(adapter)
+            right, left = self.tied[adapter]._sides(adapter)
             return left.T, right.T
-        left = self.lsr_B[adapter].matrix()  # type: ignore[operator]
-        return self.scaling[adapter] * left, self.lsr_A[adapter].matrix()  # type: ignore[operator]
+        return self.lsr_A[adapter].matrix(), self.lsr_B[adapter].matrix()  # type: ignore[operator]
 
     def magnitude(self, adapter: str) -> Tensor | None:
         magnitude: Tensor | None = self.lsr_magnitude_vector.get(adapter)
@@ -128,6 +132,26 @@ class LsrLayer(AdaptedLayer):
     def delta_matrix(self, adapter: str) -> Tensor:
         left, right = self.pair(adapter)
         return left @ right
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        adapter = self._alone(x) if not args and not kwargs else None
+        if adapter is None:
+            return super().forward(x, *args, **kwargs)
+        base: Any = self.base_layer
+        right, left = self._sides(adapter)
+        dropout = self.lsr_dropout[adapter]
+        dropped = dropout(x) if self.training and isinstance(dropout, nn.Dropout) else None
+        return adapted_linear(x, base.weight, base.bias, right, left, self.scaling[adapter], dropped=dropped)
+
+    def _alone(self, x: Tensor) -> str | None:
+        """The one active adapter, where nothing but a plain linear layer and its pair is to be computed."""
+        if self.disable_adapters or self.merged or self.quantization_backend is not None:
+            return None
+        active = [adapter for adapter in self.active_adapters if self.has_adapter(adapter)]
+        if len(active) != 1 or self.magnitude(active[0]) is not None or not is_plain_linear(self.base_layer):
+            return None
+        # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
+        return active[0] if x.dtype == self.base_layer.weight.dtype != torch.float16 else None
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.pair(adapter)
@@ -138,3 +162,10 @@ class LsrLayer(AdaptedLayer):
 
     def __repr__(self) -> str:
         return "lsr." + super().__repr__()
+
+
+def is_plain_linear(layer: nn.Module) -> bool:
+    """Whether calling a layer is ``torch.nn.functional.linear`` and nothing else: no subclass, hook or offloading."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+    return plain and type(layer.weight) is nn.Parameter and not nn.utils.parametrize.is_parametrized(layer)

@@ -75,9 +75,9 @@ class Mergeable(BaseTunerLayer):
             if self.has_adapter(adapter) and not self.merged_elsewhere(adapter):
                 update, _ = self._update(adapter, stored)
                 self.set_base_weight((stored.to(update) + update).to(stored.dtype))
-                share = self._surviving_share(adapter, update, stored.to(update))
+                share = self._surviving_share(update, stored.to(update))
                 self.set_base_weight(stored)
-                if share < self.min_merge_share:
+                if self._refused(adapter, share, update, stored):
                     lost[adapter] = share
         return lost
 
@@ -89,8 +89,8 @@ class Mergeable(BaseTunerLayer):
         if safe_merge and not torch.isfinite(merged).all():
             raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
         self.set_base_weight(merged)
-        share = self._surviving_share(adapter, update, wide)
-        if share < self.min_merge_share:
+        share = self._surviving_share(update, wide)
+        if self._refused(adapter, share, update, stored):
             self.set_base_weight(stored)
             raise self.share_error(adapter, share)
         self.merge_shares[adapter] = share
@@ -132,12 +132,17 @@ class Mergeable(BaseTunerLayer):
             total = total if scale is None else total + (scale - 1)
         return weight / total if self._merged_scales else weight
 
-    def _surviving_share(self, adapter: str, update: Tensor, before: Tensor) -> float:
+    def _refused(self, adapter: str, share: float, update: Tensor, stored: Tensor) -> bool:
+        if share >= self.min_merge_share:
+            return False
+        if self.magnitude(adapter) is None or not stored.dtype.is_floating_point:
+            return True
+        # PEFT starts DoRA's magnitudes in the weight's precision. What lies within their rounding is no update.
+        return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(stored.float().norm())
+
+    def _surviving_share(self, update: Tensor, before: Tensor) -> float:
         size = float(update.square().sum())
-        # An update within the rounding of DoRA's own magnitudes says nothing; without DoRA the floor is zero.
-        magnitude = self.magnitude(adapter)
-        floor = 0.0 if magnitude is None else 2 * torch.finfo(magnitude.dtype).eps * float(before.norm())
-        if size <= floor**2:
+        if size == 0:
             return 1.0
         after = self.get_base_weight().to(update)
         return float(((after - before) * update).sum()) / size
