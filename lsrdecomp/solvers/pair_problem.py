@@ -121,6 +121,18 @@ class PairProblem:
         energy = self.energy - 2.0 * overlap + squared
         return self.even((out_stacks, in_stacks)), xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
 
+    def steering(self, pair: Pair) -> Array:
+        """‖G^½(PQ − B̂Â)C^½‖ of each problem from inner products: cheap, and exact to `RESOLUTION`."""
+        xp = namespace(self.left)
+        outer, inner = summed(pair[0], self.out_side.shape), summed(pair[1], self.in_side.shape)
+        seen = xp.matrix_transpose(self.weighted_left) @ outer, xp.matrix_transpose(self.weighted_right) @ inner
+        grams = (
+            xp.matrix_transpose(outer) @ self.norms.output.apply(outer),
+            xp.matrix_transpose(inner) @ self.norms.input.apply(inner),
+        )
+        energy = self.energy - 2.0 * xp.sum(seen[0] * seen[1], axis=(1, 2)) + xp.sum(grams[0] * grams[1], axis=(1, 2))
+        return xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
+
     def even(self, pair: Pair) -> Pair:
         """Both sides with equal Frobenius norms; the product stays."""
         xp = namespace(self.left)
