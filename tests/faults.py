@@ -433,7 +433,7 @@ def _pickle() -> Iterator[tuple[str, Fault]]:
         "a number for a tensor": lambda torch: {A: 1.0, B: torch.ones(4, 2)},
         "keys that are numbers": lambda torch: {1: torch.ones(2, 6)},
         "a sparse tensor": lambda torch: {A: torch.eye(6).to_sparse(), B: torch.ones(4, 6)},
-        "an expanded tensor": lambda torch: {A: torch.ones(1).expand(2**20, 2**20), B: torch.ones(4, 2)},
+        "an expanded tensor": lambda torch: {A: torch.ones(1).expand(2, 2**38), B: torch.ones(4, 2)},
         "a quantized tensor": lambda torch: {A: torch.quantize_per_tensor(torch.ones(2, 6), 0.1, 0, torch.qint8)},
         "a complex tensor": lambda torch: {A: torch.ones(2, 6, dtype=torch.complex64), B: torch.ones(4, 2)},
         "a tensor of nan": lambda torch: {A: torch.full((2, 6), float("nan")), B: torch.ones(4, 2)},
@@ -566,6 +566,10 @@ def _lsr() -> Iterator[tuple[str, Fault]]:
             held |= {f"{key}{side}.factor_{i}": np.ones((1, 1, 1), np.float32) for i in range(1, 401)}
         config.update(r=1, inner_shape=None, order=400, separation_rank=1)
 
+    yield (
+        "inner sizes that differ",
+        lsr(lambda held, _: held.update({f"{key}A.factor_1": np.ones((2, 3, 3), np.float32)})),
+    )
     yield "in side of 10^20", lsr(long)
     yield "400 factors", lsr(many)
     yield "order of 2^30", lsr(lambda _, config: config.update(order=2**30, inner_shape=None))

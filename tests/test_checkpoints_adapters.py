@@ -18,7 +18,7 @@ SHAPES = {
     "layers.1.q": (ProductShape((4, 2), (2, 2), (3, 2)), 2, 2),
     "layers.2.q": (ProductShape((4, 2), (2, 2), (3, 2)), 2, 2),
     "layers.11.q": (ProductShape((2, 4), (2, 2), (3, 2)), 2, 3),
-    "layers.3.v": (ProductShape.low_rank((5, 6), 3), 1, 1),
+    "layers.3.v": (ProductShape((5, 1), (3, 1), (6, 1)), 1, 1),
     "layers.1.v": (ProductShape((5, 1, 1), (1, 2, 2), (3, 2, 1)), 2, 1),
 }
 

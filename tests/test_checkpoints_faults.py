@@ -125,6 +125,21 @@ def test_any_value_in_any_field_opens_and_writes_again_or_is_refused(tmp_path_fa
     assert len(open_checkpoint(write_lora(folder / "b", source=source, layers=layers)).layers) == len(layers)
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("pickle: an expanded tensor", r"claims more than the 4 bytes behind it"),
+        ("pickle: zip bomb", r"torch never compresses"),
+        ("lsr: inner sizes that differ", r"inner size 2, but 3"),
+        ("header: shape [2, 2] for 24 bytes", r"needs 16 bytes, but 24 are declared"),
+    ],
+)
+def test_some_faults_are_caught_before_they_cost_anything(tmp_path: Path, fault: str, words: str) -> None:
+    place = FAULTS[fault](tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=words):
+        open_checkpoint(place)
+
+
 def test_a_link_as_in_the_hugging_face_cache_is_followed(tmp_path: Path) -> None:
     folder = directory(tmp_path / "snapshots" / "main")
     (tmp_path / "blobs").mkdir()

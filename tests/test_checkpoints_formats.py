@@ -112,7 +112,7 @@ def test_an_lsr_directory_is_written_from_any_format(shared: Path, tmp_path: Pat
     assert sorted(back.extras) == sorted(source.extras)
     assert back.config["modules_to_save"] == (["classifier"] if name == "loralib" else None)
     first, again = source.layers[0], back.layers[0]
-    assert again.shape == ProductShape.low_rank(first.shape, first.rank)
+    assert again.shape == ProductShape((first.out_features, 1), (first.rank, 1), (first.in_features, 1))
     np.testing.assert_allclose(updates(back, 1)[first.name], updates(source, 1)[first.name], rtol=1e-6, atol=1e-9)
 
 
@@ -265,6 +265,9 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
         for name in ("lora_unet_a_b_0_to_q", "lora_te_l_1_q")
         for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
+    odd = [("unet.x", normal(8, 257), normal(257, 6))]
+    wide = load_file(write_kohya(out, layers=odd, storage="bfloat16", force=True))
+    assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
     with pytest.raises(UnsupportedError, match="model.layers.0.q_proj"):
         write_kohya(tmp_path / "p.safetensors", layers=[("model.layers.0.q_proj", normal(8, 2), normal(2, 6))])
     assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]

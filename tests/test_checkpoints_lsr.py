@@ -89,7 +89,7 @@ def test_the_layout_is_the_one_peft_reads(tmp_path: Path) -> None:
     balanced = ProductShape.balanced((8, 6), (2, 2))
     layers = [
         ("layers.1.q", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
-        ("layers.2.v", *factors(ProductShape.low_rank((8, 9), 5), 1, 1, np.dtype(np.float32), rng), 1.0),
+        ("layers.2.v", *factors(ProductShape((8, 1), (5, 1), (9, 1)), 1, 1, np.dtype(np.float32), rng), 1.0),
         ("layers.11.q", *factors(balanced, 3, 2, np.dtype(np.float32), rng), 1.0),
         ("other", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
     ]
@@ -142,6 +142,16 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
     assert set(record["versions"]) == {"lsrdecomp", "numpy", "safetensors"}
 
 
+@pytest.mark.parametrize(("bias", "written"), [("none", "none"), ("all", "all"), ("lora_only", "lsr_only")])
+def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, written: str) -> None:
+    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)), 1.0)
+    for name, extra in (("with", {f"{PREFIX}q.bias": np.ones(4, np.float32)}), ("without", {})):
+        source = open_checkpoint(directory(tmp_path / name, {**pair("q"), **extra}, bias=bias))
+        back = open_checkpoint(write_lsr(tmp_path / f"{name} written", source=source, layers=[layer]))
+        assert back.config["bias"] == (written if extra else "none")
+        assert list(back.extras) == list(extra)
+
+
 def test_the_scale_goes_into_the_out_side(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     source = open_checkpoint(directory(tmp_path / "a", pair("q")))
@@ -160,7 +170,7 @@ def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path) -> None:
     left, right = factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0))
     with pytest.raises(CheckpointError, match=r"lsr_B\.factor_1.*7e\+04 does not fit float16"):
         write_lsr(
-            tmp_path / "b", source=source, layers=[("q", (left[0] * 0 + 7e4, left[1]), right, 1.0)], storage="float16"
+            tmp_path / "b", source=source, layers=[("q", (left[0] * 0 + 7e4, *left[1:]), right, 1.0)], storage="float16"
         )
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
 
