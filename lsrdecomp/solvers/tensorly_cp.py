@@ -86,8 +86,8 @@ class TensorLyCP:
             (weights, factors), errors = parafac(
                 tensor, rank, random_state=self.seed, normalize_factors=True, return_errors=True, **options
             )
-        except np.linalg.LinAlgError as error:
-            raise ConvergenceError(f"TensorLy met a singular system with {rank} terms; use ALS") from error
+        except np.linalg.LinAlgError as singular:
+            raise ConvergenceError(f"TensorLy met a singular system with {rank} terms; use ALS") from singular
         for error in errors:
             sweeps.append(Sweep(len(sweeps) + 1, float(error)))
             if on_sweep is not None:
