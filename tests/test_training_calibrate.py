@@ -16,6 +16,7 @@ from lsrdecomp.errors import CheckpointError, ShapeError  # noqa: E402
 from lsrdecomp.training.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.training.covariance import Covariance  # noqa: E402
 from lsrdecomp.training.fisher import Head, sampled_log_likelihood, watched  # noqa: E402
+from lsrdecomp.training.layer_sums import LayerSums  # noqa: E402
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 50}
 QUERY, VALUE = (f"bert.encoder.layer.0.attention.self.{name}" for name in ("query", "value"))
@@ -117,26 +118,20 @@ def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
     assert [layers[name]["tokens"] for name in names] == [real, real]
 
 
-def test_input_statistics_are_the_second_moment_of_real_tokens(classifier, tmp_path):
-    seen = []
-    handle = classifier.get_submodule(DENSE).register_forward_hook(lambda _, given, __: seen.append(given[0].detach()))
-    padded, single = list(texts(3)), []
-    for batch in padded:
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            single.append({"input_ids": ids[None, : mask.sum()], "attention_mask": mask[None, : mask.sum()]})
-    with torch.no_grad():
-        for example in single:
-            classifier(**example)
-    handle.remove()
-    # Only the first token feeds the answer after the last layer: nothing else may count.
-    rows = torch.cat([tokens[0, :1] for tokens in seen]).double()
-    calibrate(classifier, padded, modules=[DENSE], out=tmp_path, seed=0, samples=24)
-    measured = read_statistics(tmp_path)[DENSE].input.to_matrix()
-    np.testing.assert_allclose(measured, (rows.T @ rows / len(rows)).numpy(), rtol=0, atol=1e-5 * measured.max())
+def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
+    clean = list(texts(3))
+    noisy = [batch | {"input_ids": batch["input_ids"] + 7 * (1 - batch["attention_mask"])} for batch in clean]
+    for name, batches in (("clean", clean), ("noisy", noisy)):
+        calibrate(classifier, batches, modules=[QUERY, DENSE], out=tmp_path / name, seed=0, samples=24)
+    layers = json.loads((tmp_path / "noisy" / "statistics.json").read_text())["layers"]
+    assert layers[QUERY]["tokens"] == sum(int(batch["attention_mask"].sum()) for batch in clean)
+    assert layers[DENSE]["tokens"] == 24  # after the last layer only the first token feeds the answer
+    first, second = (read_statistics(tmp_path / name)[QUERY] for name in ("clean", "noisy"))
+    np.testing.assert_allclose(first.input.to_matrix(), second.input.to_matrix(), atol=1e-5 * first.input.trace)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])  # the two ways to the same number
-def test_gradient_norms_are_those_of_autograd(tokens):
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_the_sums_are_products_of_weight_gradients(tokens):
     generator = torch.Generator().manual_seed(1)
     layer = torch.nn.Linear(6, 5)
     inputs = torch.randn(4, tokens, 6, generator=generator)
@@ -148,12 +143,21 @@ def test_gradient_norms_are_those_of_autograd(tokens):
         score = (layer(inputs) * weights).sum()
         with pytest.raises(ShapeError, match=f"{4 * tokens} input rows .* for 7 examples"):
             record.backward(score, 7)
-    expected = 0.0
+    gradients = []
     for i in range(4):
         layer.weight.grad = None
         (layer(inputs[i]) * weights[i]).sum().backward()
-        expected += float(layer.weight.grad.square().sum())
-    np.testing.assert_allclose(float(found["layer"].squared_gradient_norm()), expected, rtol=1e-5)
+        gradients.append(layer.weight.grad.double().numpy())
+    sums = LayerSums((5, 6), max_full=8, rank=2, seed=0, device=torch.device("cpu"))
+    sums.add(found["layer"])
+    into, out, fisher = sums.spectra(answers=4)
+    np.testing.assert_allclose(fisher, sum((w**2).sum() for w in gradients) / 4, rtol=1e-5)
+    np.testing.assert_allclose(into.trace, inputs.square().sum() / (4 * tokens), rtol=1e-5)
+    np.testing.assert_allclose(out.trace * into.trace, fisher, rtol=1e-5)
+    for spectrum, product in ((into, sum(w.T @ w for w in gradients)), (out, sum(w @ w.T for w in gradients))):
+        expected = product * spectrum.trace / np.trace(product)
+        measured = spectrum.vectors * spectrum.values @ spectrum.vectors.T
+        np.testing.assert_allclose(measured, expected, atol=1e-5 * spectrum.trace)
 
 
 class Twice(torch.nn.Module):
@@ -262,8 +266,8 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
     rows = rng.standard_normal((4000, 300)) * scales @ basis.T
     wide, whole = (Covariance(300, max_full=full, rank=16, seed=0, device=torch.device("cpu")) for full in (299, 300))
     for part in np.split(rows, 8):
-        wide.add(torch.from_numpy(part))
-        whole.add(torch.from_numpy(part))
+        for covariance in (wide, whole):
+            covariance.add(torch.from_numpy(part), torch.from_numpy(part))
     kept, exact = wide.spectrum(), whole.spectrum()
     assert kept.vectors.shape == (300, 16)
     np.testing.assert_allclose(kept.vectors.T @ kept.vectors, np.eye(16), atol=1e-6)

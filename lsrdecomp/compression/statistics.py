@@ -1,7 +1,7 @@
 """Layer statistics: the two weights of the K-FAC norm, read from the files that calibration wrote, without torch.
 
 A directory of statistics holds ``statistics.json`` (`METADATA`) and ``statistics.safetensors`` (`TENSORS`). For each
-module and each side, ``input`` (n values, C = E[x xᵀ]) and ``output`` (m values, G = E[g gᵀ]), three tensors
+module and each side, ``input`` (C, n × n) and ``output`` (G, m × m), three tensors
 
     <module>.input.eigenvectors   (n, q)   orthonormal columns V
     <module>.input.eigenvalues    (q,)     λ, descending, ≥ 0
@@ -9,7 +9,8 @@ module and each side, ``input`` (n values, C = E[x xᵀ]) and ``output`` (m valu
 
 mean C ≈ V diag(λ) Vᵀ + ρ (I − V Vᵀ). In the full form q = n and ρ is without effect. Scale: with both weights as
 stored, ½ ‖G^½ (ΔW − ΔŴ) C^½‖_F² estimates, to second order, the KL divergence in nats that putting ΔŴ in place of ΔW
-in this one layer causes, per example (per predicted token for language models); see `lsrdecomp.training.calibrate`.
+in this one layer causes, per example (per predicted token for language models). How C and G are measured is told in
+`lsrdecomp.training.calibrate`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,24 @@
 """Calibration: the K-FAC statistics of a base's Linear layers, measured on data in one resumable stream.
 
-For a layer y = W x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for an answer ŷ drawn from the model
-itself. A change D of W changes the model's answer distribution by, to second order,
+For a layer y = M x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for an answer ŷ drawn from the model
+itself. A change D of M changes the model's answer distribution by, to second order,
 
-    KL(p_W ‖ p_(W+D)) ≈ ½ E[(Σ_t g_tᵀ D x_t)²]       in nats per example (per predicted token for language models),
+    KL(p_M ‖ p_(M+D)) ≈ ½ E[⟨W, D⟩²],  W = Σ_t g_t x_tᵀ,
 
-and K-FAC [1]_ replaces the expectation by two small matrices, ½ ‖G^½ D C^½‖_F² with C = E[x xᵀ] over tokens and
-G ∝ E[g gᵀ]. Tokens of one example are not independent, so the usual scale of G can be off by their number; here G is
-scaled so that tr G · tr C = E ‖Σ_t g_t x_tᵀ‖_F² exactly, the trace of the true Fisher matrix of the layer [2]_. Hence
-half the squared norm has the right expectation for a random D of independent entries, and layers can be compared.
+in nats per example (per predicted token for language models), and a Kronecker-factored approximation [1]_ replaces the
+expectation by two small matrices, ½ ‖G^½ D C^½‖_F². Here
+
+    G ∝ E[W Wᵀ],  C ∝ E[Wᵀ W],  tr G · tr C = E‖W‖_F²,
+
+one step of the power iteration that leads to the nearest Kronecker product of the true Fisher matrix E[vec W vec Wᵀ]
+[2]_. The textbook's G ∝ E[g gᵀ] and C = E[x xᵀ] treat the tokens of an example as independent; they are not, and an
+adapter's change acts on all of them alike. Since the trace is exact, half the squared norm has the right expectation
+for a random D of independent entries, and layers can be compared. The scale is shared out so that tr C = E‖x_t‖².
 
 References
 ----------
 .. [1] J. Martens and R. Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, 2015.
-.. [2] K. Gao et al., A trace-restricted Kronecker-factored approximation to natural gradient, 2021.
+.. [2] D. Morwani et al., A new perspective on Shampoo's preconditioner, 2024.
 """
 
 from __future__ import annotations

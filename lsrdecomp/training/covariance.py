@@ -1,4 +1,4 @@
-"""Running second moments in bounded memory: Σ x xᵀ whole while it is small, else its action on a random block."""
+"""Running second moments in bounded memory: Σ x yᵀ whole while it is small, else its action on a random block."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Spectrum:
 
 
 class Covariance:
-    """Sum of x xᵀ over rows x of length n, uncentred.
+    """A positive semi-definite n × n sum of products x yᵀ.
 
     Up to ``max_full`` the n × n sum is kept, in float64. Beyond, one pass of the randomized Nyström method [1]_: with
-    a fixed random block Ω of ``2·rank`` columns it keeps (Σ x xᵀ) Ω and the trace, O(n·rank) numbers, which add up
+    a fixed random block Ω of ``2·rank`` columns it keeps (Σ x yᵀ) Ω and the trace, O(n·rank) numbers, which add up
     over batches in any order.
 
     References
@@ -46,11 +46,11 @@ class Covariance:
             block = np.random.default_rng(seed).standard_normal((size, width))
             self._block = torch.from_numpy(np.linalg.qr(block)[0]).to(device, torch.float32)
 
-    def add(self, rows: torch.Tensor) -> None:
-        """Add rows, shape (N, n), in any floating dtype."""
-        rows = rows.to(torch.float32)
-        self.total += rows.T @ (rows if self.full else rows @ self._block)
-        self.trace += torch.linalg.vector_norm(rows).double().square()
+    def add(self, rows: torch.Tensor, partners: torch.Tensor) -> None:
+        """Add Σ_i x_i y_iᵀ for rows x and partners y, shape (N, n): a sum that is symmetric and positive as a whole."""
+        rows, partners = rows.to(torch.float32), partners.to(torch.float32)
+        self.total += rows.T @ (partners if self.full else partners @ self._block)
+        self.trace += (rows * partners).double().sum()
 
     def state(self) -> dict[str, NDArray[np.generic]]:
         """What to save so that the sum can go on in another process."""

@@ -44,19 +44,6 @@ class Pairs:
         """Tokens that the answer depends on, (examples, tokens): padding has a gradient of exactly 0 and drops out."""
         return self.gradients.ne(0).any(-1)
 
-    def squared_gradient_norm(self) -> Tensor:
-        """Sum over examples of ‖Σ_t g_t x_tᵀ‖_F², the squared gradient of the layer's weight, in float64.
-
-        Costs the cheaper of the Gram matrices of the tokens and of the weight gradient itself.
-        """
-        x, g = self.inputs, self.gradients
-        tokens, n, m = x.shape[1], x.shape[2], g.shape[2]
-        if tokens * (n + m) < 2 * n * m:
-            return ((x @ x.mT) * (g @ g.mT)).double().sum()
-        return sum(
-            ((g[i].mT @ x[i]).double().square().sum() for i in range(len(x))), x.new_zeros((), dtype=torch.float64)
-        )
-
 
 @dataclass(slots=True)
 class Record:
