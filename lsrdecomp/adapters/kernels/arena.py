@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.arena_layout import ArenaLayer, Layout
+from lsrdecomp.adapters.kernels.arena_layout import ArenaLayer, Job, Layout
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
 from lsrdecomp.adapters.kernels.triton_support import usable
 from lsrdecomp.errors import ShapeError
 
 Backend = Literal["torch", "triton"]
+Gradient = Tensor | tuple[Tensor, Tensor]
 
 
 class FactorArena(nn.Module):
@@ -145,20 +146,27 @@ class FactorArena(nn.Module):
             group.write(result, contract_stack(gradient, group.oriented(flat)))
         return result
 
-    def _receive(self, layer: int, right: Tensor, left: Tensor) -> None:
-        """Take a layer's gradients of Â (r, n) and of α B̂, transposed (r, m)."""
-        for job, gradient in ((self.layout.right[layer], right), (self.layout.left[layer], left)):
+    def _receive(self, layer: int, right: Gradient, left: Gradient) -> None:
+        """Take a layer's gradients of Â (r, n) and of α B̂, transposed (r, m), each perhaps as a product to form."""
+        for job, given in ((self.layout.right[layer], right), (self.layout.left[layer], left)):
             if self.layerwise:
-                scaled = (gradient[: job.rank] * job.scaling).unsqueeze(0)
-                factors = job.oriented(self.flat.detach())
-                contracted = contract_stack(scaled, [factor.unsqueeze(0) for factor in factors])
-                for view, part in zip(job.views(self.gradients), contracted, strict=True):
-                    view.add_(part.squeeze(0).mT if job.transposed else part.squeeze(0))
-            elif layer in self._written:
-                job.matrix(self.gradients).add_(gradient)
-            else:
-                job.matrix(self.gradients).copy_(gradient)
+                self._contract_alone(job, given)
+                continue
+            slab, again = job.matrix(self.gradients), layer in self._written
+            if isinstance(given, tuple) and given[0].dtype == slab.dtype:
+                torch.addmm(slab, *given, beta=int(again), out=slab)
+                continue
+            gradient = lowrank.wide_product(*given, slab.dtype) if isinstance(given, tuple) else given
+            (slab.add_ if again else slab.copy_)(gradient)
         self._written.add(layer)
+
+    def _contract_alone(self, job: Job, given: Gradient) -> None:
+        gradient = lowrank.wide_product(*given, self.flat.dtype) if isinstance(given, tuple) else given
+        scaled = (gradient[: job.rank] * job.scaling).unsqueeze(0)
+        factors = job.oriented(self.flat.detach())
+        contracted = contract_stack(scaled, [factor.unsqueeze(0) for factor in factors])
+        for view, part in zip(job.views(self.gradients), contracted, strict=True):
+            view.add_(part.squeeze(0).mT if job.transposed else part.squeeze(0))
 
     def _check_unchanged(self) -> None:
         if self.flat._version != self._formed_at:
@@ -210,7 +218,7 @@ class _ArenaLinear(torch.autograd.Function):
                 from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
 
                 y = torch.nn.functional.linear(rows, weight, bias)
-                inner = add_low_rank(y, rows, right, left)
+                inner = add_low_rank(y, rows, right, left).mT
             else:
                 y, inner = lowrank.forward(rows, rows, weight, bias, right, left, 1.0)
         ctx.save_for_backward(rows, weight, inner)
@@ -224,17 +232,19 @@ class _ArenaLinear(torch.autograd.Function):
         arena = ctx.arena
         arena._check_unchanged()
         right, left = arena.pair(ctx.layer)
-        dy, wide = gradient.reshape(-1, gradient.shape[-1]), arena.flat.dtype
+        dy = gradient.reshape(-1, gradient.shape[-1])
         with torch.autocast(gradient.device.type, enabled=False):
             if ctx.fused:
                 from lsrdecomp.adapters.kernels.triton_passes import backward_pass
 
-                dx = dy @ weight
-                d_right, d_left = backward_pass(dx, dy, x, inner, right, left)
-                d_left = d_left.mT
+                full = dy @ weight
+                of_right, of_left = backward_pass(full, dy, x, inner.mT, right, left)
+                dx: Tensor | None = full
+                d_right: Gradient = of_right
+                d_left: Gradient = of_left.mT
             else:
-                t = dy @ left
-                d_right, d_left = lowrank.wide_product(t.mT, x, wide), lowrank.wide_product(inner.mT, dy, wide)
+                t = left.mT @ dy.mT
+                d_right, d_left = (t, x), (inner, dy)
                 dx = lowrank.input_gradient(dy, weight, t, right) if ctx.needs_input_grad[1] else None
         arena._receive(ctx.layer, d_right, d_left)
         return None, None if dx is None else dx.view(ctx.shape), None, None, None, None, None

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
 
 
-def expand_all(factor_lists: Sequence[Sequence[Tensor]], *, layerwise: bool = False) -> list[Tensor]:
+def expand_all(
+    factor_lists: Sequence[Sequence[Tensor]], *, layerwise: bool = False, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Form many sums of Kronecker products, grouped by the shapes of their factors.
 
     The backward pass may run in several pieces, as reentrant gradient checkpointing makes it: each contracts what it
@@ -26,6 +28,9 @@ def expand_all(factor_lists: Sequence[Sequence[Tensor]], *, layerwise: bool = Fa
     layerwise : bool
         Contract gradients layer by layer in backward, so that the gradient of one formed matrix is alive at a time.
         For models whose formed matrices are large beside their activations; grouped contraction launches less.
+    dtype : torch.dtype, optional
+        Of the formed matrices, and so of their gradients, by default that of the factors: with the model's own, no
+        layer has to cast.
 
     Returns
     -------
@@ -39,20 +44,21 @@ def expand_all(factor_lists: Sequence[Sequence[Tensor]], *, layerwise: bool = Fa
     formed: list[Tensor] = [torch.empty(0)] * len(factor_lists)
     for members in classes.values():
         group = [factor_lists[index] for index in members]
-        for index, matrix in zip(members, _expand_group(group, layerwise), strict=True):
+        for index, matrix in zip(members, _expand_group(group, layerwise, dtype), strict=True):
             formed[index] = matrix
     return formed
 
 
-def _expand_group(group: Sequence[Sequence[Tensor]], layerwise: bool) -> Sequence[Tensor]:
+def _expand_group(group: Sequence[Sequence[Tensor]], layerwise: bool, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    dtype = dtype or group[0][0].dtype
     order = len(group[0])
     with torch.autocast(group[0][0].device.type, enabled=False):
         if not layerwise:
             flat = [factor for factors in zip(*group, strict=True) for factor in factors]  # factor by factor
-            return _ExpandGroup.apply(order, *flat)  # type: ignore[no-any-return, no-untyped-call]
+            return _ExpandGroup.apply(order, dtype, *flat)  # type: ignore[no-any-return, no-untyped-call]
         with torch.no_grad():
             stacks = [torch.stack(factors) for factors in zip(*group, strict=True)]
-            matrices = expand_stack(stacks).unbind(0)
+            matrices = expand_stack(stacks).to(dtype).unbind(0)
         return [
             _ContractAlone.apply(matrix, [stack[index : index + 1] for stack in stacks], *factors)  # type: ignore[no-untyped-call]
             for index, (matrix, factors) in enumerate(zip(matrices, group, strict=True))
@@ -67,11 +73,11 @@ class _ExpandGroup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, order: int, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, order: int, dtype: torch.dtype, *flat: Tensor) -> tuple[Tensor, ...]:
         layers = len(flat) // order
         ctx.stacks = [torch.stack(flat[start : start + layers]) for start in range(0, len(flat), layers)]
         ctx.set_materialize_grads(False)
-        return expand_stack(ctx.stacks).unbind(0)
+        return expand_stack(ctx.stacks).to(dtype).unbind(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -80,11 +86,18 @@ class _ExpandGroup(torch.autograd.Function):
         stacks = ctx.stacks if len(present) == len(gradients) else [stack[present] for stack in ctx.stacks]
         result: list[Tensor | None] = [None] * (len(gradients) * len(stacks))
         if present:
-            stacked = torch.stack([gradient for gradient in gradients if gradient is not None])
+            stacked = _stack([gradient for gradient in gradients if gradient is not None])
             for position, contracted in enumerate(contract_stack(stacked, stacks)):
                 for index, gradient in zip(present, contracted.unbind(0), strict=True):
                     result[position * len(gradients) + index] = gradient
-        return None, *result
+        return None, None, *result
+
+
+def _stack(matrices: Sequence[Tensor]) -> Tensor:
+    """`torch.stack` that leaves transposed matrices transposed."""
+    if matrices[0].stride(0) < matrices[0].stride(1):
+        return torch.stack([matrix.mT for matrix in matrices]).mT
+    return torch.stack(matrices)  # type: ignore[arg-type]
 
 
 class _ContractAlone(torch.autograd.Function):
@@ -146,6 +159,7 @@ def grouped_expansion(
     *,
     select: Callable[[nn.Module], Iterable[Expandable]] | None = None,
     layerwise: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
     """While open, every forward pass of ``model`` first forms all its sums of Kronecker products at once.
 
@@ -158,7 +172,7 @@ def grouped_expansion(
         Its `Expandable` modules are served.
     select : callable, optional
         Given the model, names the modules to serve, for instance those of active adapters; by default all.
-    layerwise : bool
+    layerwise, dtype
         As for `expand_all`.
     """
     served: list[Expandable] = []
@@ -169,7 +183,9 @@ def grouped_expansion(
         release()
         served.extend(expandables(module) if select is None else select(module))
         lists = [each.factors for each in served]
-        for each, factors, matrix in zip(served, lists, expand_all(lists, layerwise=layerwise), strict=True):
+        for each, factors, matrix in zip(
+            served, lists, expand_all(lists, layerwise=layerwise, dtype=dtype), strict=True
+        ):
             each.expansion = Expansion(matrix, Expansion.state_of(factors))
 
     def release() -> None:

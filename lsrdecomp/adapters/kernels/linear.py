@@ -131,7 +131,7 @@ class _AdaptedLinear(torch.autograd.Function):
                 from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
 
                 y = F.linear(_rows(x), weight, bias)
-                inner = add_low_rank(y, seen, *narrow, scaling)
+                inner = add_low_rank(y, seen, *narrow, scaling).mT
             else:
                 y, inner = lowrank.forward(_rows(x), seen, weight, bias, *narrow, scaling)
         base_input = _rows(x) if ctx.needs_input_grad[2] and dropped is not None else None
@@ -150,19 +150,20 @@ class _AdaptedLinear(torch.autograd.Function):
             if ctx.fused and not ctx.split and wants[0] and wants[4] and wants[5]:
                 from lsrdecomp.adapters.kernels.triton_passes import backward_pass
 
-                dx: Tensor | None = dy @ weight
-                small = backward_pass(dx, dy, seen, inner, right, left, ctx.scaling)
+                full = dy @ weight
+                dx: Tensor | None = full
+                small = backward_pass(full, dy, seen, inner.mT, right, left, ctx.scaling)
                 d_seen: Tensor | None = None
                 d_right: Tensor | None = small[0].to(ctx.dtypes[0])
                 d_left: Tensor | None = small[1].to(ctx.dtypes[1])
             else:
                 through = wants[0] or wants[1] or wants[4]
                 t = lowrank.inner_gradient(dy, left, ctx.scaling) if through else None
-                d_right = lowrank.wide_product(t.mT, seen, ctx.dtypes[0]) if t is not None and wants[4] else None
+                d_right = lowrank.wide_product(t, seen, ctx.dtypes[0]) if t is not None and wants[4] else None
                 d_left = lowrank.left_gradient(dy, inner, ctx.scaling, ctx.dtypes[1]) if wants[5] else None
                 shared = None if ctx.split else t
                 dx = lowrank.input_gradient(dy, weight, shared, right) if wants[0] else None
-                d_seen = t @ right if t is not None and wants[1] else None
+                d_seen = t.mT @ right if t is not None and wants[1] else None
             d_weight = dy.mT @ (seen if base_input is None else base_input) if wants[2] else None
             d_bias = dy.sum(0) if wants[3] else None
         inputs = (None if each is None else each.view(ctx.shape) for each in (dx, d_seen))
@@ -193,9 +194,9 @@ class _MergedLinear(torch.autograd.Function):
                 dx = (dy @ lowrank.merged_weight(weight, right, left, scaling).to(dy.dtype)).view(ctx.shape)
             if wants[3]:
                 t = lowrank.inner_gradient(dy, left.to(dy.dtype), scaling)
-                d_right = lowrank.wide_product(t.mT, x, right.dtype)
+                d_right = lowrank.wide_product(t, x, right.dtype)
             if wants[4]:
-                d_left = lowrank.left_gradient(dy, x @ right.to(x.dtype).mT, scaling, left.dtype)
+                d_left = lowrank.left_gradient(dy, right.to(x.dtype) @ x.mT, scaling, left.dtype)
             d_weight = (dy.mT @ x).to(weight.dtype) if wants[1] else None
             d_bias = dy.sum(0) if wants[2] else None
         return dx, d_weight, d_bias, d_right, d_left, None

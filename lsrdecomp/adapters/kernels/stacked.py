@@ -48,7 +48,7 @@ def expand_stack(factors: Sequence[Tensor]) -> Tensor:
     Returns
     -------
     Tensor
-        Shape (layers, m_1···m_d, n_1···n_d).
+        Shape (layers, m_1···m_d, n_1···n_d); the longer side is the contiguous one.
     """
     layers, terms = factors[0].shape[:2]
     flat = [factor.reshape(layers, terms, -1) for factor in factors]
@@ -58,8 +58,11 @@ def expand_stack(factors: Sequence[Tensor]) -> Tensor:
     order = len(factors)
     sizes = [size for factor in factors for size in factor.shape[2:]]
     interleaved = rearranged.reshape(layers, *sizes)  # (layers, m_1, n_1, m_2, n_2, ...)
-    separated = interleaved.permute(0, *range(1, 2 * order, 2), *range(2, 2 * order + 1, 2))
-    return separated.reshape(layers, math.prod(sizes[0::2]), math.prod(sizes[1::2]))
+    rows, columns = math.prod(sizes[0::2]), math.prod(sizes[1::2])
+    row_axes, column_axes = range(1, 2 * order, 2), range(2, 2 * order + 1, 2)
+    if rows > columns:
+        return interleaved.permute(0, *column_axes, *row_axes).reshape(layers, columns, rows).mT
+    return interleaved.permute(0, *row_axes, *column_axes).reshape(layers, rows, columns)
 
 
 def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
