@@ -95,12 +95,13 @@ def test_the_uniform_rank_can_be_chosen():
         to_lora(model, rank=2)
 
 
-def test_grouped_convolutions_become_lora():
+@pytest.mark.parametrize("rank", [12, 18])
+def test_grouped_convolutions_become_lora(rank):
     torch.manual_seed(0)
     model = get_peft_model(Mixed(), LsrConfig(target_modules=["conv", "lin"], r=4, init_weights=False)).eval()
     x = torch.randn(2, 6, 7, 7)
-    lora, tensors = to_lora(model)
-    assert lora.r == 12
+    assert to_lora(model)[0].r == 12
+    lora, tensors = to_lora(model, rank=rank)
     torch.manual_seed(0)
     again = reopened(Mixed(), lora, tensors)
     assert_same(again(x), model(x))
@@ -258,3 +259,31 @@ def test_a_card_names_source_and_errors_and_keeps_what_others_wrote(tmp_path):
     assert "# Mine\n\nWords." in card
     assert "## After\n\nMore words." in card
     assert card.count("## Loading this adapter") == 1
+
+
+def test_servers_with_one_global_scale_read_the_export():
+    """By the rules of vLLM and llama.cpp: A and B of each module, one rank, one scale ``lora_alpha / r``."""
+    config = LsrConfig(
+        target_modules=["query", "dense"],
+        r=4,
+        init_weights=False,
+        alpha_pattern={"query": 3},
+        rank_pattern={"query": 6},
+    )
+    model = randomised(get_peft_model(tiny_bert(), config))
+    lora, tensors = to_lora(model, rank=8)
+    assert (lora.bias, lora.use_dora, lora.use_rslora, lora.rank_pattern, lora.alpha_pattern) == (
+        "none",
+        False,
+        False,
+        {},
+        {},
+    )
+    assert {key.rpartition(".lora_")[2] for key in tensors} == {"A.weight", "B.weight"}
+    layers = {name: layer for name, layer in model.named_modules() if getattr(layer, "layout", None)}
+    assert len(tensors) == 2 * len(layers)
+    for name, layer in layers.items():
+        a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        assert a.shape[0] == b.shape[1] == lora.r == 8
+        assert name.startswith("base_model.model.")
+        torch.testing.assert_close(lora.lora_alpha / lora.r * b @ a, layer.delta_matrix("default"))

@@ -8,7 +8,7 @@ from adapters_support import tiny_bert, token_batch
 from peft import PeftModel, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters import LsrConfig
@@ -278,3 +278,18 @@ def test_trainable_tokens_beside_an_adapter(tmp_path):
         model.save_pretrained(tmp_path)
         assert torch.equal(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
         assert relative(model.merge_and_unload()(rows).logits, expected) < 1e-5
+
+
+def test_beam_search_gives_the_encoder_the_names_unrepeated():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    base = T5ForConditionalGeneration(T5Config(vocab_size=30, decoder_start_token_id=0, **sizes))
+    model = get_peft_model(base, LsrConfig(target_modules=["q", "v"], r=4, init_weights=False), adapter_name="a")
+    model.add_adapter("b", LsrConfig(target_modules=["q", "v"], r=4, init_weights=False, lsr_alpha=64))
+    model.eval()
+    rows = torch.randint(2, 30, (2, 6), generator=torch.Generator().manual_seed(0))
+    options = {"num_beams": 3, "max_new_tokens": 4, "min_new_tokens": 4}
+    mixed = model.generate(input_ids=rows, adapter_names=["a", "b"], **options)
+    for index, name in enumerate("ab"):
+        model.set_adapter(name)
+        assert torch.equal(mixed[index], model.generate(input_ids=rows[index : index + 1], **options)[0])
