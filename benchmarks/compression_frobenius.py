@@ -84,7 +84,7 @@ def equal_parameters(layers: Sequence[Layer], search: Search) -> list[dict[str, 
     for group in by_kind(layers):
         m, n = group[0].pair.shape
         rank = max(layer.pair.rank for layer in group)
-        units = [unit for unit in UNITS if unit <= rank]
+        units = [unit for unit in UNITS if unit < rank]  # at full rank truncated SVD is exact
         configurations = {
             configuration
             for unit in units

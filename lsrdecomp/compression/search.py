@@ -42,9 +42,9 @@ class Search:
     seed : int
     """
 
-    probes: int = 96
+    probes: int = 128
     kept: int = 24
-    probe_layers: int = 3
+    probe_layers: int = 4
     probe_sweeps: int = 2
     order: int = 2
     inner_rank: int = 8
