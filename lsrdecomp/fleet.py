@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.files import read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress
+from lsrdecomp.compression.run import REPORT, compress
 from lsrdecomp.errors import CheckpointError, LsrError
 
 MANIFEST = "fleet.jsonl"
@@ -216,22 +216,17 @@ def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:
         return None
     try:
         source, written = open_checkpoint(job.source), open_checkpoint(job.out)
-        record = provenance(written)
+        record, report = provenance(written), read_json(Path(job.out) / REPORT)
         origin = record.get("source")
         same_source = isinstance(origin, dict) and origin.get("sha256") == sha256(source.weights)
         if not same_source or record.get("plan") != _plain(plan) or changed_files(Path(job.out)) != ():
             return None
     except (LsrError, OSError):
         return None
-    error = record.get("relative_error")
-    return Outcome(
-        job.name,
-        "done",
-        "",
-        source.adapter_parameters,
-        written.adapter_parameters,
-        float(error) if isinstance(error, float) else 0.0,
-    )
+    totals = report.get("totals")
+    error = totals.get("relative_error") if isinstance(totals, dict) else None
+    figures = source.adapter_parameters, written.adapter_parameters, float(error or 0.0)
+    return Outcome(job.name, "done", "", *figures)
 
 
 def _plain(plan: CompressionPlan) -> Any:

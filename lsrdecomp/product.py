@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, namespace
+from lsrdecomp.arrays import Array
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
@@ -90,8 +90,7 @@ class SeparatedProduct:
 
 
 def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
-    """Plain factors (m, r) and (r, n) as a separated product of one term a side: an exact change of form."""
-    one = namespace(left, right).ones((1, 1, 1), dtype=left.dtype)
+    """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact."""
     return SeparatedProduct(
-        SeparatedMatrix.from_factors((left[None, :, :], one)), SeparatedMatrix.from_factors((right[None, :, :], one))
+        SeparatedMatrix.from_factors((left[None, :, :],)), SeparatedMatrix.from_factors((right[None, :, :],))
     )

@@ -151,8 +151,8 @@ class ProductShape:
 
     @classmethod
     def low_rank(cls, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
-        """Plain low rank as a product shape: one term a side, ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)``."""
-        return cls((matrix_shape[0], 1), (rank, 1), (matrix_shape[1], 1))
+        """Plain low rank as a product shape: one term of one factor a side, ``(m×r)(r×n)``."""
+        return cls((matrix_shape[0],), (rank,), (matrix_shape[1],))
 
     @property
     def left(self) -> KroneckerShape:

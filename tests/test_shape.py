@@ -42,7 +42,7 @@ def test_plain_low_rank_is_a_product_shape():
     shape = ProductShape.low_rank((768, 512), 8)
     assert shape.matrix_shape == (768, 512)
     assert shape.inner_rank == 8
-    assert shape.parameters(1) == 8 * (768 + 512) + 2
+    assert shape.parameters(1) == 8 * (768 + 512)
 
 
 def test_every_two_factor_shape_tiles_and_low_rank_is_among_them():

@@ -8,8 +8,10 @@ import pytest
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression.layer import layer_product
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress, export_lora, layer_product
+from lsrdecomp.compression.run import compress, export_lora
+from lsrdecomp.compression.search import Search
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -42,15 +44,17 @@ def new_base(encoder):
     return transformers.AutoModelForSequenceClassification.from_pretrained(encoder, num_labels=2).eval()
 
 
-@pytest.fixture(scope="module", params=["rtol", "terms"])
+@pytest.fixture(scope="module", params=["terms", "budget", "bytes"])
 def written(request, tmp_path_factory):
-    """Compressed by tolerance (low rank wins) and to a fixed number of terms (LSR products)."""
+    """LSR products of one size; a budget under which structures differ and layers are dropped; integers, packed."""
     plan = {
-        "rtol": CompressionPlan(rtol=0.3, low_rank=False),
         "terms": CompressionPlan(separation_rank=16, inner_shape=(2, 2)),
+        "budget": CompressionPlan(ratio=20),
+        "bytes": CompressionPlan(bytes=9000, storage="auto"),
     }[request.param]
-    result = compress(open_checkpoint(DEMO), plan)
-    assert {layer.structure for layer in result.layers} == {"LSR"}
+    result = compress(open_checkpoint(DEMO), plan, search=Search(probes=12, kept=6))
+    structures = {layer.structure for layer in result.layers}
+    assert structures == {"LSR"} if request.param == "terms" else "drop" in structures
     return result.save(tmp_path_factory.mktemp(request.param) / "lsr")
 
 
@@ -107,7 +111,7 @@ def test_ten_steps_of_training_lower_the_loss_and_survive_saving(encoder, batch,
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "run"),
         max_steps=10,
-        learning_rate=1e-3,
+        learning_rate=2e-2,
         per_device_train_batch_size=4,
         report_to="none",
         save_strategy="no",

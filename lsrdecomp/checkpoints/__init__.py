@@ -3,7 +3,7 @@
 from lsrdecomp.checkpoints.diffusers_format import write_diffusers
 from lsrdecomp.checkpoints.formats import FORMATS, open_checkpoint
 from lsrdecomp.checkpoints.kohya_format import write_kohya
-from lsrdecomp.checkpoints.lsr_format import write_lsr
+from lsrdecomp.checkpoints.lsr_writer import write_lsr
 from lsrdecomp.checkpoints.peft_writer import write_lora
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import StoredTensor

@@ -165,7 +165,7 @@ class Checkpoint:
 def low_rank_layer(name: str, up: StoredTensor, down: StoredTensor, scale: float, *, kind: str = "linear") -> LoraLayer:
     """A `LoraLayer` from its two stored halves, checked against each other.
 
-    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and (r, channels, *kernel).
+    ``up`` is (m, r) and ``down`` (r, n); for convolutions (m, r, 1, …) and ``(r, channels, *kernel)``.
     """
     if len(up.shape) < 2 or len(up.shape) != len(down.shape):
         raise up.error(f"shapes {up.shape} and {down.shape} of the two halves are not of one layer")

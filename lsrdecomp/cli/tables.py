@@ -16,6 +16,7 @@ from rich.table import Table
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.compression.report import LayerReport, Totals
+from lsrdecomp.compression.run import Compression
 from lsrdecomp.compression.verify import Verification
 from lsrdecomp.fleet import Outcome
 
@@ -37,12 +38,28 @@ def progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
         yield lambda _: bar.advance(task)
 
 
+@contextmanager
+def steps() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr with the present step, only on a terminal; yields the callback that names it."""
+    output = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with output.status("reading") as status:
+        yield status.update
+
+
 def write_json(value: Any, path: Path) -> None:
     """Write to a file as a whole, or to standard output for ``-``."""
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
-        return
+    else:
+        write_text(text, path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """A file that appears as a whole."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -52,8 +69,10 @@ def write_json(value: Any, path: Path) -> None:
 
 
 def layers_table(layers: Sequence[LayerReport], total: Totals) -> Table:
-    """What each layer became."""
-    table = _table("layer", "matrix", "rank", "structure", "shape", "terms", "parameters", "error", "γ")
+    """What each layer became; with statistics, the error in function stands beside that in numbers."""
+    functional = total.functional_error is not None
+    columns = ("layer", "matrix", "rank", "structure", "shape", "terms", "parameters", "storage", "‖·‖_F error")
+    table = _table(*columns, *(("in function",) if functional else ()), "γ")
     for layer in layers:
         left, right = layer.separation_ranks
         table.add_row(
@@ -64,23 +83,47 @@ def layers_table(layers: Sequence[LayerReport], total: Totals) -> Table:
             layer.shape,
             f"{left}" if left == right else f"{left}+{right}",
             f"{layer.parameters:,} of {layer.parameters_before:,}",
+            layer.storage if layer.parameters else "",
             f"{layer.relative_error:.3g}{'' if layer.met else ' !'}",
+            *((f"{layer.functional_error:.3g}",) if functional else ()),
             f"{layer.condition:.2f}",
         )
     table.add_section()
     table.add_row(
         f"{total.layers} layers",
-        "",
-        "",
-        "",
-        "",
-        "",
+        *[""] * 5,
         f"{total.parameters:,} of {total.parameters_before:,}",
+        "",
         f"{total.relative_error:.3g}",
+        *((f"{total.functional_error:.3g}",) if functional else ()),
         "",
         style="bold",
     )
     return table
+
+
+def summary(result: Compression) -> Iterator[str]:
+    """The compression in sentences one can act on."""
+    total = result.totals
+    extra = (
+        f"; {total.extra_parameters:,} numbers of other modules are kept as they are" if total.extra_parameters else ""
+    )
+    dropped = f" {total.dropped} layers are left out." if total.dropped else ""
+    yield (
+        f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer{extra}."
+        f"{dropped}"
+    )
+    yield (
+        f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
+        "how close the numbers are."
+    )
+    if total.functional_error is not None:
+        yield (
+            f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are. "
+            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} nats per example."
+        )
+    if total.low_rank_error is not None:
+        yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
 
 
 def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]]) -> Table:
@@ -134,7 +177,7 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-LEFT = ("layer", "adapter", "kind", "structure", "shape", "dtype", "state", "reason", "")
+LEFT = ("layer", "adapter", "kind", "structure", "shape", "dtype", "storage", "state", "reason", "")
 FOLDED = ("layer", "adapter", "reason")
 
 

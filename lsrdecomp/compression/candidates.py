@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from lsrdecomp.arrays import namespace
+from lsrdecomp.codes import CodedProduct
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.decompose import choose_solver
 from lsrdecomp.precision import precision
@@ -83,6 +84,7 @@ class Candidate:
     storage: str = "float64"  # element type the error was measured in
     bytes: int = 0  # of the factors as stored, without the file's header
     build: Callable[[], Form] | None = field(default=None, repr=False)  # makes the factors; None for "drop"
+    codes: CodedProduct | None = field(default=None, repr=False)  # what is on disk, for integer storage
     exact: SeparatedProduct | None = field(default=None, repr=False)  # an LSR product before rounding
     polished: bool = False
 
@@ -195,13 +197,14 @@ def stored_as(layer: Layer, candidate: Candidate, storage: str) -> Candidate:
     form = candidate.build()
     stored: Form
     if isinstance(form, SeparatedProduct):
-        stored, size = stored_product(form, storage)
+        coded = stored_product(form, storage)
+        stored, size, codes = coded.product, coded.bytes, coded.codes
         if candidate.structure != "LSR":
             size = math.ceil(candidate.parameters * precision(storage).bytes)
     else:
-        stored, size = form.round_to(storage), math.ceil(form.parameters * precision(storage).bytes)
+        stored, size, codes = form.round_to(storage), math.ceil(form.parameters * precision(storage).bytes), None
     error, build = layer.squared_error(stored), partial(_itself, stored)
-    return replace(candidate, storage=storage, bytes=size, squared_error=error, build=build)
+    return replace(candidate, storage=storage, bytes=size, squared_error=error, build=build, codes=codes)
 
 
 def _truncated(svd: tuple[object, object, object], rank: int) -> SeparatedProduct:

@@ -8,8 +8,7 @@ from typing import Any
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint
-from lsrdecomp.compression.layer import effective_rank
-from lsrdecomp.compression.run import layer_pair
+from lsrdecomp.compression.layer import effective_rank, layer_pair
 from lsrdecomp.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.svd import tail_norms

@@ -53,6 +53,8 @@ class Budget:
         (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½ over all layers, in the norm of the layers.
     kl : float, optional
         Nats: ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate of the divergence; for K-FAC weights only.
+    layer_rtol : float, optional
+        ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own, in its norm.
     """
 
     parameters: float | None = None
@@ -60,6 +62,7 @@ class Budget:
     bytes: float | None = None
     rtol: float | None = None
     kl: float | None = None
+    layer_rtol: float | None = None
 
     def __post_init__(self) -> None:
         given = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
@@ -192,20 +195,47 @@ def fit_layers(
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
+    return prepare(layers, budget, search=search, storages=storages, on_step=on_step).fit(budget, overhead)
+
+
+def prepare(
+    layers: Sequence[Layer],
+    budget: Budget,
+    *,
+    search: Search | None = None,
+    storages: Sequence[str] = ("float32",),
+    on_step: Callable[[str], Any] | None = None,
+) -> Prepared:
+    """All candidates of all layers, stored, ready for budgets of the kind of ``budget``; arguments as `fit_layers`."""
     search = search or Search()
     say = on_step or (lambda words: None)
     table = _candidates(layers, budget, search, say)
     say("rounding to storage")
     stored = [_stored(layer, found, storages) for layer, found in zip(layers, table, strict=True)]
-    choice, baseline = _allocate(layers, stored, budget, overhead)
-    for _ in range(2):
-        say("polishing")
-        if not _polish(layers, stored, choice, search, storages):
-            break
-        choice, again = _allocate(layers, stored, budget, overhead, choice)
-        baseline = again if baseline is None else baseline
-    fitted = [FittedLayer(layer, stored[i][choice[i]]) for i, layer in enumerate(layers)]
-    return Fit(tuple(fitted), baseline)
+    return Prepared(layers, stored, search, storages, say)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Candidates of all layers; fits of several budgets share them."""
+
+    layers: Sequence[Layer]
+    table: list[list[Candidate]]
+    search: Search
+    storages: Sequence[str]
+    say: Callable[[str], Any]
+
+    def fit(self, budget: Budget, overhead: Callable[[Candidate], float] | None = None) -> Fit:
+        """Allocate, polish what was chosen, allocate again; see `fit_layers`."""
+        choice, baseline = _allocate(self.layers, self.table, budget, overhead)
+        for _ in range(2):
+            self.say("polishing")
+            if not _polish(self.layers, self.table, choice, self.search, self.storages):
+                break
+            choice, again = _allocate(self.layers, self.table, budget, overhead, choice)
+            baseline = again if baseline is None else baseline
+        fitted = [FittedLayer(layer, self.table[i][choice[i]]) for i, layer in enumerate(self.layers)]
+        return Fit(tuple(fitted), baseline)
 
 
 def _candidates(
@@ -268,6 +298,9 @@ def _allocate(
 ) -> tuple[Choice, float | None]:
     """The choice for all candidates, at least as good as for truncated SVD alone, and the error of the latter."""
 
+    if budget.layer_rtol is not None:
+        return [_within(layer, row, budget.layer_rtol) for layer, row in zip(layers, table, strict=True)], None
+
     def cost(candidate: Candidate) -> float:
         if not budget.counts_bytes:
             return candidate.parameters
@@ -290,6 +323,15 @@ def _allocate(
     if spend is not None:
         return within_cost(options, spend, starts), baseline
     return within_loss(options, lose or 0.0, starts), baseline
+
+
+def _within(layer: Layer, candidates: Sequence[Candidate], rtol: float) -> int:
+    """The fewest parameters within a relative error; where none is, the least error."""
+    allowed = rtol**2 * layer.squared_norm
+    good = [k for k, candidate in enumerate(candidates) if candidate.squared_error <= allowed]
+    if good:
+        return min(good, key=lambda k: (candidates[k].parameters, candidates[k].squared_error))
+    return min(range(len(candidates)), key=lambda k: candidates[k].squared_error)
 
 
 def _polish(

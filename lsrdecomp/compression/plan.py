@@ -6,47 +6,85 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lsrdecomp.compression.fit import Budget
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.precision import precision
+
+GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
+STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
+"""Storages that are more than one floating type: what each layer may choose from."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionPlan:
-    """What is asked: an error for every layer, or one size for every layer.
+    """What is asked: one goal, and how factors are stored.
+
+    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the K-FAC norm, where they measure
+    the change of the network's answers.
 
     Parameters
     ----------
     rtol : float, optional
-        Largest ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer, on the tensors as written.
+        Largest ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own, on the tensors as written.
     separation_rank : int, optional
-        Terms of each side; needs no ``rtol``.
+        Terms of each side of every layer.
+    parameters, ratio : float, optional
+        One budget over all layers: numbers in all factors, or how many times fewer than in the LoRA.
+    bytes : int, optional
+        One budget over all layers: size of the written weight file, heads and header included.
+    kl : float, optional
+        One budget over all layers: nats of divergence estimated to second order; needs statistics.
     inner_shape : tuple of int, optional
-        Split (r1, r2) of the inner rank; absent, the most even split of each layer's own rank.
+        Split (r1, r2, …) of the inner rank, with ``separation_rank``; absent, the most even split of each layer's rank.
     storage : str
-        Element type of the written factors: float32, float16, bfloat16.
-    low_rank : bool
-        With ``rtol``: also try plain truncated SVD and take it where it needs fewer parameters.
+        float32, float16, bfloat16, int8, int4, or auto: float16, int8 or int4 for each layer.
     """
 
     rtol: float | None = None
     separation_rank: int | None = None
+    parameters: float | None = None
+    ratio: float | None = None
+    bytes: int | None = None
+    kl: float | None = None
     inner_shape: tuple[int, ...] | None = None
     storage: str = "float32"
-    low_rank: bool = True
 
     def __post_init__(self) -> None:
-        if (self.rtol is None) == (self.separation_rank is None):
-            raise BudgetError("say how small or how exact: give a relative error (rtol) or a separation rank, not both")
-        if self.rtol is not None and not (math.isfinite(self.rtol) and self.rtol > 0.0):
-            raise BudgetError(f"rtol must be a positive number, got {self.rtol}")
-        if self.separation_rank is not None and self.separation_rank < 1:
+        given = [name for name in GOALS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise BudgetError(
+                f"one goal is needed, got {' and '.join(given) or 'none'}: a relative error (rtol), a number of terms "
+                "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
+            )
+        value = getattr(self, given[0])
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+            raise BudgetError(f"{given[0]} must be a positive number, got {value}")
+        if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
             raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
         if self.inner_shape is not None:
             inner = tuple(self.inner_shape)
-            if len(inner) != 2 or any(q < 1 for q in inner):
-                raise ShapeError(f"the inner shape is two positive integers r1, r2, got {inner}")
+            if self.separation_rank is None:
+                raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
+            if len(inner) < 2 or any(isinstance(q, bool) or not isinstance(q, int) or q < 1 for q in inner):
+                raise ShapeError(f"the inner shape is two or more positive integers r1, r2, …, got {inner}")
             object.__setattr__(self, "inner_shape", inner)
-        precision(self.storage)
+        if self.storage not in STORAGES:
+            precision(self.storage)
+
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """Element types a layer may be stored in."""
+        return STORAGES.get(self.storage, (self.storage,))
+
+    @property
+    def float_storage(self) -> str:
+        """The type of whatever is not stored in integers."""
+        return next((name for name in self.storages if name.startswith(("float", "bfloat"))), "float16")
+
+    @property
+    def budget(self) -> Budget:
+        """The goal for `fit_layers`; not for ``separation_rank``."""
+        return Budget(parameters=self.parameters, ratio=self.ratio, bytes=self.bytes, kl=self.kl, layer_rtol=self.rtol)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""

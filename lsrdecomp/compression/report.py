@@ -17,7 +17,7 @@ class LayerReport:
     rows: int
     columns: int
     source_rank: int
-    structure: str  # "LSR" or "low rank"
+    structure: str  # "LSR", "low rank", "keep" or "drop"
     shape: str  # the Kronecker sizes of both sides
     separation_ranks: tuple[int, int]
     parameters_before: int
@@ -25,9 +25,10 @@ class LayerReport:
     bytes: int
     norm: float  # ‖ΔW‖_F
     relative_error: float  # ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F
+    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the K-FAC norm, where there are statistics
+    functional_error: float | None  # ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F
     condition: float  # γ, the larger of the two sides
     storage: str
-    seconds: float
     met: bool = True  # the plan's tolerance
 
 
@@ -36,15 +37,18 @@ class Totals:
     """All layers together."""
 
     layers: int
+    dropped: int
     parameters_before: int
     parameters: int
     extra_parameters: int  # heads and other saved modules, carried along untouched
     bytes: int  # of the factors, without headers and extras
     relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
-    worst_error: float
+    functional_error: float | None  # the same in the K-FAC norm
+    kl: float | None  # ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖²: estimated divergence from the LoRA's answers, nats per example
+    worst_error: float  # of a layer, in the norm of the plan
     worst_layer: str
     missed: int  # layers above the tolerance
-    seconds: float
+    low_rank_error: float | None  # the best truncated SVD found for the same budget, in the norm of the plan
 
     @property
     def ratio(self) -> float:
@@ -52,29 +56,39 @@ class Totals:
         return self.parameters_before / self.parameters if self.parameters else math.inf
 
 
-def totals(layers: Sequence[LayerReport], extra_parameters: int = 0) -> Totals:
+def totals(layers: Sequence[LayerReport], extra_parameters: int = 0, low_rank_error: float | None = None) -> Totals:
     """Sum up; relative errors combine through the absolute ones."""
-    size = math.hypot(*(layer.norm for layer in layers))
-    lost = math.hypot(*(layer.norm * layer.relative_error for layer in layers))
-    worst = max(layers, key=lambda layer: layer.relative_error)
+    functional = all(layer.functional_error is not None for layer in layers)
+    worst = max(layers, key=plan_error)
+    lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
     return Totals(
         layers=len(layers),
+        dropped=sum(layer.structure == "drop" for layer in layers),
         parameters_before=sum(layer.parameters_before for layer in layers),
         parameters=sum(layer.parameters for layer in layers),
         extra_parameters=extra_parameters,
         bytes=sum(layer.bytes for layer in layers),
-        relative_error=lost / size if size > 0.0 else lost,
-        worst_error=worst.relative_error,
+        relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
+        functional_error=_share(lost, [x.functional_norm or 0.0 for x in layers]) if functional else None,
+        kl=0.5 * math.fsum(value**2 for value in lost) if functional else None,
+        worst_error=plan_error(worst),
         worst_layer=worst.name,
         missed=sum(not layer.met for layer in layers),
-        seconds=sum(layer.seconds for layer in layers),
+        low_rank_error=low_rank_error,
     )
+
+
+def plan_error(layer: LayerReport) -> float:
+    """The relative error in the norm that the plan speaks of."""
+    return layer.relative_error if layer.functional_error is None else layer.functional_error
 
 
 def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dict[str, Any]:
     """Plain values for a JSON file."""
-    return {
-        **facts,
-        "totals": {**asdict(summary), "ratio": summary.ratio},
-        "layers": [asdict(layer) for layer in layers],
-    }
+    ratio = summary.ratio if math.isfinite(summary.ratio) else None
+    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, "layers": [asdict(layer) for layer in layers]}
+
+
+def _share(lost: list[float], sizes: list[float]) -> float:
+    size = math.hypot(*sizes)
+    return math.hypot(*lost) / size if size > 0.0 else math.hypot(*lost)

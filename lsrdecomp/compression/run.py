@@ -1,38 +1,49 @@
-"""compress: every layer of a checkpoint under one plan; verify: measure what was written against where it came from."""
+"""compress: every layer of a checkpoint under one plan; what comes out can be looked at, then written."""
 
 from __future__ import annotations
 
+import json
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint, LoraLayer, write_lora, write_lsr
+from lsrdecomp.checkpoints import Checkpoint, write_lora, write_lsr
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.compression.layer import Candidate, compress_layer, stored_factors
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.candidates import Candidate, Layer
+from lsrdecomp.compression.fit import Budget, HasWeights, make_layers, prepare
+from lsrdecomp.compression.layer import at_given_terms, layer_pair, layer_product, stored_factors
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
-from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.precision import precision
-from lsrdecomp.product import SeparatedProduct, low_rank_product
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.targets import LowRank
+from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.size import fill
+from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.product import SeparatedProduct
+from lsrdecomp.weights import NormWeights
+
+EMPTY_FILE = 512
+"""Bytes of a header that says where the file comes from."""
+
+REPORT = "compression.json"
+"""The report in a written directory; `verify` compares with it."""
 
 
 @dataclass(frozen=True)
 class Compression:
-    """The result of `compress`: a report, and the products ready to be written."""
+    """The result of `compress`: a report, and the factors ready to be written."""
 
     source: Checkpoint
     plan: CompressionPlan
     layers: tuple[LayerReport, ...]
-    products: tuple[SeparatedProduct, ...] = field(repr=False)  # as stored
+    chosen: tuple[Candidate, ...] = field(repr=False)  # as stored
+    low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
 
     @property
     def totals(self) -> Totals:
-        return totals(self.layers, self.source.extra_parameters)
+        return totals(self.layers, self.source.extra_parameters, self.low_rank_error)
 
     @property
     def met(self) -> bool:
@@ -41,87 +52,113 @@ class Compression:
 
     def to_json(self) -> dict[str, Any]:
         """The report with plan and source, as plain values."""
-        return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=str(self.source.path))
+        return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=self.source.path.name)
 
     def save(self, out: str | Path, *, force: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
         """
-        parts = zip(self.layers, self.products, strict=True)
-        record = {layer.name: layer.relative_error for layer in self.layers}
         return write_lsr(
             out,
             source=self.source,
-            layers=((layer.name, *stored_factors(product), 1.0) for layer, product in parts),
-            storage=self.plan.storage,
-            force=force,
-            provenance={
-                "plan": self.plan.to_json(),
-                "relative_error": self.totals.relative_error,
-                "relative_errors": record,
+            layers=(
+                (layer.name, *stored_factors(_product(candidate)), 1.0)
+                for layer, candidate in zip(self.layers, self.chosen, strict=True)
+                if candidate.build is not None and candidate.codes is None
+            ),
+            coded={
+                layer.name: candidate.codes
+                for layer, candidate in zip(self.layers, self.chosen, strict=True)
+                if candidate.codes is not None
             },
+            storage=self.plan.float_storage,
+            force=force,
+            provenance={"plan": self.plan.to_json()},
+            files={REPORT: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"},
         )
 
 
 def compress(
-    checkpoint: Checkpoint, plan: CompressionPlan, *, on_layer: Callable[[LayerReport], Any] | None = None
+    checkpoint: Checkpoint,
+    plan: CompressionPlan,
+    *,
+    statistics: Mapping[str, HasWeights | NormWeights] | None = None,
+    search: Search | None = None,
+    on_layer: Callable[[LayerReport], Any] | None = None,
+    on_step: Callable[[str], Any] | None = None,
 ) -> Compression:
-    """Turn each LoRA layer of a checkpoint into a product of two separated matrices.
+    """Turn the LoRA layers of a checkpoint into products of separated matrices, or what serves better at the same size.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        As returned by `lsrdecomp.open_checkpoint`; layers are read one at a time.
+        As returned by `lsrdecomp.open_checkpoint`.
     plan : CompressionPlan
+    statistics : Mapping of module name to statistics, optional
+        As read by `read_statistics`: errors then count in the K-FAC norm, and layers are weighed against each other by
+        what they do. Absent, the Frobenius norm of ΔW.
+    search : Search, optional
+        How far to look for shapes.
     on_layer : callable, optional
-        Called with each `LayerReport` as it is done.
+        Called with each `LayerReport` at the end.
+    on_step : callable, optional
+        Called with a few words before each part of the work.
 
     Returns
     -------
     Compression
-        Reports and products; nothing is written before `Compression.save`.
+        Reports and factors; nothing is written before `Compression.save`.
 
     Raises
     ------
     CheckpointError
         Naming file and tensor, if the numbers of a layer cannot be used.
+    BudgetError
+        If the budget cannot be met, saying what can be reached; if ``kl`` is asked without statistics.
     """
-    reports, products = [], []
-    for layer in checkpoint.layers:
-        begin = time.perf_counter()
-        pair = layer_pair(checkpoint, layer)
-        try:
-            candidate, met = compress_layer(pair, plan)
-        except LsrError as error:
-            raise CheckpointError(str(error), path=checkpoint.path, tensor=layer.name) from error
-        report = _report(layer, pair, candidate, met, plan, time.perf_counter() - begin)
-        reports.append(report)
-        products.append(candidate.product)
-        if on_layer is not None:
+    if plan.kl is not None and statistics is None:
+        raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+    pairs = {layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}
+    layers = make_layers(pairs, statistics)
+
+    def finished(chosen: Sequence[Candidate], low_rank_error: float | None = None) -> Compression:
+        parts = zip(checkpoint.layers, layers, chosen, strict=True)
+        reports = tuple(_report(*part, plan, statistics is not None) for part in parts)
+        return Compression(checkpoint, plan, reports, tuple(chosen), low_rank_error)
+
+    def under(budget: Budget) -> Compression:
+        fit = prepared.fit(budget)
+        return finished([fitted.candidate for fitted in fit.layers], fit.low_rank_error)
+
+    if plan.separation_rank is not None:
+        result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0]))
+    else:
+        prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, on_step=on_step)
+        if plan.bytes is None:
+            result = under(plan.budget)
+        else:
+            result = fill(plan.bytes, lambda left: under(Budget(bytes=left)), _file_size, _error)
+    if all(candidate.build is None for candidate in result.chosen):
+        least = f": heads and header alone take {_file_size(result):,} bytes" if plan.bytes is not None else ""
+        raise BudgetError(f"nothing of the adapter fits into this budget{least}; allow more")
+    if on_layer is not None:
+        for report in result.layers:
             on_layer(report)
-    return Compression(checkpoint, plan, tuple(reports), tuple(products))
+    return result
 
 
-def layer_pair(checkpoint: Checkpoint, layer: LoraLayer) -> LowRank:
-    """ΔW of a LoRA layer with its scale folded into B, in double precision."""
-    if not isinstance(layer, LoraLayer):
-        raise CheckpointError(
-            "is an LSR layer already; compress the LoRA it came from", path=checkpoint.path, tensor=layer.name
-        )
-    left, right = layer.load()
-    return LowRank(left.astype("float64") * layer.scale, right.astype("float64"))
+def _file_size(result: Compression) -> int:
+    """Bytes of the weight file, by writing it; without any layer, of what it would hold at least."""
+    if all(candidate.build is None for candidate in result.chosen):
+        return sum(tensor.nbytes for tensor in result.source.extras.values()) + EMPTY_FILE
+    with TemporaryDirectory() as folder:
+        return (result.save(Path(folder) / "sized") / WEIGHTS).stat().st_size
 
 
-def layer_product(layer: Any) -> SeparatedProduct:
-    """ΔW of any layer as a separated product: an LSR layer as stored, a LoRA layer as one term a side."""
-    first, second = layer.load()
-    if isinstance(layer, LoraLayer):
-        return low_rank_product(first.astype("float64") * layer.scale, second.astype("float64"))
-    left, right = ([factor.astype("float64") for factor in side] for side in (first, second))
-    return SeparatedProduct(
-        SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]), SeparatedMatrix.from_factors(right)
-    )
+def _error(result: Compression) -> float:
+    total = result.totals
+    return total.relative_error if total.functional_error is None else total.functional_error
 
 
 def export_lora(
@@ -139,25 +176,36 @@ def export_lora(
     )
 
 
-def _report(
-    layer: LoraLayer, pair: LowRank, best: Candidate, met: bool, plan: CompressionPlan, seconds: float
-) -> LayerReport:
+def _product(candidate: Candidate) -> SeparatedProduct:
+    form = None if candidate.build is None else candidate.build()
+    if not isinstance(form, SeparatedProduct):
+        raise CheckpointError(f"a candidate of structure {candidate.structure!r} has no place in an LSR directory")
+    return form
+
+
+def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, functional: bool) -> LayerReport:
+    norm, size = layer.pair.norm, math.sqrt(layer.squared_norm)
+    error = math.sqrt(best.squared_error)
+    product = None if best.build is None else _product(best)
+    frobenius = norm if product is None else layer.pair.residual_norm(product)
+    in_norm = error / size if size > 0.0 else error
     return LayerReport(
         name=layer.name,
-        kind=layer.kind,
-        rows=layer.out_features,
-        columns=layer.in_features,
-        source_rank=layer.rank,
+        kind=source.kind,
+        rows=source.out_features,
+        columns=source.in_features,
+        source_rank=source.rank,
         structure=best.structure,
-        shape=str(best.product.product_shape),
-        separation_ranks=best.product.separation_ranks,
-        parameters_before=layer.parameters,
-        parameters=best.parameters,
-        bytes=math.ceil(best.parameters * precision(plan.storage).bytes),
-        norm=pair.norm,
-        relative_error=best.error / pair.norm if pair.norm > 0.0 else best.error,
-        condition=best.product.condition,
-        storage=plan.storage,
-        seconds=seconds,
-        met=met,
+        shape="–" if product is None else str(product.product_shape),
+        separation_ranks=(0, 0) if product is None else product.separation_ranks,
+        parameters_before=source.parameters,
+        parameters=0 if product is None else sum(f.size for side in stored_factors(product) for f in side),
+        bytes=best.bytes,
+        norm=norm,
+        relative_error=frobenius / norm if norm > 0.0 else frobenius,
+        functional_norm=size if functional else None,
+        functional_error=in_norm if functional else None,
+        condition=1.0 if product is None else product.condition,
+        storage=best.codes.storage if best.codes is not None else best.storage,
+        met=plan.rtol is None or error <= plan.rtol * size * (1.0 + 1e-12),
     )

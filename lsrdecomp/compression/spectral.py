@@ -13,54 +13,24 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
+from lsrdecomp.codes import Codes, SpectralCode
 from lsrdecomp.compression.candidates import Candidate, Layer
-from lsrdecomp.compression.quantize import Codes, nearest_codes
-from lsrdecomp.product import SeparatedProduct, low_rank_product
+from lsrdecomp.compression.quantize import nearest_codes
+from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.weighted import weighted_svd
 
 MOST_BITS = 8
-COMPONENT_BYTES = 3
-"""Float16 scale and the number of bits of a component."""
-
 # Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of `nearest_codes`.
 GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558}
 
 Doubles = NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class SpectralCode:
-    """Kept components of an SVD in integer codes: Σ_k scale_k · u_k v_kᵀ."""
-
-    left: tuple[Codes, ...]  # u_k, (m,)
-    right: tuple[Codes, ...]  # v_k, (n,)
-    scales: NDArray[np.float16]
-    exponent: int
-    bits: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        packed = sum(
-            math.ceil((u.size + v.size) * b / 8) for u, v, b in zip(self.left, self.right, self.bits, strict=True)
-        )
-        return packed + COMPONENT_BYTES * len(self.bits) + 1
-
-    def dequantized(self, shape: tuple[int, int]) -> SeparatedProduct:
-        """What a reader gets, in float64."""
-        root = np.sqrt(np.abs(np.ldexp(self.scales.astype(np.float64), self.exponent)))
-        if not self.bits:
-            return low_rank_product(np.zeros((shape[0], 1)), np.zeros((1, shape[1])))
-        signs = np.sign(self.scales.astype(np.float64))
-        left = np.stack([u.astype(np.float64) for u in self.left], axis=1) * (root * signs)
-        return low_rank_product(left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right]))
 
 
 def water_filled_candidates(layer: Layer, points: int = 12) -> list[Candidate]:
@@ -71,7 +41,7 @@ def water_filled_candidates(layer: Layer, points: int = 12) -> list[Candidate]:
     found = []
     for place in places:
         code = spectral_code(layer, svd, steps[place - 1])
-        form = code.dequantized(layer.pair.shape)
+        form = code.dequantized()
         rank = len(code.bits)
         found.append(
             Candidate(
@@ -83,6 +53,7 @@ def water_filled_candidates(layer: Layer, points: int = 12) -> list[Candidate]:
                 "bits",
                 code.bytes,
                 partial(_itself, form),
+                code,
             )
         )
     return found
@@ -111,7 +82,7 @@ def bit_ladder(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tu
 
 
 def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rounds: int = 2) -> SpectralCode:
-    """Quantise u, refit v to the codes, quantise v, refit u, …; scales by least squares at the end; all in the norm."""
+    """Quantise u, refit v to the codes, quantise v, refit u, …, scales by least squares at the end; all in the norm."""
     u, sigma, vh = svd
     kept = [k for k, b in enumerate(bits) if b]
     widths = tuple(bits[k] for k in kept)
@@ -119,6 +90,7 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rou
     norms, pair = layer.norms, layer.pair
     given_left, given_right = to_numpy(pair.left).astype(np.float64), to_numpy(pair.right).astype(np.float64).T
     left_codes, left_values = _coded(left, widths)
+    right_codes, _ = _coded(right, widths)
     for _ in range(rounds):
         weighted = norms.output.apply(left_values)
         right = given_right @ (given_left.T @ weighted) @ np.linalg.pinv(left_values.T @ weighted, hermitian=True)
@@ -140,6 +112,7 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rou
         stored,
         exponent,
         widths,
+        pair.shape,
     )
 
 

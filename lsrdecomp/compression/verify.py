@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import changed_files
-from lsrdecomp.compression.run import layer_pair, layer_product
+from lsrdecomp.compression.layer import layer_pair, layer_product
+from lsrdecomp.compression.run import REPORT
 from lsrdecomp.errors import CheckpointError
 
 AGREEMENT = 1e-9
@@ -57,13 +59,19 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     Raises `CheckpointError` if a layer of the source is missing or has another size.
     """
     record = provenance(written)
-    recorded = _mapping(record.get("relative_errors"))
-    extra = {layer.name for layer in written.layers} - {layer.name for layer in source.layers}
+    recorded = _recorded_errors(written)
+    present = {layer.name for layer in written.layers}
+    extra = present - {layer.name for layer in source.layers}
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
     for layer in source.layers:
-        pair, other = layer_pair(source, layer), written.layer(layer.name)
+        pair = layer_pair(source, layer)
+        if layer.name not in present and recorded.get(layer.name) == 1.0:  # dropped by the plan
+            size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
+            checks.append(LayerCheck(layer.name, 0, pair.norm, 1.0, 1.0))
+            continue
+        other = written.layer(layer.name)
         if (other.out_features, other.in_features) != pair.shape:
             raise CheckpointError(
                 f"{other.out_features} x {other.in_features}, but {pair.shape[0]} x {pair.shape[1]} in {source.path}",
@@ -82,6 +90,20 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
         changed_files=changed_files(written.weights.parent) or (),
         changed_tensors=tuple(_changed_tensors(source, written)),
     )
+
+
+def _recorded_errors(written: Checkpoint) -> dict[str, float]:
+    """Relative errors by layer as the writer measured them; empty without its report."""
+    path = written.weights.parent / REPORT
+    if not path.is_file():
+        return {}
+    layers = read_json(path).get("layers")
+    found = {}
+    for layer in layers if isinstance(layers, list) else []:
+        name, error = _mapping(layer).get("name"), _mapping(layer).get("relative_error")
+        if isinstance(name, str) and isinstance(error, int | float):
+            found[name] = float(error)
+    return found
 
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint) -> Iterator[str]:
