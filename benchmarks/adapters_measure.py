@@ -72,6 +72,8 @@ class Subject:
             self.prepared.run(self.inputs)
 
     def forward_backward(self) -> None:
+        for parameter in self.prepared.parameters:
+            parameter.grad = None
         torch.autograd.backward(self.prepared.run(self.inputs), self.gradients)
 
     def step(self) -> None:
@@ -133,8 +135,7 @@ def measure(
     """All subjects, round by round in alternating order, so that what else the machine does falls on all alike."""
     calls = {subject.name: 1 for subject in subjects}
     for subject in subjects:
-        for _ in range(2):
-            subject.step()
+        subject.step()
         once = seconds(subject.step, device)
         calls[subject.name] = max(1, min(50, round((0.1 if device.type == "cuda" else 0.05) / max(once, 1e-6))))
     times: dict[str, list[float]] = {subject.name: [] for subject in subjects}

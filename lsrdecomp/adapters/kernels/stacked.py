@@ -50,6 +50,8 @@ def expand_stack(factors: Sequence[Tensor]) -> Tensor:
     Tensor
         Shape (layers, m_1···m_d, n_1···n_d); the longer side is the contiguous one.
     """
+    if _is_tall(factors):
+        return expand_stack([factor.mT for factor in factors]).mT
     layers, terms = factors[0].shape[:2]
     flat = [factor.reshape(layers, terms, -1) for factor in factors]
     half = max(1, len(flat) // 2)
@@ -59,10 +61,8 @@ def expand_stack(factors: Sequence[Tensor]) -> Tensor:
     sizes = [size for factor in factors for size in factor.shape[2:]]
     interleaved = rearranged.reshape(layers, *sizes)  # (layers, m_1, n_1, m_2, n_2, ...)
     rows, columns = math.prod(sizes[0::2]), math.prod(sizes[1::2])
-    row_axes, column_axes = range(1, 2 * order, 2), range(2, 2 * order + 1, 2)
-    if rows > columns:
-        return interleaved.permute(0, *column_axes, *row_axes).reshape(layers, columns, rows).mT
-    return interleaved.permute(0, *row_axes, *column_axes).reshape(layers, rows, columns)
+    separated = interleaved.permute(0, *range(1, 2 * order, 2), *range(2, 2 * order + 1, 2))
+    return separated.reshape(layers, rows, columns)
 
 
 def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -85,6 +85,9 @@ def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor,
             leaves = [factor.detach().requires_grad_() for factor in factors]
             formed = expand_stack(leaves)
         return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype))
+    if _is_tall(factors):
+        turned = contract_stack(gradient.mT, [factor.mT for factor in factors])
+        return tuple(part.mT.contiguous() for part in turned)
     first, second = factors
     layers, terms, m1, n1 = first.shape
     m2, n2 = second.shape[2:]
@@ -123,6 +126,10 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
         product = product @ factor.transpose(1, 2)  # (batch, s, rest, n_i) @ (s, n_i, m_i)
         y = product.reshape(*last.shape[:-1], factor.shape[1]).movedim(-1, axis)
     return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
+
+
+def _is_tall(factors: Sequence[Tensor]) -> bool:
+    return math.prod(factor.shape[2] for factor in factors) > math.prod(factor.shape[3] for factor in factors)
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
