@@ -16,6 +16,9 @@ from lsrdecomp.solvers.pair import JointALS
 RUNG = 1.3
 """Ratio of parameters between neighbouring rungs of the ladder."""
 
+EVEN_SPLITS = 6
+"""Splits of a side that are tried for three and more factors: the most even ones, in every order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
@@ -29,8 +32,8 @@ class Search:
         Shapes solved for every layer of that size.
     probe_layers, probe_sweeps : int
         Layers and sweeps of a trial.
-    order : int
-        Kronecker factors of a term.
+    orders : tuple of int
+        Numbers of Kronecker factors of a term. Three and more pay for very few parameters and have no canonical form.
     inner_rank, terms : int
         Largest inner rank and most terms a side that are tried; the rank of the layer bounds the former too.
     solver : JointALS
@@ -46,7 +49,7 @@ class Search:
     kept: int = 24
     probe_layers: int = 4
     probe_sweeps: int = 2
-    order: int = 2
+    orders: tuple[int, ...] = (2, 3)
     inner_rank: int = 8
     terms: int = 16
     solver: JointALS = field(default_factory=lambda: JointALS(sweeps=8, trials=1))
@@ -96,18 +99,24 @@ def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Searc
 
 
 def all_configurations(matrix_shape: tuple[int, int], rank: int, search: Search) -> list[Configuration]:
-    """Every shape of the family with at most the search's inner rank and terms, in a fixed order."""
-    m, n = matrix_shape
-    counts = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s <= search.terms]
-    found = []
-    for r in range(1, min(rank, search.inner_rank, m, n) + 1):
-        for inner in splits(r, search.order):
-            for out in splits(m, search.order):
-                out_shape = KroneckerShape.of(out, inner)
-                for into in splits(n, search.order):
-                    shape = ProductShape(out, inner, into)
-                    most = out_shape.max_separation_rank, shape.right.max_separation_rank
-                    found += [(shape, (s, t)) for s in counts for t in counts if s <= most[0] and t <= most[1]]
+    """Every shape of the family with at most the search's inner rank and terms, in a fixed order.
+
+    For three and more factors, which are for the smallest sizes, only the most even splits, inner ranks one and two,
+    and few terms: there are too many others.
+    """
+    (m, n), found = matrix_shape, []
+    for order in search.orders:
+        few = order > 2
+        counts = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s <= min(search.terms, 4 if few else search.terms)]
+        sides = [sorted(splits(size, order), key=_spread)[: EVEN_SPLITS if few else None] for size in (m, n)]
+        for r in range(1, min(rank, 2 if few else search.inner_rank, m, n) + 1):
+            for inner in splits(r, order):
+                lefts = [(out, KroneckerShape.of(out, inner).max_separation_rank) for out in sides[0]]
+                rights = [(into, KroneckerShape.of(inner, into).max_separation_rank) for into in sides[1]]
+                for out, most_out in lefts:
+                    for into, most_in in rights:
+                        shape = ProductShape(out, inner, into)
+                        found += [(shape, (s, t)) for s in counts for t in counts if s <= most_out and t <= most_in]
     return found
 
 
@@ -122,8 +131,11 @@ def unevenness(configuration: Configuration) -> float:
     """Zero for factors of equal size, sides of equal cost and equal terms; grows with the logarithms of the ratios."""
     shape, (s, t) = configuration
     left, right = s * sum(map(mul, shape.out, shape.inner)), t * sum(map(mul, shape.inner, shape.into))
-    spread = sum(math.log(max(sizes) / min(sizes)) for sizes in (shape.out, shape.into))
-    return spread + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
+    return _spread(shape.out) + _spread(shape.into) + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
+
+
+def _spread(sizes: Sequence[int]) -> float:
+    return math.log(max(sizes) / min(sizes))
 
 
 def _rung(size: int) -> int:
