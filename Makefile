@@ -4,13 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test docs lint types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+docs: .venv/docs
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -34,5 +37,9 @@ check: lint types test
 	$(PIP) --editable '.[test]'
 	touch $@
 
+.venv/docs: .venv/test
+	$(PIP) --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf .venv demo-output build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv docs/_build docs/auto_examples demo-output build dist .pytest_cache .mypy_cache .ruff_cache

@@ -242,7 +242,7 @@ def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
     point = figure.dpi / 72.0
     height, box = 1.25 * TEXT * point, ax.bbox
     lines = {str(line.get_label()): _pixels(line) for line in ax.get_lines()}
-    inked = np.concatenate([_dense(pixels) for pixels in lines.values()]) if lines else np.zeros((0, 2))
+    inked = np.concatenate([np.zeros((0, 2)), *map(_dense, lines.values()), *map(_inside, ax.texts)])
     for end in ends:
         if not (math.isfinite(end.x) and math.isfinite(end.y)):
             continue
@@ -251,6 +251,8 @@ def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
         own = _dense(own)[::-1]
         seen = own[(own[:, 1] >= box.y0 + 0.5 * height) & (own[:, 1] <= box.y1)][::8]
         u, v = ax.transData.transform((end.x, end.y))
+        if not len(seen) and len(own):  # a line that lies below the axes has its label where it starts
+            u, v = own[-1]
         if box.y0 <= v <= box.y1 or not len(seen):
             seen = np.concatenate([[(u, min(max(v, box.y0 + 0.5 * height), box.y1))], seen])
         best = (math.inf, 0.0, 0.0, True)
@@ -263,20 +265,28 @@ def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
                 )
                 outside = left < box.x0 or not box.y0 + 0.4 * height <= middle <= box.y1
                 beyond = max(0.0, left + width - box.x1) / box.width
-                cost = 6.0 * float(np.sum(inside)) + 1e4 * outside + 30.0 * beyond + 2.0 * penalty + abs(dy) + (dx < 0)
+                cost = 8.0 * float(np.sum(inside)) + 1e4 * outside + 30.0 * beyond + penalty + abs(dy) + (dx < 0)
                 best = min(best, (cost, left, middle, dx > 0))
         _, left, middle, rightwards = best
-        edge = np.stack([np.linspace(left, left + width, 40), np.full(40, middle)], axis=1)
-        inked = np.concatenate([inked, *(edge + np.asarray((0.0, part * height)) for part in (-0.4, 0.0, 0.4))])
         x, y = ax.transData.inverted().transform((left if rightwards else left + width, middle))
-        ax.annotate(
+        text = ax.annotate(
             end.label, (x, y), fontsize=TEXT, color=end.colour, va="center", ha="left" if rightwards else "right",
             annotation_clip=False, zorder=5,
         )  # fmt: skip
+        inked = np.concatenate([inked, _inside(text)])
 
 
 _OFFSETS = ((6.0, 0.0), (6.0, 0.7), (6.0, -0.7), (-6.0, 0.0), (-6.0, -0.7), (-6.0, 0.7), (6.0, 1.4), (-6.0, -1.4))
 """Places of a label around its point: to the right or left in points, up or down in lines of text."""
+
+
+def _inside(text: Any) -> Any:
+    """Points all over a text."""
+    import numpy as np
+
+    box = text.get_window_extent()
+    across, up = np.meshgrid(np.linspace(box.x0, box.x1, 20), np.linspace(box.y0, box.y1, 3))
+    return np.stack([across.reshape(-1), up.reshape(-1)], axis=1)
 
 
 def _pixels(line: Any) -> Any:

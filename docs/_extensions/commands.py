@@ -1,0 +1,55 @@
+"""Runs the commands that pages show: for the site while it is built, and for the tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+FENCE = re.compile(r"^```\{shell\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Shell:
+    """A directory, and the commands of `lsrdecomp` run in it."""
+
+    def __init__(self) -> None:
+        self._held = tempfile.TemporaryDirectory(prefix="lsrdecomp-docs-")  # removed with this object
+        self.folder = Path(self._held.name)
+        with as_file(files("lsrdecomp.cli") / "demo_adapter") as source:
+            shutil.copytree(source, self.folder / "adapter")
+
+    def run(self, command: str) -> str:
+        """What one line prints; `RuntimeError` if it does not exit with 0."""
+        from lsrdecomp.cli.main import app
+
+        program, *arguments = shlex.split(command, comments=True)
+        if program != "lsrdecomp":
+            raise RuntimeError(f"only lsrdecomp runs here, not {program!r}")
+        with _inside(self.folder):
+            result = CliRunner().invoke(app, arguments)
+        if result.exit_code != 0:
+            raise RuntimeError(f"{command}: exit code {result.exit_code}\n{result.output}\n{result.exception!r}")
+        return result.stdout
+
+
+def blocks(text: str) -> list[list[str]]:
+    """The commands of each shell block of a page."""
+    return [[line for line in block.splitlines() if line.strip()] for block in FENCE.findall(text)]
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

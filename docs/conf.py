@@ -1,0 +1,70 @@
+"""Sphinx: one site from the pages here, the gallery in ../examples and the docstrings. `make docs` builds it."""
+
+import sys
+import warnings
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+# numpydoc reads docstrings of what a module imports, before autodoc leaves them out.
+warnings.filterwarnings("ignore", message="Unknown section", module="numpydoc")
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
+
+project = "lsrdecomp"
+author = "the lsrdecomp founders"
+copyright = "2026, the lsrdecomp founders"
+release = installed_version("lsrdecomp")
+version = release
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "numpydoc",
+    "myst_parser",
+    "sphinx_gallery.gen_gallery",
+    "shell",
+]
+exclude_patterns = ["_build", "_extensions", "conftest.py"]
+root_doc = "index"
+language = "en"
+nitpicky = False
+
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the signature carries them already
+autodoc_class_signature = "mixed"
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = False
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "auto_examples",
+    "filename_pattern": r"plot_",
+    "ignore_pattern": r"train_demo_adapter|__init__",
+    "remove_config_comments": True,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 1e9,
+    "download_all_examples": False,
+    "abort_on_example_error": True,
+    "write_computation_times": False,
+}
+
+html_theme = "pydata_sphinx_theme"
+html_title = "lsrdecomp"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "lsrdecomp"},
+    "navigation_with_keys": False,
+    "show_prev_next": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "pygments_light_style": "tango",
+    "pygments_dark_style": "monokai",
+}
+html_sidebars = {page.stem: [] for page in Path(__file__).parent.glob("*.md")}  # one page, no section beside it

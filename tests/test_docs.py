@@ -1,0 +1,109 @@
+"""The site: every page is reached, every block of code on it runs, every example draws its picture."""
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
+EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
+FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NOT_OURS = {"upstream-peft.md"}
+"""Pages that show code for another project."""
+
+
+def names(pages):
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_python_on_a_page_is_doctested(page):
+    """`pytest` runs what has a prompt, see `doctest-glob` in pyproject.toml; a block without one would not run."""
+    for _, language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language in ("python", "py", "pycon") and page.name not in NOT_OURS:
+            assert block.lstrip().startswith(">>>"), f"not run by the tests:\n{block}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        place = (page.parent / target).resolve()
+        if "auto_examples" in target:
+            made = ROOT / "examples" / f"{Path(target).stem}.py"
+            assert Path(target).stem == "index" or made.exists(), target
+        else:
+            assert place.exists(), target
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = set()
+    for page in PAGES:
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            lines = (line for line in block.splitlines() if line and not line.startswith(":"))
+            listed |= {(page.parent / line).resolve() for line in lines}
+    missing = {page.name for page in PAGES if page.with_suffix("") not in listed} - {"index.md"}
+    assert missing == set(), "add these to a toctree"
+
+
+def test_the_commands_on_the_pages_run():
+    spec = importlib.util.spec_from_file_location("page_commands", DOCS / "_extensions" / "commands.py")
+    shell = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shell)
+    seen = 0
+    for page in PAGES:
+        session = None
+        for commands in shell.blocks(page.read_text(encoding="utf-8")):
+            session = session or shell.Shell()
+            for command in commands:
+                assert session.run(command).strip(), command
+                seen += 1
+    assert seen >= 5
+
+
+def test_there_are_at_least_ten_examples():
+    assert len(EXAMPLES) >= 10
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.stem for example in EXAMPLES])
+def test_an_example_draws_its_picture(example, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    runpy.run_path(str(example))
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    assert figures
+    for figure in figures:
+        figure.canvas.draw()
+        assert any(ax.has_data() for ax in figure.axes)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.stem for example in EXAMPLES])
+def test_an_example_begins_with_its_title(example):
+    title, line, _ = ast.get_docstring(ast.parse(example.read_text(encoding="utf-8"))).split("\n", 2)
+    assert set(line) == {"="}
+    assert len(line) >= len(title)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    for package in ("sphinx", "myst_parser", "pydata_sphinx_theme", "sphinx_gallery", "numpydoc"):
+        pytest.importorskip(package)
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "index.html").exists()
+    assert len(list((tmp_path / "auto_examples").glob("plot_*.html"))) == len(EXAMPLES)
