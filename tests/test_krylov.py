@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
 
-from lsrdecomp import KroneckerShape, LowRank, ShapeError
+from lsrdecomp import KroneckerShape, LowRank, PrecisionError, ShapeError, decompose
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.kronecker import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff
@@ -207,3 +207,42 @@ def test_progress_is_a_callback(rng):
 def test_three_factors_are_refused(solver, rng):
     with pytest.raises(ShapeError, match="two factors"):
         solver.solve(Dense(rng.standard_normal((8, 8))), KroneckerShape.balanced((8, 8), 3), rank=1)
+
+
+SOLVERS = [BlockGolubKahan(), Gram(), SVD()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("matrix", "error", "message"),
+    [
+        (np.array([[1.0, np.nan]]), PrecisionError, "1 of 2 entries are not finite"),
+        (np.array([[np.inf, -np.inf]]), PrecisionError, "2 of 2 entries"),
+        (np.array([[1, "a"]], dtype=object), PrecisionError, "object have no arithmetic"),
+        (np.zeros((0, 3)), ShapeError, "no entries"),
+        (np.ones(4), ShapeError, "two dimensions"),
+    ],
+)
+def test_bad_matrices_are_refused(solver, matrix, error, message):
+    with pytest.raises(error, match=message):
+        decompose(matrix, rank=1, solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 12), (12, 1), (7, 13), (1, 4099), (101, 103)])
+def test_single_rows_and_prime_sizes(solver, size, rng):
+    matrix = rng.standard_normal(size)
+    shape = KroneckerShape(((size[0], 1), (1, size[1])))
+    result = decompose(matrix, shape, rank=min(size), solver=solver)
+    assert result.relative_error <= 1e-13
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_integers_booleans_and_strided_views(solver, rng):
+    whole = rng.integers(-9, 9, (140, 270))
+    strided = whole[::2, ::-1]
+    assert not strided.flags.c_contiguous
+    shape = KroneckerShape(((10, 15), (7, 18)))
+    expected = decompose(np.ascontiguousarray(strided, dtype=float), shape, rank=9, solver=solver).relative_error
+    assert decompose(strided, shape, rank=9, solver=solver).relative_error == pytest.approx(expected, rel=1e-3)
+    assert decompose(strided > 0, shape, rank=9, solver=solver).relative_error < 1.0
