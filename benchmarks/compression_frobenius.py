@@ -32,7 +32,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.fit import Budget, fit_layers
 from lsrdecomp.compression.quantize import stored_product
-from lsrdecomp.compression.run import layer_pair
+from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.shape import KroneckerShape, ProductShape, balanced_split
@@ -72,7 +72,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
             }
             for storage in STORAGES:
                 stored = stored_product(solution.product, storage)
-                error = layer.pair.residual_norm(getattr(stored, "product", stored)) / layer.pair.norm
+                error = layer.pair.residual_norm(stored.product) / layer.pair.norm
                 record[f"extra_{storage}"] = error - solution.relative_error
             records.append(record)
     return records

@@ -16,6 +16,9 @@ from lsrdecomp.solvers.pair import JointALS
 RUNG = 1.3
 """Ratio of parameters between neighbouring rungs of the ladder."""
 
+TERMS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+"""Numbers of terms that are tried."""
+
 EVEN_SPLITS = 6
 """Splits of a side that are tried for three and more factors: the most even ones, in every order."""
 
@@ -77,8 +80,8 @@ def choose_configurations(layers: Sequence[Layer], search: Search, most: float) 
 def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Search, most: float) -> list[Configuration]:
     """Up to ``search.probes`` shapes spread evenly over the logarithm of their size, ascending.
 
-    On each rung half are the most even ones (sides of like cost, factors of like size, terms alike), which win most
-    often; the others are drawn at random.
+    On each rung a third are the most even ones (sides of like cost, factors of like size, terms alike), which win below
+    one rank; a third are tall ones (`tallness`), which win between whole ranks; the others are drawn at random.
     """
     rungs: dict[int, list[Configuration]] = {}
     for configuration in all_configurations(matrix_shape, rank, search):
@@ -91,10 +94,12 @@ def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Searc
     share = max(2, search.probes // len(rungs))
     chosen: list[Configuration] = []
     for rung in sorted(rungs):
-        ordered = sorted(rungs[rung], key=unevenness)
-        even, rest = ordered[: share // 2], ordered[share // 2 :]
-        drawn = rng.permutation(len(rest))[: share - len(even)]
-        chosen += even + [rest[i] for i in sorted(drawn)]
+        third = -(-share // 3)
+        picked = sorted(rungs[rung], key=unevenness)[:third]
+        picked += sorted((c for c in rungs[rung] if c not in picked and tallness(c) < math.inf), key=tallness)[:third]
+        rest = [c for c in rungs[rung] if c not in picked]
+        drawn = rng.permutation(len(rest))[: max(0, share - len(picked))]
+        chosen += picked + [rest[i] for i in sorted(drawn)]
     return sorted(chosen, key=parameters)
 
 
@@ -107,7 +112,7 @@ def all_configurations(matrix_shape: tuple[int, int], rank: int, search: Search)
     (m, n), found = matrix_shape, []
     for order in search.orders:
         few = order > 2
-        counts = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s <= min(search.terms, 4 if few else search.terms)]
+        counts = [s for s in TERMS if s <= min(search.terms, 4 if few else search.terms)]
         sides = [sorted(splits(size, order), key=_spread)[: EVEN_SPLITS if few else None] for size in (m, n)]
         for r in range(1, min(rank, 2 if few else search.inner_rank, m, n) + 1):
             for inner in splits(r, order):
@@ -132,6 +137,21 @@ def unevenness(configuration: Configuration) -> float:
     shape, (s, t) = configuration
     left, right = s * sum(map(mul, shape.out, shape.inner)), t * sum(map(mul, shape.inner, shape.into))
     return _spread(shape.out) + _spread(shape.into) + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
+
+
+def tallness(configuration: Configuration) -> float:
+    """Small for m/q × 1 ⊗ q × r with small q > 1 on both sides: low rank of a reshaped side, nearly plain low rank.
+
+    Infinite for anything else.
+    """
+    shape, (s, t) = configuration
+    if shape.order != 2 or shape.inner[0] != 1 or shape.inner[1] == 1 or not 1 < shape.out[1] * shape.into[1] <= 64:
+        return math.inf
+    left, right = (
+        s * (shape.out[0] + shape.out[1] * shape.inner[1]),
+        t * (shape.into[0] + shape.into[1] * shape.inner[1]),
+    )
+    return abs(math.log(left / right)) + 0.1 * math.log(shape.out[1] * shape.into[1])
 
 
 def _spread(sizes: Sequence[int]) -> float:
