@@ -22,6 +22,7 @@ extensions = [
     "myst_parser",
     "sphinx_gallery.gen_gallery",
     "shell",
+    "results",
 ]
 exclude_patterns = ["_build", "_extensions", "conftest.py"]
 root_doc = "index"

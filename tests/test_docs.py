@@ -55,10 +55,26 @@ def test_every_page_is_in_a_table_of_contents():
     assert missing == set(), "add these to a toctree"
 
 
+def extension(name):
+    spec = importlib.util.spec_from_file_location(f"page_{name}", DOCS / "_extensions" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_results_are_made_from_files_that_are_here():
+    tables = extension("result_tables")
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    used = re.findall(r"```\{results\} (\S+)", text)
+    assert set(used) == set(tables.TABLES)
+    for name in used:
+        head, rows = tables.table(name)
+        assert rows
+        assert all(len(row) == len(head) for row in rows)
+
+
 def test_the_commands_on_the_pages_run():
-    spec = importlib.util.spec_from_file_location("page_commands", DOCS / "_extensions" / "commands.py")
-    shell = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shell)
+    shell = extension("commands")
     seen = 0
     for page in PAGES:
         session = None

@@ -1,0 +1,28 @@
+"""The directive ``results``: a table made from a file in benchmarks/results while the page is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from result_tables import RESULTS, TABLES, table
+from sphinx.util.docutils import SphinxDirective
+
+
+class ResultsDirective(SphinxDirective):
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        self.env.note_dependency(str(RESULTS / TABLES[name][0]))
+        head, rows = table(name)
+        lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
+        block = nodes.Element()
+        self.state.nested_parse(StringList(lines), self.content_offset, block)
+        return block.children
+
+
+def setup(app: Any) -> dict[str, Any]:
+    app.add_directive("results", ResultsDirective)
+    return {"version": "1", "parallel_read_safe": True}
