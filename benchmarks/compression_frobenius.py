@@ -31,8 +31,8 @@ from lsrdecomp.compression.candidates import (
     solve_together,
 )
 from lsrdecomp.compression.fit import Budget, fit_layers
-from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.shape import KroneckerShape, ProductShape, balanced_split

@@ -33,7 +33,7 @@ GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.00022
 Doubles = NDArray[np.float64]
 
 
-def water_filled_candidates(layer: Layer, points: int = 12) -> list[Candidate]:
+def water_filled_candidates(layer: Layer, points: int = 24) -> list[Candidate]:
     """SVD with bits spread over its components, at ``points`` sizes from the smallest useful one to eight bits each."""
     svd = tuple(to_numpy(part) for part in weighted_svd(layer.pair, layer.norms))
     steps = bit_ladder(layer, *svd)
