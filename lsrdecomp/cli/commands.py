@@ -12,6 +12,7 @@ import typer
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Force, JsonFile, Out, Storage
 from lsrdecomp.compression.curves import adapter_curves
@@ -181,7 +182,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters.")
 
 
-ALL = (inspect, compress, curve, verify, export, fleet, demo)
+ALL = (inspect, calibrate, compress, curve, verify, export, fleet, demo)
 
 
 def _show(json: Path | None, *parts: Any) -> None:

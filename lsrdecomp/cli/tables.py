@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +30,21 @@ def console() -> Console:
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
-    """A bar on stderr, only on a terminal; yields the callback that advances it."""
+def meter(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, only on a terminal; yields the callback that says how much is done."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     quiet = not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda _: bar.advance(task)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
+    """As `meter`, advanced by one with every call, whatever it is called with."""
+    with meter(total, what) as show:
+        count = itertools.count(1)
+        yield lambda _: show(next(count))
 
 
 @contextmanager
