@@ -15,6 +15,7 @@ from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Layer
 from lsrdecomp.compression.fit import Budget, HasWeights, make_layers, prepare
+from lsrdecomp.compression.html_report import summary_html
 from lsrdecomp.compression.layer import at_given_terms, layer_pair, layer_product, stored_factors
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
@@ -53,6 +54,9 @@ class Compression:
     def to_json(self) -> dict[str, Any]:
         """The report with plan and source, as plain values."""
         return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=self.source.path.name)
+
+    def _repr_html_(self) -> str:
+        return summary_html(self)
 
     def save(self, out: str | Path, *, force: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
