@@ -17,8 +17,8 @@ YARDSTICK = "PEFT LoRA"
 def model(case: dict[str, Any], ceilings: dict[str, float], itemsize: int) -> dict[str, float]:
     """Seconds of forward and backward by the cost model: operations and adapter bytes at the machine's ceilings.
 
-    The base does 4 w1 w2 operations a token; a pair of rank r adds 6 r (w1 + w2), and LoKr, which forms
-    ΔW and multiplies by it as by a trained weight, 6 w1 w2. Bytes a token, for 2-byte numbers, are those of the table in docs/kernels.md.
+    The base does 4 w1 w2 operations a token; a pair of rank r adds 6 r (w1 + w2), and LoKr, which forms ΔW and
+    multiplies by it as by a trained weight, 6 w1 w2. Bytes a token, for 2-byte numbers, as in docs/kernels.md.
     """
     seconds = dict.fromkeys(
         ("frozen base", YARDSTICK, "our LoRA", "our LoRA, equal rank", "LSR blas", "PEFT LoKr"), 0.0

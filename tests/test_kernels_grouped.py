@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -152,6 +153,20 @@ def test_expansions_are_used_while_fresh_and_never_after():
     assert first.expansion is None, "the hook is gone"
 
 
+def test_generation_forms_nothing_twice():
+    model = Model()
+    side = model.blocks[0].right
+    with grouped_expansion(model), torch.no_grad():
+        model(batch(0))
+        held = side.expansion
+        model(batch(1))
+        assert side.expansion is held
+        side.held[0].mul_(2)
+        model(batch(1))
+        assert side.expansion is not held
+        assert torch.allclose(side.expansion.matrix, 2 * held.matrix)
+
+
 def test_only_selected_modules_are_expanded():
     model = Model()
     with grouped_expansion(model, select=lambda module: [module.blocks[1].left]):
@@ -168,3 +183,37 @@ def test_a_model_can_be_copied_and_pickled_while_expanded():
         assert twin.right.expansion is None
         assert pickle.loads(pickle.dumps(model.blocks[0].right)).expansion is None
     assert torch.equal(expected, model(batch(0))) or torch.allclose(expected, model(batch(0)), rtol=1e-13)
+
+
+@pytest.mark.parametrize("grouped", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_compiler_takes_a_model_in_one_piece(grouped):
+    class Automatic(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return adapted_linear(x, self.weight, None, self.right.matrix(), self.left.matrix(), 0.2)
+
+    model = nn.Sequential(*(Automatic(torch.Generator().manual_seed(seed)) for seed in range(2)))
+    expected = model(batch(0))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with grouped_expansion(model) if grouped else nullcontext():
+        y = compiled(batch(0))
+        y.square().sum().backward()
+    ours = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    expected.square().sum().backward()
+    assert torch.allclose(y, expected, rtol=1e-12)
+    assert all(torch.allclose(a, b.grad, rtol=1e-12) for a, b in zip(ours, model.parameters(), strict=True))
+
+
+def test_narrow_matrices_from_wide_factors():
+    ours, theirs = factor_lists(), factor_lists()
+    for lists in (ours, theirs):
+        for factor in (factor for factors in lists for factor in factors):
+            factor.requires_grad_()
+    matrices = expand_all(ours, dtype=torch.bfloat16)
+    assert all(matrix.dtype == torch.bfloat16 for matrix in matrices)
+    sum(matrix.float().sum() for matrix in matrices).backward()
+    sum(expand(factors).sum() for factors in theirs).backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert a.grad.dtype == torch.float64
+            assert torch.allclose(a.grad, b.grad, rtol=1e-12), "a gradient of ones is exact in any precision"

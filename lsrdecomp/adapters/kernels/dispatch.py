@@ -64,10 +64,8 @@ def choose(problem: Problem, limits: Crossovers | None = None) -> Choice:
     Returns
     -------
     str
-        A mode of `linear.adapted_linear`. Under ``torch.compile`` always ``plain``, which the compiler can see through.
+        A mode of `linear.adapted_linear`.
     """
-    if torch.compiler.is_compiling():
-        return "plain"
     limits = limits or crossovers(problem.device)
     exact = problem.storage in (torch.float32, torch.float64) and not problem.dropout
     balance = problem.out * problem.into / (problem.out + problem.into)

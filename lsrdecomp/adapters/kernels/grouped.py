@@ -144,6 +144,11 @@ class Expandable(nn.Module):
         """The factors, shapes (s, m_i, n_i), the outermost first."""
         raise NotImplementedError
 
+    @property
+    def is_expanded(self) -> bool:
+        """Whether a formed matrix is at hand that may be used here and now."""
+        return self.expansion is not None and self.expansion.fits(self.factors)
+
     def matrix(self) -> Tensor:
         """The formed sum, in the factors' own precision even under autocast; from `grouped_expansion` if it ran."""
         factors = self.factors
@@ -180,8 +185,12 @@ def grouped_expansion(
     def before_forward(module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        wanted = list(expandables(module) if select is None else select(module))
+        # generation runs one pass a token, with factors that do not change
+        if not torch.is_grad_enabled() and wanted == served and all(each.is_expanded for each in served):
+            return
         release()
-        served.extend(expandables(module) if select is None else select(module))
+        served.extend(wanted)
         lists = [each.factors for each in served]
         for each, factors, matrix in zip(
             served, lists, expand_all(lists, layerwise=layerwise, dtype=dtype), strict=True

@@ -129,7 +129,8 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def _is_tall(factors: Sequence[Tensor]) -> bool:
-    return math.prod(factor.shape[2] for factor in factors) > math.prod(factor.shape[3] for factor in factors)
+    rows, columns = [factor.shape[2] for factor in factors], [factor.shape[3] for factor in factors]
+    return math.prod(rows) > math.prod(columns)
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
