@@ -55,7 +55,8 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0) -> Compressed:
        doi:10.1137/090771806
     """
     xp, rng = namespace(tensor), np.random.default_rng(seed)
-    core, bases = tensor, []
+    core = tensor
+    bases: list[Array | None] = []
     for mode in range(tensor.ndim):
         size, rank = int(core.shape[mode]), int(ranks[mode])
         if rank >= size:

@@ -110,7 +110,7 @@ def _objective(core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float) 
 
 def _squares(columns: tuple[np.ndarray, ...]) -> np.ndarray:
     """λ_k², from columns of any length."""
-    return np.prod([np.sum(np.abs(c) ** 2, axis=0) for c in columns], axis=0)
+    return np.asarray(np.prod([np.sum(np.abs(c) ** 2, axis=0) for c in columns], axis=0))
 
 
 def _gradient(
@@ -176,4 +176,4 @@ def _acceleration(
     gradient = np.concatenate([product.ravel() for product in products(curvature, columns)])
     second = -0.5 * scipy.linalg.cho_solve(factor, gradient, check_finite=False)
     limit = 0.75 * float(np.linalg.norm(step))
-    return second * min(1.0, limit / max(float(np.linalg.norm(second)), 1e-300))
+    return np.asarray(second * min(1.0, limit / max(float(np.linalg.norm(second)), 1e-300)))
