@@ -98,6 +98,7 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
     page = Page(html_report(Record(layers)))
     text = " ".join(page.texts)
     assert "K-FAC error" in text
+    assert "(0.125 in the K-FAC norm)" in text
     assert page.texts.count("0.125") == 4, "each layer, the worst and the total"
     assert sum(tag == "td" for tag, _ in page.tags) == 22
 

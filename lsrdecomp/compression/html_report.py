@@ -83,9 +83,10 @@ def summary_html(compression: Reported) -> str:
 
 
 def _sentence(total: Totals) -> str:
+    functional = "" if total.functional_error is None else f" ({total.functional_error:.3g} in the K-FAC norm)"
     return (
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer, at "
-        f"relative Frobenius error {total.relative_error:.3g} over all layers. {_verdict(total)}"
+        f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {_verdict(total)}"
     )
 
 
@@ -148,7 +149,8 @@ FUNCTIONAL = ("K-FAC error", "")
 
 def _layer_table(layers: Sequence[LayerReport], total: Totals) -> str:
     functional = total.functional_error is not None
-    columns = (*COLUMNS[:-1], FUNCTIONAL, COLUMNS[-1]) if functional else COLUMNS
+    error = (("relative error", "wide"), FUNCTIONAL)
+    columns = (*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS
     worst = max(layer.relative_error for layer in layers)
     head = "".join(
         f'<th scope="col" class="{kind}" aria-sort="none"><button type="button">{name}</button></th>'
@@ -168,7 +170,7 @@ def _layer_table(layers: Sequence[LayerReport], total: Totals) -> str:
 def _layer_row(layer: LayerReport, cut: int, worst: float, functional: bool) -> str:
     left, right = layer.separation_ranks
     share = 100.0 * layer.relative_error / worst if worst > 0.0 else 0.0
-    missed = "" if layer.met else " missed"
+    missed, folded = "" if layer.met else " missed", " wide" if functional else ""
     percent = 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
     cells = (
         f'<td data-v="{escape(layer.name)}" class="name">{escape(layer.name[cut:]).replace(".", ".<wbr>")}</td>',
@@ -179,7 +181,7 @@ def _layer_row(layer: LayerReport, cut: int, worst: float, functional: bool) -> 
         _cell(left + right, f"{left}" if left == right else f"{left} + {right}", "wide"),
         _cell(layer.parameters, f"{layer.parameters:,}", ""),
         _cell(percent, f"{percent:.0f} %", "wide"),
-        f'<td data-v="{layer.relative_error!r}" class="bar{missed}" style="--share:{share:.0f}%">'
+        f'<td data-v="{layer.relative_error!r}" class="bar{missed}{folded}" style="--share:{share:.0f}%">'
         f"{layer.relative_error:.3g}{' !' if missed else ''}</td>",
         *([_optional(layer.functional_error)] if functional else []),
         _cell(layer.condition if math.isfinite(layer.condition) else 1e300, f"{layer.condition:.3g}", "wide"),

@@ -46,8 +46,8 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
         x, y = across(here[0]), up(here[1])
         hint = f"this adapter: {here[0]:,} parameters, relative error {here[1]:.3g}"
         parts.append(f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>')
-        parts.append(labels.beside(x, y, "this adapter", "mark"))
-    parts += _lines(curves, points, across, up, labels)
+        labels.beside(x, y, "this adapter", "mark")
+    parts += [*_lines(curves, points, across, up, labels), *labels.texts]
     title = "Relative Frobenius error against parameters"
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>'
@@ -79,13 +79,14 @@ class _Labels:
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float, float]] = []  # left, right, middle
+        self.texts: list[str] = []
 
-    def beside(self, x: float, y: float, text: str, kind: str) -> str:
+    def beside(self, x: float, y: float, text: str, kind: str) -> None:
         left, right = x + 9.0, x + 9.0 + 9.5 * len(text)
         while any(left < b and a < right and abs(y - middle) < 19.0 for a, b, middle in self._taken):
             y += 4.0
         self._taken.append((left, right, y))
-        return f'<text class="{kind}" x="{left:.1f}" y="{y + 4:.1f}">{escape(text)}</text>'
+        self.texts.append(f'<text class="{kind}" x="{left:.1f}" y="{y + 4:.1f}">{escape(text)}</text>')
 
 
 def _drawn(curve: ErrorCurve) -> list[tuple[float, float]]:
@@ -131,7 +132,7 @@ def _lines(
         for (x, y), (size, error) in zip(places, line, strict=True):
             hint = f"{escape(curve.label)}: {size:,.0f} parameters, error {error:.3g}"
             parts.append(f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>')
-        parts.append(labels.beside(*places[-1], curve.label, f"t{i % 5}"))
+        labels.beside(*places[-1], curve.label, f"t{i % 5}")
     return parts
 
 
