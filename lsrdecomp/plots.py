@@ -260,9 +260,9 @@ def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
             for dx, dy in _OFFSETS:
                 left = u + dx * point if dx > 0 else u + dx * point - width
                 middle = v + dy * height
-                inside = (
-                    (inked[:, 0] > left) & (inked[:, 0] < left + width) & (np.abs(inked[:, 1] - middle) < 0.5 * height)
-                )
+                # The gap to its point counts too: a label must not stand behind another line.
+                start, stop = min(left, u + 3.0 * point), max(left + width, u - 3.0 * point)
+                inside = (inked[:, 0] > start) & (inked[:, 0] < stop) & (np.abs(inked[:, 1] - middle) < 0.5 * height)
                 outside = left < box.x0 or not box.y0 + 0.4 * height <= middle <= box.y1
                 beyond = max(0.0, left + width - box.x1) / box.width
                 cost = 8.0 * float(np.sum(inside)) + 1e4 * outside + 30.0 * beyond + penalty + abs(dy) + (dx < 0)
