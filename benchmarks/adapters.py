@@ -17,6 +17,7 @@ import json
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from adapters_check import BOUNDS, check
 from adapters_crossovers import ceilings, crossovers, kronecker_products
 from adapters_measure import Figures, Subject, kernels, measure, quartiles
 from adapters_models import ATTENTION, Case, cases, make, sample
+from adapters_picture import draw
 
 COUNTED = (FROZEN, LORA, LORA_NARROW, LOKR, OURS, LSR, "LSR arena", "LSR arena, Triton", "LSR in PEFT")
 RESULTS = Path(__file__).parent / "results"
+PICTURES = Path(__file__).parent.parent / "docs" / "images"
 PACKAGES = ("torch", "triton", "peft", "transformers", "lycoris-lora", "pyfastkron", "numpy")
 
 
@@ -195,6 +198,8 @@ def main() -> None:
         )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    if find_spec("matplotlib") and record["cases"] and not arguments.tiny and not arguments.only:
+        draw(record, PICTURES / f"kernels-{device.type}.png")
     print(f"\n{LSR}, forward and backward, against")
     for name, values in record["ratios"].items():
         print(f"    {name:42s}", "  ".join(f"{label} {value[1]:.3f}" for label, value in values.items()))

@@ -82,9 +82,9 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
                 f"    {width:5d} wide, {count:5d} tokens:", "  ".join(f"{m} {1e3 * t:.3f} ms" for m, t in times.items())
             )
     limits = {
-        "blas_from_tokens": _least(table, "tokens", "blas", ("plain",)),
-        "merged_from": _least(table, "balance", "merged", ("plain", "blas")),
-        "fused_from_tokens": _least(table, "tokens", "fused", ("plain", "blas")),
+        "blas_from_tokens": _least(table, "tokens", "blas", ("plain",), 1.01),
+        "merged_from": _least(table, "balance", "merged", ("plain", "blas"), 0.98),
+        "fused_from_tokens": _least(table, "tokens", "fused", ("plain", "blas"), 0.98),
         "masked_to_rank": _masked_to(device, dtype, tiny),
     }
     if store:
@@ -95,13 +95,13 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
     return {"table": table, "limits": limits}
 
 
-def _least(table: list[dict[str, Any]], measure: str, mode: str, others: tuple[str, ...]) -> Any:
-    """The least value from which on ``mode`` is never beaten by more than a hundredth; None if it is to the end."""
+def _least(table: list[dict[str, Any]], measure: str, mode: str, others: tuple[str, ...], share: float) -> Any:
+    """The least value from which on ``mode`` takes at most ``share`` of the others' time; None if it never does."""
     if any(mode not in row for row in table):
         return None
     least = None
     for row in sorted(table, key=lambda row: row[measure], reverse=True):
-        if row[mode] > 1.01 * min(row[other] for other in others):
+        if row[mode] > share * min(row[other] for other in others):
             break
         least = row[measure]
     return least

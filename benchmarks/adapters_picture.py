@@ -48,6 +48,7 @@ def model(case: dict[str, Any], ceilings: dict[str, float], itemsize: int) -> di
 def draw(record: dict[str, Any], path: Path) -> None:
     """Left: medians and quartiles of the time against PEFT's LoRA. Right: the cost model against the measurement."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     figure, (costs, models) = plt.subplots(1, 2, figsize=(11, 5.2), width_ratios=(1.5, 1), layout="constrained")
     cases = record["cases"]
@@ -67,7 +68,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     costs.axvline(1, color="0.6", lw=1, zorder=0)
     costs.set_yticks(range(len(names)), names)
     costs.set_xlabel("time of forward and backward, PEFT LoRA = 1 (median and quartiles over rounds)")
-    costs.legend(fontsize=7, loc="lower right", frameon=False)
+    costs.legend(fontsize=7, loc="upper right", frameon=False)
     costs.grid(axis="y", color="0.93")
     itemsize = 4 if "32" in record["dtype"] else 2
     ends = []
@@ -84,6 +85,11 @@ def draw(record: dict[str, Any], path: Path) -> None:
     if ends:
         models.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.6", lw=1, zorder=0)
     models.set(xlabel="ratio to PEFT LoRA by the cost model", ylabel="measured")
+    for axis in (costs.xaxis, models.xaxis, models.yaxis):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(FixedLocator((0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
     legend = models.legend(fontsize=7, frameon=False)
     for handle in legend.legend_handles:
         handle.set_color("0.2")
