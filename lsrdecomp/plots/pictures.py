@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
+from lsrdecomp.plots.labels import TEXT, End, label_ends
 from lsrdecomp.solution import Sweep
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 """A second sign beside the colour, for print without colour."""
 GREY = "0.45"
-TEXT = 8.5
-"""Points, for labels within the axes."""
 
 
 def plot_error_curves(
@@ -64,7 +63,7 @@ def plot_error_curves(
         _reference(ax, limit)
     words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
     _dress(ax, words.get(against, against), "relative Frobenius error")
-    _label_ends(ax, ends)
+    label_ends(ax, ends)
     return ax
 
 
@@ -84,7 +83,7 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
         ends.append(End(x[0], y[0], label, COLOURS[i % 7]))
     ax.set(xscale="log", yscale="log")
     _dress(ax, size, "relative Frobenius error")
-    _label_ends(ax, ends)
+    label_ends(ax, ends)
     return ax
 
 
@@ -97,7 +96,7 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
         ends.append(_line(ax, x, y, i, spectrum.label))
     ax.set_yscale("log")
     _dress(ax, "term k", "λ_k / λ_1")
-    _label_ends(ax, ends)
+    label_ends(ax, ends)
     return ax
 
 
@@ -111,7 +110,7 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
         ends.append(_line(ax, x, y, i, label, marker=len(x) <= 40))
     ax.set_yscale("log")
     _dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
-    _label_ends(ax, ends)
+    label_ends(ax, ends)
     return ax
 
 
@@ -157,15 +156,6 @@ def available() -> None:
 _LEAST = 1e-16
 """Errors below double rounding are not drawn on a logarithmic axis."""
 _WRITTEN_CELLS = 150
-
-
-class End(NamedTuple):
-    """Where a line ends, its label and its colour."""
-
-    x: float
-    y: float
-    label: str
-    colour: str
 
 
 def _line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True) -> End:
@@ -229,79 +219,6 @@ def _count(value: float) -> str:
             unit = 1e3 if letter == "k" else size
             return f"{value / unit:g}{letter}"
     return f"{value:,g}"
-
-
-def _label_ends(ax: Axes, ends: Sequence[End]) -> None:
-    """Each label beside a point of its line, the last one if it can be, where it covers no line and no other label."""
-    import numpy as np
-
-    figure = ax.get_figure(root=True)
-    if figure is None or not ends:
-        return
-    figure.draw_without_rendering()  # axes take their final place
-    point = figure.dpi / 72.0
-    height, box = 1.25 * TEXT * point, ax.bbox
-    lines = {str(line.get_label()): _pixels(line) for line in ax.get_lines()}
-    inked = np.concatenate([np.zeros((0, 2)), *map(_dense, lines.values()), *map(_inside, ax.texts)])
-    for end in ends:
-        if not (math.isfinite(end.x) and math.isfinite(end.y)):
-            continue
-        width = 0.66 * TEXT * point * len(end.label)
-        own = lines.get(end.label, np.zeros((0, 2)))
-        own = _dense(own)[::-1]
-        seen = own[(own[:, 1] >= box.y0 + 0.5 * height) & (own[:, 1] <= box.y1)][::8]
-        u, v = ax.transData.transform((end.x, end.y))
-        if not len(seen) and len(own):  # a line that lies below the axes has its label where it starts
-            u, v = own[-1]
-        if box.y0 <= v <= box.y1 or not len(seen):
-            seen = np.concatenate([[(u, min(max(v, box.y0 + 0.5 * height), box.y1))], seen])
-        best = (math.inf, 0.0, 0.0, True)
-        for penalty, (u, v) in enumerate(seen):
-            for dx, dy in _OFFSETS:
-                left = u + dx * point if dx > 0 else u + dx * point - width
-                middle = v + dy * height
-                # The gap to its point counts too: a label must not stand behind another line.
-                start, stop = min(left, u + 3.0 * point), max(left + width, u - 3.0 * point)
-                inside = (inked[:, 0] > start) & (inked[:, 0] < stop) & (np.abs(inked[:, 1] - middle) < 0.5 * height)
-                outside = left < box.x0 or not box.y0 + 0.4 * height <= middle <= box.y1
-                beyond = max(0.0, left + width - box.x1) / box.width
-                cost = 8.0 * float(np.sum(inside)) + 1e4 * outside + 30.0 * beyond + penalty + abs(dy) + (dx < 0)
-                best = min(best, (cost, left, middle, dx > 0))
-        _, left, middle, rightwards = best
-        x, y = ax.transData.inverted().transform((left if rightwards else left + width, middle))
-        text = ax.annotate(
-            end.label, (x, y), fontsize=TEXT, color=end.colour, va="center", ha="left" if rightwards else "right",
-            annotation_clip=False, zorder=5,
-        )  # fmt: skip
-        inked = np.concatenate([inked, _inside(text)])
-
-
-_OFFSETS = ((6.0, 0.0), (6.0, 0.7), (6.0, -0.7), (-6.0, 0.0), (-6.0, -0.7), (-6.0, 0.7), (6.0, 1.4), (-6.0, -1.4))
-"""Places of a label around its point: to the right or left in points, up or down in lines of text."""
-
-
-def _inside(text: Any) -> Any:
-    """Points all over a text."""
-    import numpy as np
-
-    box = text.get_window_extent()
-    across, up = np.meshgrid(np.linspace(box.x0, box.x1, 20), np.linspace(box.y0, box.y1, 3))
-    return np.stack([across.reshape(-1), up.reshape(-1)], axis=1)
-
-
-def _pixels(line: Any) -> Any:
-    return line.get_transform().transform(line.get_xydata())
-
-
-def _dense(pixels: Any) -> Any:
-    """Points no more than a few pixels apart along a line."""
-    import numpy as np
-
-    if len(pixels) < 2:
-        return pixels
-    length = np.concatenate(([0.0], np.cumsum(np.hypot(*np.diff(pixels, axis=0).T))))
-    along = np.linspace(0.0, length[-1], max(2, int(length[-1] / 4.0)))
-    return np.stack([np.interp(along, length, pixels[:, k]) for k in (0, 1)], axis=1)
 
 
 def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
