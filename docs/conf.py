@@ -42,7 +42,7 @@ sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "auto_examples",
     "filename_pattern": r"plot_",
-    "ignore_pattern": r"/(?!plot_)[^/]*\.py$",  # other programs in that folder are not pictures
+    "ignore_pattern": r"^(?!plot_)",  # other programs in that folder are not pictures
     "remove_config_comments": True,
     "show_memory": False,
     "show_signature": False,
