@@ -146,6 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help="interleaved rounds a case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="cases whose names contain one of these words")
+    parser.add_argument("--arms", nargs="*", help="arms to run beside the frozen base and PEFT's LoRA; by default all")
     parser.add_argument("--crossovers", action="store_true", help="measure and store what dispatch chooses by")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args()
@@ -164,6 +165,8 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)
     found, missing = arms(device, arguments.dtype)
+    if arguments.arms is not None:
+        found = {name: build for name, build in found.items() if name in (FROZEN, LORA, LSR, *arguments.arms)}
     for reason in missing:
         print(f"left out: {reason}")
     errors = check(found, device, arguments.dtype, arguments.seed)
