@@ -1,6 +1,7 @@
 """The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,11 +94,18 @@ def test_inspect_and_curve(tmp_path):
 
 
 def test_demo_runs_and_measures_what_it_wrote(tmp_path):
+    (tmp_path / "demo-output").mkdir()
     done = lsr("demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-output" / "curves.png").stat().st_size > 10_000
-    assert done.stdout.count("relative error 0.") == 2
-    assert lsr("demo", cwd=tmp_path).returncode == 0  # again, over its own output
+    errors = re.findall(r"relative Frobenius error ([0-9.]+)\n", done.stdout)
+    assert len(errors) == 2
+    assert float(errors[0]) == pytest.approx(float(errors[1]), abs=2e-6)
+    ours, svd = (
+        float(re.search(pattern, done.stdout)[1]) for pattern in (r"K-FAC norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
+    )
+    assert ours < 0.75 * svd
+    assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
 
 
 def test_fleet_reports_the_one_that_fails(tmp_path):

@@ -21,7 +21,7 @@ from lsrdecomp.compression.run import Compression
 from lsrdecomp.compression.verify import Verification
 from lsrdecomp.fleet import Outcome
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 220
 """Columns of a table that goes to a file or a pipe, where nothing should be folded."""
 
 
@@ -117,7 +117,7 @@ def summary(result: Compression) -> Iterator[str]:
     extra = (
         f"; {total.extra_parameters:,} numbers of other modules are kept as they are" if total.extra_parameters else ""
     )
-    dropped = f" {total.dropped} layers are left out." if total.dropped else ""
+    dropped = f" {total.dropped} of {total.layers} layers left out." if total.dropped else ""
     yield (
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer{extra}."
         f"{dropped}"

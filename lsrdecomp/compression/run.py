@@ -78,7 +78,10 @@ class Compression:
             },
             storage=self.plan.float_storage,
             force=force,
-            provenance={"plan": self.plan.to_json()},
+            provenance={
+                "plan": self.plan.to_json(),
+                "dropped": [layer.name for layer in self.layers if layer.structure == "drop"],
+            },
             files={REPORT: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"},
         )
 

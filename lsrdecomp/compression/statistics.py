@@ -109,10 +109,14 @@ class LayerStatistics:
         return NormWeights(*(_solver_weight(side, damping, rank) for side in (self.output, self.input)))
 
 
+DENSE_UP_TO = 1024
+"""Layers up to this size are weighed by a dense matrix: small blocks of a solve are then exact."""
+
+
 def _solver_weight(weight: SpectralWeight, damping: float, rank: int | None) -> Weight:
     kept = (weight if rank is None else weight.truncated(rank)).damped(damping)
-    # One dense product is cheaper than two with more than half of the eigenvectors.
-    return Dense(kept.to_matrix()) if 2 * kept.rank > kept.size else kept
+    # One dense product is also cheaper than two with more than half of the eigenvectors.
+    return Dense(kept.to_matrix()) if kept.size <= DENSE_UP_TO or 2 * kept.rank > kept.size else kept
 
 
 class Statistics(Mapping[str, LayerStatistics]):

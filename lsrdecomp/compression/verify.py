@@ -60,6 +60,8 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     """
     record = provenance(written)
     recorded = _recorded_errors(written)
+    chain = tuple(_chain(record))
+    dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
     present = {layer.name for layer in written.layers}
     extra = present - {layer.name for layer in source.layers}
     if extra:
@@ -67,9 +69,9 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     checks, size, lost = [], 0.0, 0.0
     for layer in source.layers:
         pair = layer_pair(source, layer)
-        if layer.name not in present and recorded.get(layer.name) == 1.0:  # dropped by the plan
+        if layer.name not in present and layer.name in dropped:
             size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
-            checks.append(LayerCheck(layer.name, 0, pair.norm, 1.0, 1.0))
+            checks.append(LayerCheck(layer.name, 0, pair.norm, 1.0, recorded.get(layer.name)))
             continue
         other = written.layer(layer.name)
         if (other.out_features, other.in_features) != pair.shape:
@@ -82,7 +84,7 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
         size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
         checks.append(LayerCheck(layer.name, other.parameters, pair.norm, relative, recorded.get(layer.name)))
-    origins = _origins(record)
+    origins = {_mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
@@ -113,13 +115,11 @@ def _changed_tensors(source: Checkpoint, written: Checkpoint) -> Iterator[str]:
             yield name
 
 
-def _origins(record: dict[str, Any]) -> set[Any]:
-    """Digests of the file this was made from, of the file that one was made from, and so on."""
-    found = set()
+def _chain(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The record of a file, of the file it was made from, and so on."""
     while record:
-        found.add(_mapping(record.get("source")).get("sha256"))
+        yield record
         record = _mapping(record.get("derived_from"))
-    return found - {None}
 
 
 def _mapping(value: Any) -> dict[str, Any]:
