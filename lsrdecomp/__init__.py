@@ -2,6 +2,10 @@
 
 from lsrdecomp.analysis import ErrorCurve as ErrorCurve
 from lsrdecomp.analysis import error_curve as error_curve
+from lsrdecomp.checkpoints import open_checkpoint as open_checkpoint
+from lsrdecomp.compression.plan import CompressionPlan as CompressionPlan
+from lsrdecomp.compression.run import compress as compress
+from lsrdecomp.compression.statistics import read_statistics as read_statistics
 from lsrdecomp.decompose import decompose as decompose
 from lsrdecomp.errors import CheckpointError as CheckpointError
 from lsrdecomp.errors import LsrError as LsrError

@@ -139,6 +139,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
         (["export", DEMO, "--out", "o", "--to", "gguf"], "cannot write 'gguf'"),
         (["inspect", "."], "adapter"),
+        (["inspect", DEMO, "--alpha", "8"], "alpha"),
         (["compress", DEMO, "--out", DEMO, "--rtol", "0.1", "--force"], "demo_adapter"),
         (["nonsense"], "nonsense"),
     ],

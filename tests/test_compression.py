@@ -18,7 +18,7 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.run import compress, export_lora
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.verify import verify
-from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.solvers.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.testing import low_rank_pairs
@@ -185,16 +185,25 @@ def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
     assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
 
 
-def test_export_is_exact(demo, tmp_path):
+@pytest.mark.parametrize(("to", "profile"), [("lora", "peft"), ("lora", "server"), ("diffusers", "peft")])
+def test_export_is_exact(demo, tmp_path, to, profile):
     written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=4)).save(tmp_path / "lsr"))
-    for profile in ("peft", "server"):
-        if profile == "server" and written.extras:
-            with pytest.raises(CheckpointError, match="servers do not load"):
-                export_lora(written, tmp_path / profile, profile=profile)
-            continue
-        lora = open_checkpoint(export_lora(written, tmp_path / profile, profile=profile))
-        for layer in written.layers:
-            close(layer_product(lora.layer(layer.name)).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+    out = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
+    exported = open_checkpoint(export_lora(written, out, to=to, profile=profile))
+    names = {layer.name.replace(".", "_"): layer for layer in exported.layers}
+    for layer in written.layers:
+        (other,) = [value for key, value in names.items() if key.endswith(layer.name.replace(".", "_"))]
+        close(layer_product(other).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+    if profile == "server":
+        assert {layer.rank for layer in exported.layers} == {8}
+        assert exported.extras == {}
+
+
+@pytest.mark.parametrize("to", ["kohya", "gguf"])
+def test_a_format_that_cannot_hold_these_layers_is_refused(demo, tmp_path, to):
+    with pytest.raises(UnsupportedError, match=to):
+        export_lora(demo, tmp_path / "out.safetensors", to=to)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):

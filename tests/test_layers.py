@@ -107,6 +107,7 @@ def test_public_names():
 
 PUBLIC = {
     "CheckpointError",
+    "CompressionPlan",
     "Decomposition",
     "ErrorBudget",
     "ErrorCurve",
@@ -118,7 +119,10 @@ PUBLIC = {
     "SeparatedMatrix",
     "SeparatedProduct",
     "ShapeError",
+    "compress",
     "decompose",
     "error_curve",
+    "open_checkpoint",
+    "read_statistics",
     "unit_roundoff",
 }

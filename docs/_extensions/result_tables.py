@@ -32,7 +32,38 @@ def rounding(results: dict[str, Any]) -> Table:
     return ("", *kinds), [("added to the error, at most", *worst)]
 
 
-TABLES = {"gauge": ("compression_frobenius.json", gauge), "rounding": ("compression_frobenius.json", rounding)}
+def function(results: dict[str, Any]) -> Table:
+    """Share of the demo adapter's held-out gain that is kept, by structure and size."""
+    names = {
+        "svd-frobenius": "truncated SVD, Frobenius norm",
+        "svd-kfac": "truncated SVD, K-FAC norm",
+        "lsr-kfac": "LSR, K-FAC norm",
+    }
+    ratios = sorted({row["ratio"] for row in results["rows"] if "ratio" in row}, reverse=True)
+    kept = {(row["method"], row.get("ratio")): (row["share"], row["accuracy"]) for row in results["rows"]}
+    head = ("share kept (accuracy)", *(f"1/{ratio:.0f}" for ratio in ratios))
+    cells = {m: [f"{kept[m, r][0]:.2f} ({100 * kept[m, r][1]:.1f} %)" for r in ratios] for m in names}
+    return head, [(name, *cells[method]) for method, name in names.items()]
+
+
+def three_seeds(results: dict[str, Any]) -> Table:
+    """The same for three adapters of the functional benchmark, mean over the seeds."""
+    rows = [row for row in results["records"] if "budget" in row]
+    budgets = sorted({row["budget"] for row in rows})
+    head = ("parameters per matrix (LoRA 6,144)", *(str(budget) for budget in budgets))
+    table = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        shares = ([row["share"] for row in rows if (row["method"], row["budget"]) == (method, b)] for b in budgets)
+        table.append((method, *(f"{sum(each) / len(each):.2f}" for each in shares)))
+    return head, table
+
+
+TABLES = {
+    "gauge": ("compression_frobenius.json", gauge),
+    "rounding": ("compression_frobenius.json", rounding),
+    "function": ("demo_function.json", function),
+    "three-seeds": ("functional.json", three_seeds),
+}
 """Name on a page: file of results, and what makes a table of it."""
 
 

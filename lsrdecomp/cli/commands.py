@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.fleet import fleet
-from lsrdecomp.cli.options import Adapter, Force, JsonFile, Out, Storage
+from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, Name, Storage
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.layer import layer_pair, layer_product
@@ -24,14 +24,14 @@ from lsrdecomp.compression.run import export_lora
 from lsrdecomp.compression.statistics import read_statistics
 from lsrdecomp.compression.verify import Verification
 from lsrdecomp.compression.verify import verify as verify_checkpoints
-from lsrdecomp.errors import LsrError, UnsupportedError
+from lsrdecomp.errors import LsrError
 from lsrdecomp.solvers.svd import tail_norms
 from lsrdecomp.targets import LowRank
 
 
-def inspect(adapter: Adapter, json: JsonFile = None) -> None:
+def inspect(adapter: Adapter, name: Name = None, alpha: Alpha = None, json: JsonFile = None) -> None:
     """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
-    checkpoint = open_checkpoint(adapter)
+    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
     with tables.progress(len(checkpoint.layers), "reading") as advance:
         ranks = []
         for layer in checkpoint.layers:
@@ -58,6 +58,8 @@ def compress(
     storage: Storage = "float32",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
+    name: Name = None,
+    alpha: Alpha = None,
     json: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -78,7 +80,7 @@ def compress(
         inner_shape=_sizes(inner_shape),
         storage=storage,
     )
-    checkpoint = open_checkpoint(adapter)
+    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
     if out is not None:
         check_output(out, (checkpoint.path,), force)
     elif not dry_run:
@@ -114,11 +116,13 @@ def compress(
 def curve(
     adapter: Adapter,
     out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    name: Name = None,
+    alpha: Alpha = None,
     json: JsonFile = None,
 ) -> None:
     """Show how the error of a whole adapter falls with parameters, for each structure."""
     _check_picture(out)
-    checkpoint = open_checkpoint(adapter)
+    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
     with tables.progress(len(checkpoint.layers), "curves") as advance:
         curves = adapter_curves(checkpoint, on_layer=advance)
     _show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
@@ -133,10 +137,12 @@ def curve(
 def verify(
     source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
     written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
+    name: Name = None,
+    alpha: Alpha = None,
     json: JsonFile = None,
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what its record says."""
-    result = verify_checkpoints(open_checkpoint(source), open_checkpoint(written))
+    result = verify_checkpoints(open_checkpoint(source, name=name, alpha=alpha), open_checkpoint(written))
     _show(json, tables.verification_table(result), f"Relative error over all layers: {result.relative_error:.4g}.")
     for complaint in _complaints(result, source):
         _say(complaint)
@@ -152,17 +158,17 @@ def verify(
 
 def export(
     adapter: Adapter,
-    out: Out,
-    to: Annotated[str, typer.Option(help="Format to write: lora.")] = "lora",
-    profile: Annotated[str, typer.Option(help="peft, or server: one padded rank and scale for all layers.")] = "peft",
+    out: Annotated[Path, typer.Option("--out", help="Directory (lora) or file (kohya, diffusers); must not exist.")],
+    to: Annotated[str, typer.Option(help="Format to write: lora, kohya or diffusers.")] = "lora",
+    profile: Annotated[
+        str, typer.Option(help="Of lora: peft, or server: one padded rank, scale and no head.")
+    ] = "peft",
     storage: Storage = "float32",
     force: Force = False,
 ) -> None:
-    """Write an LSR adapter as a plain LoRA directory of the same ΔW, for tools that load LoRA."""
-    if to != "lora":
-        raise UnsupportedError(f"cannot write {to!r}; the format written here is lora")
-    export_lora(open_checkpoint(adapter), out, storage=storage, profile=profile, force=force)
-    typer.echo(f"Wrote {out}: a LoRA directory, exact up to rounding to {storage}.")
+    """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
+    export_lora(open_checkpoint(adapter), out, to=to, storage=storage, profile=profile, force=force)
+    typer.echo(f"Wrote {out}: a {to} adapter, exact up to rounding to {storage}.")
 
 
 def demo(

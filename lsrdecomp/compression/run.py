@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint, write_lora, write_lsr
+from lsrdecomp.checkpoints import Checkpoint, StoredTensor, write_diffusers, write_kohya, write_lora, write_lsr
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Layer
@@ -21,7 +21,7 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.size import fill
-from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.weights import NormWeights
 
@@ -169,18 +169,54 @@ def _error(result: Compression) -> float:
 
 
 def export_lora(
-    checkpoint: Checkpoint, out: str | Path, *, storage: str = "float32", profile: str = "peft", force: bool = False
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    to: str = "lora",
+    storage: str = "float32",
+    profile: str = "peft",
+    force: bool = False,
 ) -> Path:
-    """Write the plain LoRA directory of the same ΔW: its inner rank is that of the LSR layers.
+    """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
 
-    LSR factors expand to LoRA factors, so nothing is lost beyond rounding to ``storage``. Profile "server" pads to one
-    uniform rank with the scale in B, for servers that keep one global scale.
+    LSR factors expand to LoRA factors, so nothing is lost beyond rounding to ``storage``.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    out : path
+        A directory for "lora", a file for "kohya" and "diffusers".
+    to : str
+        "lora" (PEFT), "kohya" or "diffusers".
+    profile : str
+        Of "lora": "peft", or "server", padded to one uniform rank with the scale in B and without the head, for servers
+        that keep one global scale and load nothing else.
+
+    Raises
+    ------
+    UnsupportedError
+        For another format, by name.
+    CheckpointError
+        If ``out`` exists (unless ``force``).
     """
     layers = ((layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers)
     record = {"derived_from": provenance(checkpoint)}
-    return write_lora(
-        out, source=checkpoint, layers=layers, storage=storage, profile=profile, force=force, provenance=record
-    )
+    if to == "lora":
+        extras: dict[str, StoredTensor] | None = {} if profile == "server" else None
+        return write_lora(
+            out,
+            source=checkpoint,
+            layers=layers,
+            extras=extras,
+            storage=storage,
+            profile=profile,
+            force=force,
+            provenance=record,
+        )
+    writers = {"kohya": write_kohya, "diffusers": write_diffusers}
+    if to not in writers:
+        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, {', '.join(writers)}")
+    return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
 
 
 def _product(candidate: Candidate) -> SeparatedProduct:

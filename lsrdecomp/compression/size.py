@@ -59,7 +59,9 @@ def fill(size: int, attempt: Callable[[float], T], measure: Callable[[T], int], 
         else:
             high = min(high, allowed)
         guess = allowed + size - actual
-        allowed = guess if low < guess < high else 0.5 * (low + high)
+        if seen.count(actual) > 1:  # the last correction was too small to change any layer's choice
+            guess = low + 0.9 * (high - low)
+        allowed = max(guess, 0.0) if guess < high and (guess > low or fits is None) else 0.5 * (low + high)
         if high - low < 4.0:
             break
     if fits is None:
