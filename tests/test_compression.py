@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
+from safetensors.numpy import load_file
 
 import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint
@@ -119,6 +120,17 @@ def test_the_balanced_gauge_beats_the_given_one(rng):
     assert pair.residual_norm(FactorwiseSVD(pair, shape, "given").truncate(99)) <= 1e-9 * pair.norm
     with pytest.raises(lsr.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
         FactorwiseSVD(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)), "given")
+
+
+def test_the_scale_of_the_lora_is_part_of_what_is_approximated(demo):
+    raw = load_file(DEMO / "adapter_model.safetensors")
+    config = json.loads((DEMO / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    assert scale != 1.0
+    for layer in demo.layers:
+        left, right = (raw[f"base_model.model.{layer.name}.lora_{side}.weight"].astype(np.float64) for side in "BA")
+        close(layer_pair(demo, layer).to_matrix(), scale * left @ right, size=8)
+        close(layer_product(layer).to_matrix(), scale * left @ right, size=8)
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
