@@ -7,7 +7,7 @@ from lsrdecomp.errors import ShapeError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape, ProductShape
-from lsrdecomp.solvers.svd import as_separated, rearranged_svd, tail_norms
+from lsrdecomp.solvers.svd import as_separated, rearranged_svd
 from lsrdecomp.targets import Dense, LowRank
 
 
@@ -47,10 +47,6 @@ class FactorwiseSVD:
         """The most terms the two sides can need."""
         return self.shape.left.max_separation_rank, self.shape.right.max_separation_rank
 
-    def ranks_for(self, share: float) -> tuple[int, int]:
-        """Fewest terms, at least one, that cut no more than ``share`` of each side's Frobenius norm."""
-        return _fewest(self._left[1], share), _fewest(self._right[1], share)
-
     def truncate(self, left_rank: int, right_rank: int | None = None) -> SeparatedProduct:
         """The product of the first terms of each side; ranks above `max_ranks` are clipped."""
         right_rank = left_rank if right_rank is None else right_rank
@@ -64,11 +60,6 @@ Spectrum = tuple[Array, Array, Array]
 
 def _spectrum(side: Array, shape: KroneckerShape) -> Spectrum:
     return rearranged_svd(Dense(side).rearranged(shape))
-
-
-def _fewest(sigma: Array, share: float) -> int:
-    tails = tail_norms(sigma)
-    return max(1, next(s for s, tail in enumerate(tails) if tail <= share * tails[0]))
 
 
 def _terms(spectrum: Spectrum, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
