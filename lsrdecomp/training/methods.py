@@ -1,0 +1,156 @@
+"""The methods a base can be fine-tuned by: PEFT's, ours, and the head alone; from a name and options to a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from peft import (
+    C3AConfig,
+    FourierFTConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    TaskType,
+    VBLoRAConfig,
+    VeraConfig,
+)
+from peft.utils.constants import DUMMY_TARGET_MODULES
+
+from lsrdecomp.adapters import DirectConfig, KAdaptationConfig, KronAConfig, LsrConfig
+from lsrdecomp.training.settings import FOUR_BIT_METHODS, SettingsError
+
+NOT_OPTIONS = (
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "target_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "runtime_config",
+)
+"""Fields of a config that settings of a run decide, or PEFT itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to fine-tune: its PEFT config, what that is given always, and what it is given unless told otherwise."""
+
+    config: type[PeftConfig]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    four_bit: bool = False  # the base is held in 4 bits
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names a user may set."""
+        taken = {*NOT_OPTIONS, *self.fixed}
+        return tuple(entry.name for entry in dataclasses.fields(self.config) if entry.name not in taken)
+
+    def is_kind_of(self, config: PeftConfig) -> bool:
+        """Whether an adapter with this config is of this method."""
+        return type(config) is self.config and all(
+            getattr(config, name, False) == self.fixed.get(name, False) for name in ("use_dora", "use_rslora")
+        )
+
+
+LORA = {"r": 8, "lora_alpha": 16}
+# r = 2·2 with 4 terms, scaled by 2 as LoRA's default is: docs/fine-tune.md has the comparison.
+LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
+HEAD = {"target_modules": DUMMY_TARGET_MODULES, "r": 1}  # PEFT's own way to say that no layer is adapted
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        "lora": Method(LoraConfig, LORA),
+        "rslora": Method(LoraConfig, LORA, {"use_rslora": True}),
+        "dora": Method(LoraConfig, LORA, {"use_dora": True}),
+        "qlora": Method(LoraConfig, LORA, four_bit=True),
+        "lokr": Method(LoKrConfig, {"r": 8, "alpha": 16}),
+        "vera": Method(VeraConfig),
+        # Sizes that divide the layers of small models too; PEFT's 256 does not divide 384.
+        "vblora": Method(VBLoRAConfig, {"num_vectors": 90, "vector_length": 64}),
+        "fourierft": Method(FourierFTConfig),
+        "c3a": Method(C3AConfig, {"block_size": 64}),
+        "krona": Method(KronAConfig),
+        "kadaptation": Method(KAdaptationConfig),
+        "direct": Method(DirectConfig),
+        "lsr": Method(LsrConfig, LSR),
+        "qlsr": Method(LsrConfig, LSR, four_bit=True),
+        "lsr-dora": Method(LsrConfig, LSR, {"use_dora": True}),
+        "head": Method(LoraConfig, fixed=HEAD),
+    }
+)
+assert {name for name, method in METHODS.items() if method.four_bit} == set(FOUR_BIT_METHODS)
+
+
+def find_method(name: str) -> Method:
+    """The method of this name.
+
+    Raises
+    ------
+    SettingsError
+        If there is none.
+    """
+    if name not in METHODS:
+        raise SettingsError(f"no method is called {name!r}; there are: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def adapter_config(
+    method: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    target_modules: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    task_type: str = "SEQ_CLS",
+    modules_to_save: Sequence[str] | None = None,
+) -> PeftConfig:
+    """The PEFT config of a method.
+
+    Parameters
+    ----------
+    method : str
+        A key of `METHODS`.
+    options : mapping
+        Settings of its own, under the names of its config's fields.
+    target_modules : sequence of str, optional
+        Endings of module names; the architecture's usual ones if absent.
+    layers : sequence of int, optional
+        Only these layer indices.
+    task_type : str
+        PEFT's name of the task.
+    modules_to_save : sequence of str, optional
+        Modules trained in full, such as the head.
+
+    Raises
+    ------
+    SettingsError
+        If the method or an option is unknown, or the config refuses a value; the message lists what there is.
+    """
+    chosen = find_method(method)
+    unknown = [str(name) for name in options if name not in chosen.options]
+    if unknown:
+        raise SettingsError(
+            f"{method} has no option {', '.join(unknown)}; its options are: {', '.join(chosen.options) or 'none'}"
+        )
+    own = {**chosen.defaults, **options}
+    if chosen.config is LsrConfig and "r" in options and "inner_shape" not in options:
+        del own["inner_shape"]  # an inner rank of its own gets its most even split
+    places: dict[str, Any] = {"target_modules": None if target_modules is None else list(target_modules)}
+    if layers is not None:
+        places["layers_to_transform"] = list(layers)
+    saved = None if modules_to_save is None else list(modules_to_save)
+    given = {**places, **own, **chosen.fixed, "task_type": TaskType(task_type), "modules_to_save": saved}
+    if method == "head":
+        given.pop("layers_to_transform", None)
+    try:
+        return chosen.config(**given)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"{method}: {error}") from error
