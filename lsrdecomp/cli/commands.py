@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, Name, Storage
+from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.layer import layer_pair, layer_product
@@ -22,7 +22,6 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.run import compress as compress_checkpoint
 from lsrdecomp.compression.run import export_lora
 from lsrdecomp.compression.statistics import read_statistics
-from lsrdecomp.compression.verify import Verification
 from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
 from lsrdecomp.solvers.svd import tail_norms
@@ -37,7 +36,7 @@ def inspect(adapter: Adapter, name: Name = None, alpha: Alpha = None, json: Json
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
             advance(layer)
-    _show(json, tables.checkpoint_table(checkpoint, ranks), _describe(checkpoint))
+    tables.show(json, tables.checkpoint_table(checkpoint, ranks), _describe(checkpoint))
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
 
@@ -88,25 +87,25 @@ def compress(
     with tables.steps() as step:
         statistics = None if calibrated is None else read_statistics(calibrated)
         result = compress_checkpoint(checkpoint, plan, statistics=statistics, on_step=step)
-    _show(json, tables.layers_table(result.layers, result.totals))
+    tables.show(json, tables.layers_table(result.layers, result.totals))
     if not result.met:
         total = result.totals
-        _say(
+        tables.say(
             f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: {total.worst_layer} "
             f"reaches {total.worst_error:.3g}. Nothing was written; allow a larger --rtol or a finer --storage."
         )
     else:
-        _show(json, "", *tables.summary(result))
+        tables.show(json, "", *tables.summary(result))
         if out is not None and not dry_run:
             result.save(out, force=force)
             written = (out / WEIGHTS).stat().st_size
-            _show(
+            tables.show(
                 json, f"Wrote {out}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`."
             )
         if report is not None:
             place = None if dry_run else out
             tables.write_text(html_report(result, adapter_curves(checkpoint), out=place), report)
-            _show(json, f"Wrote {report}.")
+            tables.show(json, f"Wrote {report}.")
     if json is not None:
         tables.write_json(result.to_json(), json)
     if not result.met:
@@ -125,35 +124,13 @@ def curve(
     checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
     with tables.progress(len(checkpoint.layers), "curves") as advance:
         curves = adapter_curves(checkpoint, on_layer=advance)
-    _show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
+    tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
     if out is not None:
         _draw(checkpoint, curves, out)
-        _show(json, f"Wrote {out}.")
+        tables.show(json, f"Wrote {out}.")
     if json is not None:
         facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
         tables.write_json({**facts, "curves": [one.to_json() for one in curves]}, json)
-
-
-def verify(
-    source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
-    written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
-    name: Name = None,
-    alpha: Alpha = None,
-    json: JsonFile = None,
-) -> None:
-    """Measure a written adapter against its source anew; exit code 1 if it is not what its record says."""
-    result = verify_checkpoints(open_checkpoint(source, name=name, alpha=alpha), open_checkpoint(written))
-    _show(json, tables.verification_table(result), f"Relative error over all layers: {result.relative_error:.4g}.")
-    for complaint in _complaints(result, source):
-        _say(complaint)
-    if json is not None:
-        layers = [
-            {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers
-        ]
-        facts = {"passed": result.passed, "relative_error": result.relative_error}
-        tables.write_json({**facts, "source_matches": result.source_matches, "layers": layers}, json)
-    if not result.passed:
-        raise typer.Exit(1)
 
 
 def export(
@@ -196,31 +173,6 @@ def demo(
 
 
 ALL = (inspect, calibrate, compress, curve, verify, export, fleet, demo)
-
-
-def _show(json: Path | None, *parts: Any) -> None:
-    """Print for people, unless standard output is for the machine."""
-    if json is None or str(json) != "-":
-        output = tables.console()
-        for part in parts:
-            output.print(part)
-
-
-def _say(message: str) -> None:
-    typer.echo(f"lsrdecomp: {message}", err=True)
-
-
-def _complaints(result: Verification, source: Path) -> Iterator[str]:
-    if result.changed_files:
-        yield f"{', '.join(result.changed_files)} changed since it was written: its SHA-256 is not the recorded one"
-    differing = [layer.name for layer in result.layers if not layer.agrees]
-    if differing:
-        yield f"{len(differing)} layers are not what the writer measured, the first {differing[0]}"
-    if result.changed_tensors:
-        count, first = len(result.changed_tensors), result.changed_tensors[0]
-        yield f"{count} other tensors differ from the source's, the first {first}"
-    if result.source_matches is False:
-        yield f"{source} is not the file this was made from: its SHA-256 is not the recorded one"
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -29,6 +29,19 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
+def show(json: Path | None, *parts: Any) -> None:
+    """Print for people, unless standard output is for the machine."""
+    if json is None or str(json) != "-":
+        output = console()
+        for part in parts:
+            output.print(part)
+
+
+def say(message: str) -> None:
+    """A line on stderr, in the words of the program."""
+    print(f"lsrdecomp: {message}", file=sys.stderr)
+
+
 @contextmanager
 def meter(total: int, what: str) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, only on a terminal; yields the callback that says how much is done."""

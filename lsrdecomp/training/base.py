@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedModel,
 )
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
@@ -69,22 +71,62 @@ def load_base(
     CheckpointError
         If the adapter's head does not fit, or the task type is unknown.
     """
+    model, head = _plain(base, Path(adapter), task_type, dtype)
+    return _adapted(str(base), model, Path(adapter), head, device)
+
+
+def load_pair(
+    base: str | Path, source: str | Path, written: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> tuple[Base, Base]:
+    """The same base twice, once with each adapter; its large weights are held once.
+
+    Parameters
+    ----------
+    base : str or path
+    source, written : path
+        PEFT directories of one task type, of any kinds PEFT opens.
+
+    Raises
+    ------
+    CheckpointError
+        As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers would be noise.
+    """
+    source, written = Path(source), Path(written)
+    if _labels(source) != _labels(written):
+        heads = " and ".join(f"{_labels(each).get('num_labels', 'no')} labels in {each}" for each in (source, written))
+        raise CheckpointError(f"the adapters have different heads, {heads}; their answers cannot be compared")
+    first, head = _plain(base, source, None, dtype)
+    # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
+    shared = {id(p): p for name, p in first.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
+    second = copy.deepcopy(first, shared)
+    return (
+        _adapted(str(base), first, source, head, device),
+        _adapted(str(base), second, written, head, device),
+    )
+
+
+def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -> tuple[PreTrainedModel, Head]:
+    """The base as the adapter's task wants it, and what its logits mean."""
     config = PeftConfig.from_pretrained(str(adapter))
     kind = task_type or str(getattr(config.task_type, "value", config.task_type))
     if kind not in LOADERS:
-        raise CheckpointError(f"task type {kind!r} is not one of {', '.join(LOADERS)}; give one", path=Path(adapter))
+        raise CheckpointError(f"task type {kind!r} is not one of {', '.join(LOADERS)}; give one", path=adapter)
     loader, head = LOADERS[kind]
-    labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(Path(adapter))
+    labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
     model = loader.from_pretrained(str(base), dtype=getattr(torch, dtype), **labels)
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.regression
-    model = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    return model, head
+
+
+def _adapted(base: str, model: PreTrainedModel, adapter: Path, head: Head, device: str) -> Base:
+    adapted = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
-    return Base(str(base), model, tokenizer, head, adapted_modules(model))
+    if adapted.config.pad_token_id is None:
+        adapted.config.pad_token_id = tokenizer.pad_token_id
+    return Base(base, adapted, tokenizer, head, adapted_modules(adapted))
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:

@@ -159,7 +159,7 @@ def calibrate(
             inputs = {key: value.to(device) for key, value in batch.items()}
             logits = model(**inputs).logits
             generator = torch.Generator().manual_seed((seed << 32) + done)
-            score, answers = sampled_log_likelihood(logits, head, generator, _answer_mask(inputs, head))
+            score, answers = sampled_log_likelihood(logits, head, generator, answer_mask(inputs, head))
             record.backward(score, len(logits))
             counts = Counts(done, counts.examples + len(logits), counts.answers + answers)
             if done % save_every == 0:
@@ -194,7 +194,8 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
     raise CalibrationError(f"{name} is a {type(plain).__name__}; statistics are for Linear layers")
 
 
-def _answer_mask(batch: Batch, head: Head) -> Tensor | None:
+def answer_mask(batch: Batch, head: Head) -> Tensor | None:
+    """Which positions of a batch hold real tokens of the answer, (examples, tokens); None where all do."""
     if head is not Head.seq2seq:
         return batch.get("attention_mask")
     if "labels" in batch:

@@ -141,17 +141,28 @@ def sampled_log_likelihood(
     ShapeError
         If the logits do not have the shape of the head.
     """
-    expected = 2 if head in (Head.classification, Head.regression) else 3
-    if logits.ndim != expected or (head is Head.regression and logits.shape[-1] != 1):
-        raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
-    logits = logits.float()
+    logits = answer_logits(logits, head, mask)
     if head is Head.regression:
         noise = torch.randn(logits.shape, generator=generator).to(logits.device)
         return -(noise + logits.detach() - logits).square().sum() / 2, len(logits)
+    scores = logits.log_softmax(-1)
+    draws = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(logits.device)
+    return scores.gather(-1, draws).sum(), len(logits)
+
+
+def answer_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Tensor:
+    """The logits of every answer the model gives, (answers, classes) in float32; arguments as above.
+
+    Raises
+    ------
+    ShapeError
+        If the logits do not have the shape of the head.
+    """
+    expected = 2 if head in (Head.classification, Head.regression) else 3
+    if logits.ndim != expected or (head is Head.regression and logits.shape[-1] != 1):
+        raise ShapeError(f"logits of shape {tuple(logits.shape)} for {head.name} ({head.value})")
     if head is Head.causal_lm:
         logits, mask = logits[:, :-1], None if mask is None else mask[:, 1:]
     if expected == 3:
         logits = logits.reshape(-1, logits.shape[-1]) if mask is None else logits[mask.bool()]
-    scores = logits.log_softmax(-1)
-    draws = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(logits.device)
-    return scores.gather(-1, draws).sum(), len(logits)
+    return logits.float()

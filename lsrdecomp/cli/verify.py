@@ -1,0 +1,106 @@
+"""The verb that measures a written adapter anew: its numbers and, on a base, its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.options import Alpha, JsonFile, Name
+from lsrdecomp.compression.verify import Verification
+from lsrdecomp.compression.verify import verify as verify_checkpoints
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from lsrdecomp.training.behaviour import Behaviour
+
+
+def verify(
+    source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
+    written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
+    base: Annotated[
+        str | None, typer.Option(help="Also compare the answers of this base model: a name or a directory.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")] = None,
+    task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
+    batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
+    max_length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 128,
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    name: Name = None,
+    alpha: Alpha = None,
+    json: JsonFile = None,
+) -> None:
+    """Measure a written adapter against its source anew; exit code 1 if it is not what its record says.
+
+    With --base and texts, also how their answers differ; no labels are needed.
+    """
+    if (base is None) != (text is None and task is None) or (text is not None and task is not None):
+        raise LsrError("answers are compared on a base and texts: give --base with --text FILE or --task DIR")
+    result = verify_checkpoints(open_checkpoint(source, name=name, alpha=alpha), open_checkpoint(written))
+    answers = None if base is None else _behaviour(base, source, written, text, task, batch, max_length, device)
+    tables.show(json, tables.verification_table(result))
+    tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
+    if answers is not None:
+        tables.show(json, *_sentences(answers))
+    for complaint in _complaints(result, source):
+        tables.say(complaint)
+    if json is not None:
+        layers = [
+            {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers
+        ]
+        facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
+        facts |= {"source_matches": result.source_matches, "layers": layers}
+        if answers is not None:
+            facts["answers"] = {**asdict(answers), "kept": answers.kept, "base": base}
+        tables.write_json(facts, json)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _behaviour(
+    base: str, source: Path, written: Path, text: Path | None, task: Path | None, size: int, length: int, device: str
+) -> Behaviour:
+    try:
+        from lsrdecomp.training import base as bases
+        from lsrdecomp.training.behaviour import compare_answers
+        from lsrdecomp.training.tasks import find_task
+    except ImportError as error:
+        raise LsrError(f"answers need the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
+    if text is not None:
+        texts = bases.read_lines(text)
+    else:
+        assert task is not None
+        texts = bases.task_texts(find_task(task).read(task, "dev"))
+    pair = bases.load_pair(base, source, written, device=device)
+    rounds = bases.batches(pair[0], texts, size=size, max_length=length, seed=0)
+    with tables.meter(len(texts), "examples") as show:
+        return compare_answers(*pair, rounds, on_batch=show)
+
+
+def _sentences(answers: Behaviour) -> Iterator[str]:
+    """The answers in words."""
+    what = f"{answers.answers:,} {answers.unit}s"
+    yield (
+        f"Divergence of the answers on {what}: {answers.kl:.4g} nats per {answers.unit}; "
+        f"without ΔW it would be {answers.effect:.4g}."
+    )
+    if answers.agreement is not None:
+        yield f"The likeliest answer is the same for {answers.agreement:.2%}."
+
+
+def _complaints(result: Verification, source: Path) -> Iterator[str]:
+    if result.changed_files:
+        yield f"{', '.join(result.changed_files)} changed since it was written: its SHA-256 is not the recorded one"
+    differing = [layer.name for layer in result.layers if not layer.agrees]
+    if differing:
+        yield f"{len(differing)} layers are not what the writer measured, the first {differing[0]}"
+    if result.changed_tensors:
+        count, first = len(result.changed_tensors), result.changed_tensors[0]
+        yield f"{count} other tensors differ from the source's, the first {first}"
+    if result.source_matches is False:
+        yield f"{source} is not the file this was made from: its SHA-256 is not the recorded one"
