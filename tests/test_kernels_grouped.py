@@ -13,8 +13,10 @@ from adapters_support import kron_sum
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lsrdecomp.adapters.kernels import Expandable, adapted_linear, expand_all, grouped_expansion
+from lsrdecomp.adapters.kernels import Expandable, adapted_linear, expand_all, grouped_expansion, grouping
+from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, _groups
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
+from lsrdecomp.errors import ShapeError
 
 SHAPES = [
     [(2, 3), (4, 2)],
@@ -22,6 +24,7 @@ SHAPES = [
     [(3, 1), (1, 5)],
     [(2, 2), (1, 3), (2, 1)],
     [(3, 4)],
+    [(3, 2), (2, 4)],
     [(2, 2), (1, 3), (2, 1)],
 ]
 
@@ -35,22 +38,22 @@ def factor_lists(seed: int = 0) -> list[list[Tensor]]:
     return [random_factors(shapes, 3, generator) for shapes in SHAPES]
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_grouped_expansion_forms_each_sum(layerwise):
+@pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
+def test_grouped_expansion_forms_each_sum(entries):
     lists = factor_lists()
-    for factors, matrix in zip(lists, expand_all(lists, layerwise=layerwise), strict=True):
+    for factors, matrix in zip(lists, expand_all(lists, entries=entries), strict=True):
         expected = kron_sum([factor.numpy() for factor in factors])
         assert np.abs(matrix.numpy() - expected).max() < 1e-13
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("used", [range(6), (0, 3)], ids=["all", "some"])
-def test_gradients_equal_those_of_separate_expansions(layerwise, used):
+@pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
+@pytest.mark.parametrize("used", [range(7), (0, 3, 5)], ids=["all", "some"])
+def test_gradients_equal_those_of_separate_expansions(entries, used):
     ours, theirs = factor_lists(), factor_lists()
     for lists in (ours, theirs):
         for factor in (factor for factors in lists for factor in factors):
             factor.requires_grad_()
-    matrices = expand_all(ours, layerwise=layerwise)
+    matrices = expand_all(ours, entries=entries)
     sum(matrices[index].pow(3).sum() for index in used).backward()
     sum(expand(theirs[index]).pow(3).sum() for index in used).backward()
     for mine, other in zip(ours, theirs, strict=True):
@@ -126,45 +129,75 @@ def trained(model: Model, steps: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["kept", "reentrant", "recomputed"])
-@pytest.mark.parametrize("layerwise", [False, True])
-def test_training_is_that_of_separate_expansions(use_reentrant, layerwise):
+@pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
+def test_training_is_that_of_separate_expansions(use_reentrant, entries):
     expected = trained(Model())
     model = Model(use_reentrant)
-    with grouped_expansion(model, layerwise=layerwise):
+    with grouped_expansion(model, entries=entries):
         for ours, theirs in zip(trained(model), expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-12)
 
 
-def test_expansions_are_used_while_fresh_and_never_after():
+def test_what_a_pass_formed_is_used_in_it_and_nowhere_else():
+    model = Model()
+    first = model.blocks[0].right
+    seen = []
+    model.blocks[1].register_forward_hook(lambda *_: seen.append(first.matrix()))
+    with grouped_expansion(model):
+        y = model(batch(0))
+        assert seen[0] is first.expansion.matrix
+        assert first.matrix() is not seen[0]
+        first.held[0].data.mul_(2)  # a change that PyTorch does not count
+        assert torch.allclose(first.matrix(), 2 * seen[0])
+        y.sum().backward()
+        with torch.no_grad():
+            model(batch(0))
+        assert torch.allclose(seen[1], 2 * seen[0])
+        assert first.expansion is None, "without a graph there is no backward to keep it for"
+        model(batch(0))
+    assert first.expansion is None
+    model(batch(0))
+    assert first.expansion is None, "the hooks are gone"
+
+
+def test_an_error_in_a_forward_pass_ends_it():
     model = Model()
     first = model.blocks[0].right
     with grouped_expansion(model):
-        with torch.no_grad():
-            model(batch(0))
-        held = first.expansion.matrix
-        with torch.no_grad():
-            assert first.matrix() is held
-        assert first.matrix() is not held, "formed without a graph, it must not be used where gradients are wanted"
-        with torch.no_grad():
-            first.held[0].mul_(2)
-            assert torch.allclose(first.matrix(), 2 * held)
-    assert first.expansion is None
-    model(batch(0))
-    assert first.expansion is None, "the hook is gone"
+        with pytest.raises(ShapeError):
+            model(batch(0)[:, :5])
+        assert not first.expansion.holds()
 
 
-def test_generation_forms_nothing_twice():
-    model = Model()
-    side = model.blocks[0].right
-    with grouped_expansion(model), torch.no_grad():
-        model(batch(0))
-        held = side.expansion
-        model(batch(1))
-        assert side.expansion is held
-        side.held[0].mul_(2)
-        model(batch(1))
-        assert side.expansion is not held
-        assert torch.allclose(side.expansion.matrix, 2 * held.matrix)
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "recomputed"])
+def test_a_pass_between_forward_and_backward_changes_no_gradient(use_reentrant):
+    expected, model = Model(), Model(use_reentrant)
+    expected(batch(0)).square().sum().backward()
+    with grouped_expansion(model):
+        loss = model(batch(0)).square().sum()
+        model.use_reentrant = None
+        with torch.no_grad():
+            model(batch(1))
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12)
+
+
+def test_checkpointed_parts_read_what_the_pass_formed(monkeypatch):
+    model = Model(use_reentrant=False)
+    with grouped_expansion(model):
+        loss = model(batch(0)).square().sum()
+        monkeypatch.setattr(grouping, "expand_all", None)
+        loss.backward()
+
+
+def test_two_sides_of_a_square_layer_are_one_class():
+    generator = torch.Generator().manual_seed(0)
+    wide = random_factors([(2, 3), (1, 4)], 2, generator)
+    tall = random_factors([(3, 2), (4, 1)], 2, generator)
+    assert list(_groups([wide, tall, wide], LARGEST_GROUP)) == [[0, 1, 2]]
+    assert list(_groups([wide, tall, wide], 2 * 24)) == [[0, 1], [2]]
+    assert list(_groups([wide, tall, wide], 1)) == [[0], [1], [2]]
 
 
 def test_only_selected_modules_are_expanded():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels.stacked import expand
+from lsrdecomp.adapters.kernels.grouping import Expandable
 from lsrdecomp.shape import KroneckerShape
 
 
-class KroneckerFactors(nn.Module):
+class KroneckerFactors(Expandable):
     """Parameters ``factor_1 … factor_d`` of shapes (s, m_i, n_i); the first is the outermost.
 
     They are named rather than numbered: PEFT rewrites keys by text when it inserts an adapter's name, and a bare number
@@ -26,14 +26,6 @@ class KroneckerFactors(nn.Module):
     @property
     def factors(self) -> list[Tensor]:
         return [getattr(self, f"factor_{index}") for index in range(1, self.shape.order + 1)]
-
-    def matrix(self) -> Tensor:
-        """The sum, formed: shape (m_1···m_d, n_1···n_d), in the factors' own precision even under autocast."""
-        factors = self.factors
-        if factors[0].is_meta:  # low-memory loading; autocast knows no such device
-            return expand(factors)
-        with torch.autocast(factors[0].device.type, enabled=False):
-            return expand(factors)
 
     @torch.no_grad()
     def start(self, std: float, zero: int | None = None) -> None:

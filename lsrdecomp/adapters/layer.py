@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.dora import row_norms
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
+from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels.linear import adapted_linear
+from lsrdecomp.adapters.kernels.many import AdapterBank, add_adapters
 from lsrdecomp.adapters.layout import LayerLayout, layer_layout
 from lsrdecomp.errors import ShapeError
 
@@ -133,17 +136,37 @@ class LsrLayer(AdaptedLayer):
         left, right = self.pair(adapter)
         return left @ right
 
+    def sides_in_use(self, names: Sequence[str] = ()) -> list[tuple[KroneckerFactors, torch.dtype | None]]:
+        """The sums that the next forward pass forms, of the active (or the named) adapters, and the dtype to form in.
+
+        A lone adapter of a plain linear layer is used in the layer's precision; elsewhere the factors' own counts.
+        """
+        if self.disable_adapters or self.merged:
+            return []
+        alone = None if names else self._alone()
+        dtype = self._formed_dtype() if alone is not None else None
+        found = []
+        for adapter in names or self.active_adapters:
+            if self.has_adapter(adapter):
+                holder = self.tied.get(adapter, self)
+                found += [(holder.lsr_A[adapter], dtype), (holder.lsr_B[adapter], dtype)]
+        return found  # type: ignore[return-value]
+
+    def _formed_dtype(self) -> torch.dtype | None:
+        weight: Any = self.base_layer.weight
+        return None if torch.is_autocast_enabled(weight.device.type) else weight.dtype
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        adapter = self._alone(x) if not args and not kwargs else None
-        if adapter is None:
-            return super().forward(x, *args, **kwargs)
+        adapter = self._alone() if not args and not kwargs else None
         base: Any = self.base_layer
+        if adapter is None or x.dtype != base.weight.dtype:
+            return super().forward(x, *args, **kwargs)
         right, left = self._sides(adapter)
         dropout = self.lsr_dropout[adapter]
         dropped = dropout(x) if self.training and isinstance(dropout, nn.Dropout) else None
         return adapted_linear(x, base.weight, base.bias, right, left, self.scaling[adapter], dropped=dropped)
 
-    def _alone(self, x: Tensor) -> str | None:
+    def _alone(self) -> str | None:
         """The one active adapter, where nothing but a plain linear layer and its pair is to be computed."""
         if self.disable_adapters or self.merged or self.quantization_backend is not None:
             return None
@@ -151,7 +174,27 @@ class LsrLayer(AdaptedLayer):
         if len(active) != 1 or self.magnitude(active[0]) is not None or not is_plain_linear(self.base_layer):
             return None
         # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
-        return active[0] if x.dtype == self.base_layer.weight.dtype != torch.float16 else None
+        return None if self.base_layer.weight.dtype == torch.float16 else active[0]
+
+    def _mixed_batch(self, x: Tensor, result: Tensor, adapter_names: Sequence[str]) -> Tensor:
+        held = [name for name in dict.fromkeys(adapter_names) if self.has_adapter(name)]
+        if not held:
+            return result
+        if not self._banked(held, x):
+            return super()._mixed_batch(x, result, adapter_names)
+        sides = [self._sides(name) for name in held]
+        rights, lefts = [right for right, _ in sides], [left for _, left in sides]
+        bank = AdapterBank.stacked(rights, lefts, [self.scaling[name] for name in held])
+        numbers = {name: number for number, name in enumerate(held)}
+        index = torch.tensor([numbers.get(name, -1) for name in adapter_names], device=x.device)
+        return add_adapters(result, x, bank, index)
+
+    def _banked(self, adapters: Sequence[str], x: Tensor) -> bool:
+        """Whether these adapters add nothing but their pairs to a linear layer, so that one bank holds them."""
+        pairs = isinstance(self.geometry, LinearGeometry) and x.is_floating_point()
+        plain = all(self.magnitude(name) is None for name in adapters)
+        drops = self.training and any(isinstance(self.lsr_dropout[name], nn.Dropout) for name in adapters)
+        return pairs and plain and not drops
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.pair(adapter)

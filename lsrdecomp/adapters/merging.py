@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor
 
 from lsrdecomp.adapters.errors import MergeError
+from lsrdecomp.adapters.kernels.merge import surviving_share
 
 
 class Mergeable(BaseTunerLayer):
@@ -141,11 +142,7 @@ class Mergeable(BaseTunerLayer):
         return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(stored.float().norm())
 
     def _surviving_share(self, update: Tensor, before: Tensor) -> float:
-        size = float(update.square().sum())
-        if size == 0:
-            return 1.0
-        after = self.get_base_weight().to(update)
-        return float(((after - before) * update).sum()) / size
+        return surviving_share(before, self.get_base_weight().to(update), update)
 
     def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
         where = f"{name}: " if name else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -10,6 +12,7 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.combine import check_weights, concatenated_config, fill
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
+from lsrdecomp.adapters.serving import naming, serve, stop
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.adapters.tying import tie_modules_to_save, tie_targets
 
@@ -56,6 +59,20 @@ class LsrModel(KroneckerTuner):
             layer.tie(adapter_name, self.model.get_input_embeddings(), config.inference_mode)
         else:
             super()._add_to_layer(layer, adapter_name, config, current_key)
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        serve(model)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
+        bare: Any = super()._unload_and_optionally_merge(*args, **kwargs)
+        stop(bare)
+        return bare
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with naming(self.model, kwargs.get("adapter_names")), super()._enable_peft_forward_hooks(*args, **kwargs):
+            yield
 
     def add_weighted_adapter(
         self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: str = "cat"

@@ -2,7 +2,8 @@
 
 from lsrdecomp.adapters.kernels.arena import ArenaLayer, FactorArena
 from lsrdecomp.adapters.kernels.dispatch import Problem, choose, kronecker_pays, structured_pays
-from lsrdecomp.adapters.kernels.grouped import Expandable, expand_all, grouped_expansion
+from lsrdecomp.adapters.kernels.grouped import expand_all
+from lsrdecomp.adapters.kernels.grouping import Expandable, Grouping, grouped_expansion
 from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.linear import adapted_linear
 from lsrdecomp.adapters.kernels.many import AdapterBank, add_adapters
@@ -14,6 +15,7 @@ __all__ = [
     "ArenaLayer",
     "Expandable",
     "FactorArena",
+    "Grouping",
     "Merged",
     "Problem",
     "adapted_linear",

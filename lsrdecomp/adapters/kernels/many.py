@@ -48,12 +48,22 @@ class AdapterBank:
         if not count or len(rights) != count or len(lefts) != count:
             raise ShapeError(f"{len(rights)} in sides, {len(lefts)} out sides and {count} scalings are no bank")
         formed = expand_all([*rights, *lefts])
-        into, out = formed[:count], formed[count:]
-        rank = max(right.shape[0] for right in into)
-        wide = torch.stack([F.pad(right, (0, 0, 0, rank - right.shape[0])) for right in into])
-        tall = torch.stack([F.pad(left, (0, rank - left.shape[1])) for left in out])
+        return cls.stacked(formed[:count], formed[count:], scalings, dtype)
+
+    @classmethod
+    def stacked(
+        cls,
+        rights: Sequence[Tensor],
+        lefts: Sequence[Tensor],
+        scalings: Sequence[float],
+        dtype: torch.dtype | None = None,
+    ) -> AdapterBank:
+        """The bank of formed pairs Â, shape (r, w2), and B̂, shape (w1, r); parameters as for `of`."""
+        rank = max(right.shape[0] for right in rights)
+        wide = torch.stack([F.pad(right, (0, 0, 0, rank - right.shape[0])) for right in rights])
+        tall = torch.stack([F.pad(left.mT, (0, 0, 0, rank - left.shape[1])) for left in lefts])
         scale = torch.tensor(scalings, dtype=tall.dtype, device=tall.device)
-        return cls(wide.to(dtype or wide.dtype), (tall * scale.view(-1, 1, 1)).to(dtype or tall.dtype))
+        return cls(wide.to(dtype or wide.dtype), (tall * scale.view(-1, 1, 1)).to(dtype or tall.dtype).mT)
 
     def __len__(self) -> int:
         return self.rights.shape[0]
@@ -106,7 +116,7 @@ def add_adapters(base: Tensor, x: Tensor, bank: AdapterBank, index: Tensor, mode
         added = torch.bmm(inner, bank.lefts[named].mT)
     else:
         raise ValueError(f"unknown mode {mode!r}: auto, gathered and masked are known")
-    return base + added.to(base.dtype).view(base.shape)
+    return (base + added.view(base.shape)).to(base.dtype)
 
 
 __all__ = ["AdapterBank", "add_adapters"]

@@ -37,21 +37,23 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     return expand_stack([factor.unsqueeze(0) for factor in factors]).squeeze(0)
 
 
-def expand_stack(factors: Sequence[Tensor]) -> Tensor:
+def expand_stack(factors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Form the sums of many layers of one shape class at once: one matrix product and one copy for all of them.
 
     Parameters
     ----------
     factors : sequence of Tensor
         Factor ``i`` of all layers, shape (layers, s, m_i, n_i).
+    dtype : torch.dtype, optional
+        Of the result, by default that of the factors; the copy rounds, at no further cost.
 
     Returns
     -------
     Tensor
         Shape (layers, m_1···m_d, n_1···n_d); the longer side is the contiguous one.
     """
-    if _is_tall(factors):
-        return expand_stack([factor.mT for factor in factors]).mT
+    if is_tall(factors):
+        return expand_stack([factor.mT for factor in factors], dtype).mT
     layers, terms = factors[0].shape[:2]
     flat = [factor.reshape(layers, terms, -1) for factor in factors]
     half = max(1, len(flat) // 2)
@@ -62,7 +64,7 @@ def expand_stack(factors: Sequence[Tensor]) -> Tensor:
     interleaved = rearranged.reshape(layers, *sizes)  # (layers, m_1, n_1, m_2, n_2, ...)
     rows, columns = math.prod(sizes[0::2]), math.prod(sizes[1::2])
     separated = interleaved.permute(0, *range(1, 2 * order, 2), *range(2, 2 * order + 1, 2))
-    return separated.reshape(layers, rows, columns)
+    return _contiguous(separated, dtype or rearranged.dtype).reshape(layers, rows, columns)
 
 
 def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -85,14 +87,14 @@ def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor,
             leaves = [factor.detach().requires_grad_() for factor in factors]
             formed = expand_stack(leaves)
         return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype))
-    if _is_tall(factors):
+    if is_tall(factors):
         turned = contract_stack(gradient.mT, [factor.mT for factor in factors])
         return tuple(part.mT.contiguous() for part in turned)
     first, second = factors
     layers, terms, m1, n1 = first.shape
     m2, n2 = second.shape[2:]
     blocks = gradient.reshape(layers, m1, m2, n1, n2).transpose(2, 3)
-    rearranged = blocks.to(first.dtype).reshape(layers, m1 * n1, m2 * n2)
+    rearranged = _contiguous(blocks, first.dtype).reshape(layers, m1 * n1, m2 * n2)
     outer = second.reshape(layers, terms, -1) @ rearranged.mT
     inner = first.reshape(layers, terms, -1) @ rearranged
     return outer.view(first.shape), inner.view(second.shape)
@@ -128,9 +130,15 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
 
 
-def _is_tall(factors: Sequence[Tensor]) -> bool:
-    rows, columns = [factor.shape[2] for factor in factors], [factor.shape[3] for factor in factors]
+def is_tall(factors: Sequence[Tensor]) -> bool:
+    """Whether the formed matrix has more rows than columns; factors of shapes (..., m_i, n_i)."""
+    rows, columns = [factor.shape[-2] for factor in factors], [factor.shape[-1] for factor in factors]
     return math.prod(rows) > math.prod(columns)
+
+
+def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded and laid out anew in one pass, where either is needed."""
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
@@ -146,4 +154,4 @@ def _terms(factors: Sequence[Tensor]) -> int:
     return shapes[0][0]
 
 
-__all__ = ["apply", "contract_stack", "expand", "expand_stack"]
+__all__ = ["apply", "contract_stack", "expand", "expand_stack", "is_tall"]
