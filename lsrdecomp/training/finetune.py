@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from lsrdecomp.training.record import Record, Scores
-from lsrdecomp.training.settings import FinetuneSettings
+import numpy as np
+from accelerate import PartialState
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import set_seed
+
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.training.arguments import CHECKPOINTS, common_arguments, training_arguments
+from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
+from lsrdecomp.training.encoding import Collator, WholeBatches, choices, length
+from lsrdecomp.training.judging import judge, peak_bytes, reset_peak
+from lsrdecomp.training.material import Material, read_material
+from lsrdecomp.training.opening import Opened, counts, open_model, written_bytes
+from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+from lsrdecomp.training.tasks import Example, Task
+from lsrdecomp.training.trainer import AdapterTrainer
+
+SETTINGS, CLOCK = "settings.json", "clock.json"
+STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
+DEFAULT_EPOCHS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +50,184 @@ def finetune(
 ) -> Record:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
+    The directory appears as a whole when the run is finished. Until then the run lives in ``.<name>.run`` beside it;
+    with ``save_every`` or ``patience``, the same call after a kill goes on from the last whole checkpoint there, and
+    ends as an uninterrupted run would. Under `accelerate launch` every process makes this call, and the first writes.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    out : path
+        A directory that does not exist.
+    resume : bool
+        False: an interrupted run to the same place is thrown away.
+    on_step : callable, optional
+        Called with a `Step` after every step.
+
+    Returns
+    -------
+    Record
+        As `lsrdecomp.training.record.read_record` reads it back.
+
     Raises
     ------
     SettingsError
-        If a setting does not fit the model or the task.
+        If a setting does not fit the model, the task or the number of processes.
+    TaskError
+        If a task's file holds a bad row.
     CheckpointError
-        If ``out`` exists.
+        If ``out`` exists, if an interrupted run there had other settings, or if an adapter directory does not fit.
+
+    Notes
+    -----
+    Seeds the global generators of torch, NumPy and Python, as transformers' Trainer does.
     """
-    raise NotImplementedError
+    out = Path(out)
+    if out.exists():
+        raise CheckpointError("already exists; choose another output, or remove it", path=out)
+    state = PartialState(cpu=settings.device == "cpu")
+    with state.local_main_process_first():
+        material = read_material(settings)
+    if settings.batch % state.num_processes:
+        raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes")
+    opened = open_model(settings, material.base, material.task, choices(material.dev))
+    run = out.absolute().with_name(f".{out.absolute().name}.run")
+    if state.is_main_process:
+        _enter(run, settings, resume)
+    state.wait_for_everyone()
+    record = _train(settings, material, opened, run, on_step)
+    if state.is_main_process:
+        record.write(run)
+        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+        for file in (SETTINGS, CLOCK):
+            (run / file).unlink(missing_ok=True)
+        os.replace(run, out.absolute())
+    state.wait_for_everyone()
+    return record
 
 
 def evaluate(settings: FinetuneSettings) -> Scores:
-    """Answers on dev of the adapter directory ``settings.init``, judged without any training."""
-    raise NotImplementedError
+    """Answers on dev of the adapter directory ``settings.init``, or of the bare start, judged without training.
+
+    Raises
+    ------
+    SettingsError, TaskError, CheckpointError
+        As `finetune` does.
+    """
+    material = read_material(settings)
+    opened = open_model(settings, material.base, material.task, choices(material.dev))
+    with TemporaryDirectory() as place:
+        args = TrainingArguments(**common_arguments(settings, Path(place)))
+        trainer = AdapterTrainer(opened, settings, args, collator=_collator(settings, material, opened), callbacks=[])
+        trainer.remove_callback(PrinterCallback)
+        return _judged(trainer, material.task, material.dev)
+
+
+def _enter(run: Path, settings: FinetuneSettings, resume: bool) -> None:
+    """Make the place of the run, or find in it an interrupted one with these settings."""
+    file = run / SETTINGS
+    if run.exists() and not resume:
+        shutil.rmtree(run)
+    if file.exists():
+        if json.loads(file.read_text(encoding="utf-8")) != settings.to_json():
+            raise CheckpointError(
+                "an interrupted run with other settings is here; remove it, or start afresh without resuming", path=run
+            )
+    else:
+        run.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings.to_json()), encoding="utf-8")
+    for checkpoint in (run / CHECKPOINTS).glob("checkpoint-*"):
+        if not _whole(checkpoint):
+            shutil.rmtree(checkpoint)
+
+
+def _whole(checkpoint: Path) -> bool:
+    try:
+        return "global_step" in json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def _train(
+    settings: FinetuneSettings,
+    material: Material,
+    opened: Opened,
+    run: Path,
+    on_step: Callable[[Step], None] | None,
+) -> Record:
+    sampler = WholeBatches([length(example) for example in material.train], settings.batch, settings.seed)
+    steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
+    args = training_arguments(settings, run, steps, sampler.batches)
+    clock, layers = Clock(run / CLOCK), LayerLog(run / LAYER_LOG)
+    callbacks: list[TrainerCallback] = [clock, StopWhenLost()]
+    if settings.log_every:
+        callbacks.append(layers)
+    if on_step is not None:
+        callbacks.append(Progress(lambda step, steps: on_step(Step(step, steps))))
+    if settings.patience is not None:
+        callbacks.append(EarlyStoppingCallback(settings.patience))
+    adapter_parameters, head_parameters = counts(opened)
+    trainer = AdapterTrainer(
+        opened,
+        settings,
+        args,
+        collator=_collator(settings, material, opened),
+        sampler=sampler,
+        callbacks=callbacks,
+        train_dataset=material.train,
+        eval_dataset=material.validation or None,
+    )
+    trainer.remove_callback(PrinterCallback)
+    start = _judged(trainer, material.task, material.dev) if settings.measure_start else None
+    last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
+    if last is not None:
+        step = int(last.name.split("-")[1])
+        clock.resume(step)
+        if trainer.is_world_process_zero():
+            layers.resume(step)
+    set_seed(settings.seed)  # what was judged before must not move the dropout
+    reset_peak()
+    trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    peak = peak_bytes()
+    dev = _judged(trainer, material.task, material.dev)
+    validation = _judged(trainer, material.task, material.validation) if material.validation else None
+    if trainer.is_world_process_zero():
+        opened.model.save_pretrained(str(run / ADAPTER))
+    trainer.accelerator.wait_for_everyone()
+    adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
+    history = trainer.state.log_history
+    return Record(
+        settings=settings,
+        start=start,
+        dev=dev,
+        validation=validation,
+        baseline=material.task.baseline(material.dev),
+        adapter_parameters=adapter_parameters,
+        head_parameters=head_parameters,
+        adapter_bytes=adapter_bytes,
+        file_bytes=file_bytes,
+        train_examples=len(material.train),
+        steps=trainer.state.global_step,
+        best_step=trainer.state.best_global_step if settings.patience is not None else None,
+        losses=tuple(
+            (int(entry["step"]), float(entry["loss"]) if math.isfinite(entry["loss"]) else None)
+            for entry in history
+            if "loss" in entry
+        ),
+        wall_seconds=clock.seconds,
+        step_seconds=clock.step_seconds,
+        peak_bytes=peak,
+        device=trainer.args.device.type,
+        processes=trainer.args.world_size,
+        versions=versions(),
+        commit=commit(),
+    )
+
+
+def _collator(settings: FinetuneSettings, material: Material, opened: Opened) -> Collator:
+    return Collator(opened.tokenizer, settings.max_length, regression=material.task.regression)
+
+
+def _judged(trainer: AdapterTrainer, task: Task, examples: list[Example]) -> Scores:
+    answered = trainer.predict(examples)  # type: ignore[arg-type]
+    return judge(task, np.asarray(answered.predictions), np.asarray(answered.label_ids))

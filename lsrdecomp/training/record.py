@@ -28,7 +28,7 @@ class Scores:
 
     metrics: Mapping[str, float]  # the task's own; the first is the one its benchmark ranks by
     accuracy: float | None  # None for a regression
-    loss: float  # mean cross-entropy in nats, or mean squared error
+    loss: float | None  # mean cross-entropy in nats, or mean squared error; None if outputs are not finite
     examples: int
 
 
@@ -48,7 +48,7 @@ class Record:
     train_examples: int
     steps: int  # done
     best_step: int | None  # the one that was kept, with early stopping
-    losses: tuple[tuple[int, float], ...]  # (step, mean training loss since the entry before)
+    losses: tuple[tuple[int, float | None], ...]  # (step, mean training loss since the entry before)
     wall_seconds: float  # training alone, over all resumptions
     step_seconds: float  # median of one step
     peak_bytes: int | None  # of the accelerator, or of the process on a CPU
@@ -70,7 +70,7 @@ class Record:
             name: None if values[name] is None else Scores(**values[name]) for name in ("start", "dev", "validation")
         }
         settings = FinetuneSettings.from_mapping(values["settings"])
-        losses = tuple((int(step), float(loss)) for step, loss in values["losses"])
+        losses = tuple((int(step), loss) for step, loss in values["losses"])
         return cls(**{**values, **scores, "settings": settings, "losses": losses})
 
     def write(self, directory: Path) -> Path:

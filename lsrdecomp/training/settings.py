@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lsrdecomp.errors import LsrError
+from lsrdecomp.training.tasks import TASKS
 
 EMBEDDED = "embedded"
 METHOD_NAMES = (
@@ -81,7 +82,7 @@ class FinetuneSettings:
     max_length : int
         Tokens of an example; longer ones are cut.
     seed : int
-        Of the start, the order of examples and the split.
+        Of the start and of the order of examples; the splits are the same for every seed.
     precision : {"float32", "bfloat16", "bfloat16-autocast"}
         "bfloat16" loads the base in it and keeps trained parameters in float32.
     device : str
@@ -100,9 +101,10 @@ class FinetuneSettings:
     measure_start : bool
         Also judge the answers on dev before the first step.
     train_examples, dev_examples : int, optional
-        At most so many examples of each split, drawn with a fixed seed that is not ``seed``.
+        At most so many examples of each split, always the same ones.
     log_every : int
-        Steps between entries of losses and of the layers' spectra; 0 for none.
+        Steps between entries of losses and of the layers' spectra; 0 for none, and then a run whose loss is no longer
+        a number is not stopped early.
     save_every : int
         Steps between checkpoints to resume from; 0 for none.
     report_to : tuple of str
@@ -142,7 +144,7 @@ class FinetuneSettings:
     measure_start: bool = False
     train_examples: int | None = None
     dev_examples: int | None = None
-    log_every: int = 0
+    log_every: int = 50
     save_every: int = 0
     report_to: tuple[str, ...] = ()
 
@@ -249,7 +251,7 @@ def _strings() -> tuple[Callable[[Any], bool], str]:
 
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": _text(),
-    "task": _text(),
+    "task": _one_of(tuple(TASKS)),
     "data": _text(),
     "method": _one_of(METHOD_NAMES),
     "init": _text(),

@@ -230,6 +230,7 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             Task("COPA", CLASSES, ("accuracy",), _copa, suffix="jsonl"),
             Task("WSC", TRUTH, ("accuracy",), _wsc, suffix="jsonl"),
             Task("BoolQ", TRUTH, ("accuracy",), _reads("answer", "question", "passage"), suffix="jsonl"),
+            Task("embedded", tuple("0123456789"), ("accuracy", "macro_f1"), _reads("label", "pixels")),
         )
     }
 )

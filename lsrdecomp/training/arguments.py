@@ -1,0 +1,79 @@
+"""Settings of a run in the words of transformers' Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+
+CHECKPOINTS = "checkpoints"
+EVALUATION_BATCH = 64
+RECOMPUTE: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
+
+
+def common_arguments(settings: FinetuneSettings, place: Path) -> dict[str, Any]:
+    """What training and judging share."""
+    return {
+        "output_dir": str(place),
+        "per_device_eval_batch_size": EVALUATION_BATCH,
+        "seed": settings.seed,
+        "bf16": settings.precision != "float32",
+        "use_cpu": settings.device == "cpu",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "report_to": list(settings.report_to) or "none",
+        "average_tokens_across_devices": False,
+        "ddp_find_unused_parameters": False,
+    }
+
+
+def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch: int) -> TrainingArguments:
+    """Everything for a run of ``steps`` in the directory ``run``, with ``epoch`` steps to an epoch.
+
+    Raises
+    ------
+    SettingsError
+        If transformers refuses a setting, such as bfloat16 on a device without it.
+    """
+    processes = PartialState().num_processes
+    measure = settings.evaluate_every or epoch
+    early: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": measure,
+        "save_strategy": "steps",
+        "save_steps": measure,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "restore_callback_states_from_checkpoint": True,
+    }
+    plain: dict[str, Any] = {
+        "save_strategy": "steps" if settings.save_every else "no",
+        "save_steps": settings.save_every or 500,
+        "save_total_limit": 2,
+    }
+    try:
+        return TrainingArguments(
+            **common_arguments(settings, run / CHECKPOINTS),
+            max_steps=steps,
+            per_device_train_batch_size=settings.batch // processes,
+            learning_rate=settings.rate,
+            lr_scheduler_type="linear",
+            warmup_steps=round(settings.warmup * steps),
+            logging_strategy="steps" if settings.log_every else "no",
+            logging_steps=settings.log_every or 500,
+            logging_nan_inf_filter=False,
+            **(RECOMPUTE if settings.gradient_checkpointing else {}),
+            **(plain if settings.patience is None else early),
+        )
+    except (ValueError, ImportError) as error:
+        raise SettingsError(str(error)) from error

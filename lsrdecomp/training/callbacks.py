@@ -1,0 +1,116 @@
+"""What runs beside the training loop: progress, the clock over interruptions, and the log of layers."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.training.spectra import layer_figures
+
+
+class Progress(TrainerCallback):
+    """Calls ``on_step(step, steps)`` after every step, in the main process."""
+
+    def __init__(self, on_step: Callable[[int, int], None]) -> None:
+        self.on_step = on_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.on_step(state.global_step, state.max_steps)
+
+
+class Clock(TrainerCallback):
+    """Seconds of training, evaluations left out, carried from one start of a run to the next through a file.
+
+    Parameters
+    ----------
+    file : Path
+        Where the seconds until each saved checkpoint are kept.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seconds = 0.0
+        self.steps: list[float] = []
+        self._since = 0.0
+
+    def resume(self, step: int) -> None:
+        """Go on from a checkpoint."""
+        if self.file.exists():
+            self.seconds = json.loads(self.file.read_text()).get(str(step), 0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step; 0 if there was none."""
+        return statistics.median(self.steps) if self.steps else 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(time.perf_counter() - self._since)
+        self.seconds += self.steps[-1]
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            before = json.loads(self.file.read_text()) if self.file.exists() else {}
+            with new_file(self.file, force=True) as part:
+                part.write_text(json.dumps({**before, str(state.global_step): self.seconds}))
+
+
+class StopWhenLost(TrainerCallback):
+    """Stops a run whose loss is no longer a number: it will not come back."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not math.isfinite((logs or {}).get("loss", 0.0)):
+            control.should_training_stop = True
+
+
+class LayerLog(TrainerCallback):
+    """Appends the figures of every adapted layer to a JSON-lines file, whenever losses are logged.
+
+    Parameters
+    ----------
+    file : Path
+        One line per step and layer: ``step`` beside what `lsrdecomp.training.spectra.layer_figures` gives.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def resume(self, step: int) -> None:
+        """Forget what was logged after a checkpoint, and a line that a kill cut short."""
+        if not self.file.exists():
+            return
+        kept = []
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except ValueError:
+                continue
+        with new_file(self.file, force=True) as part:
+            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 0:
+            self._append(state, model)
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **_: Any) -> None:
+        if "loss" in (logs or {}):
+            self._append(state, model)
+
+    def _append(self, state: Any, model: Any) -> None:
+        if not state.is_world_process_zero or model is None:
+            return
+        lines = [json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)]
+        with self.file.open("a", encoding="utf-8") as log:
+            log.write("".join(f"{line}\n" for line in lines))
