@@ -195,9 +195,9 @@ def test_two_sides_of_a_square_layer_are_one_class():
     generator = torch.Generator().manual_seed(0)
     wide = random_factors([(2, 3), (1, 4)], 2, generator)
     tall = random_factors([(3, 2), (4, 1)], 2, generator)
-    assert list(_groups([wide, tall, wide], LARGEST_GROUP)) == [[0, 1, 2]]
-    assert list(_groups([wide, tall, wide], 2 * 24)) == [[0, 1], [2]]
-    assert list(_groups([wide, tall, wide], 1)) == [[0], [1], [2]]
+    assert list(_groups([wide, tall, wide], LARGEST_GROUP)) == [([0, 2, 1], 2)]
+    assert list(_groups([wide, tall, wide], 2 * 24)) == [([0, 1], 1), ([2], 1)]
+    assert list(_groups([wide, tall, wide], 1)) == [([0], 1), ([1], 0), ([2], 1)]
 
 
 def test_only_selected_modules_are_expanded():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack, is_tall
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
 
 LARGEST_GROUP = 1 << 23
 """Most formed entries of a group: in backward a group's gradients are alive together, 32 MB of them in float32."""
@@ -41,27 +41,31 @@ def expand_all(
         The formed matrices, in order.
     """
     formed: list[Tensor] = [torch.empty(0)] * len(factor_lists)
-    for members in _groups(factor_lists, entries):
-        tall = {index for index in members if is_tall(factor_lists[index])}
-        members = sorted(members, key=tall.__contains__)  # the wide ones first
+    for members, wide in _groups(factor_lists, entries):
         group = [factor_lists[index] for index in members]
         flat = [factor for factors in zip(*group, strict=True) for factor in factors]  # factor by factor
         with torch.autocast(flat[0].device.type, enabled=False):
-            matrices = _ExpandGroup.apply(len(group[0]), len(members) - len(tall), dtype or flat[0].dtype, *flat)  # type: ignore[no-untyped-call]
+            matrices = _ExpandGroup.apply(len(group[0]), wide, dtype or flat[0].dtype, *flat)  # type: ignore[no-untyped-call]
         for index, matrix in zip(members, matrices, strict=True):
             formed[index] = matrix
     return formed
 
 
-def _groups(factor_lists: Sequence[Sequence[Tensor]], entries: int) -> Iterator[list[int]]:
-    """Indices of lists that fit together, in order, with at most so many formed entries (or one matrix)."""
-    classes: dict[object, list[int]] = {}
+def _groups(factor_lists: Sequence[Sequence[Tensor]], entries: int) -> Iterator[tuple[list[int], int]]:
+    """Indices of lists that fit together, first the wide ones and how many they are, with at most so many entries."""
+    classes: dict[Any, list[tuple[int, bool]]] = {}
     for index, factors in enumerate(factor_lists):
-        shapes = tuple(tuple(factor.mT.shape if is_tall(factors) else factor.shape) for factor in factors)
-        classes.setdefault((shapes, factors[0].dtype, factors[0].device), []).append(index)
-    for (shapes, *_), members in classes.items():  # type: ignore[misc]
+        shapes = tuple(tuple(factor.shape) for factor in factors)
+        tall = math.prod(rows for _, rows, _ in shapes) > math.prod(columns for _, _, columns in shapes)
+        if tall:
+            shapes = tuple((terms, columns, rows) for terms, rows, columns in shapes)
+        classes.setdefault((shapes, factors[0].dtype, factors[0].device), []).append((index, tall))
+    for (shapes, *_), members in classes.items():
         most = max(1, entries // math.prod(rows * columns for _, rows, columns in shapes))
-        yield from (members[start : start + most] for start in range(0, len(members), most))
+        for start in range(0, len(members), most):
+            part = members[start : start + most]
+            wide = [index for index, tall in part if not tall]
+            yield wide + [index for index, tall in part if tall], len(wide)
 
 
 class _ExpandGroup(torch.autograd.Function):

@@ -52,7 +52,7 @@ def expand_stack(factors: Sequence[Tensor], dtype: torch.dtype | None = None) ->
     Tensor
         Shape (layers, m_1···m_d, n_1···n_d); the longer side is the contiguous one.
     """
-    if is_tall(factors):
+    if _is_tall(factors):
         return expand_stack([factor.mT for factor in factors], dtype).mT
     layers, terms = factors[0].shape[:2]
     flat = [factor.reshape(layers, terms, -1) for factor in factors]
@@ -87,7 +87,7 @@ def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor,
             leaves = [factor.detach().requires_grad_() for factor in factors]
             formed = expand_stack(leaves)
         return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype))
-    if is_tall(factors):
+    if _is_tall(factors):
         turned = contract_stack(gradient.mT, [factor.mT for factor in factors])
         return tuple(part.mT.contiguous() for part in turned)
     first, second = factors
@@ -130,9 +130,8 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
 
 
-def is_tall(factors: Sequence[Tensor]) -> bool:
-    """Whether the formed matrix has more rows than columns; factors of shapes (..., m_i, n_i)."""
-    rows, columns = [factor.shape[-2] for factor in factors], [factor.shape[-1] for factor in factors]
+def _is_tall(factors: Sequence[Tensor]) -> bool:
+    rows, columns = [factor.shape[2] for factor in factors], [factor.shape[3] for factor in factors]
     return math.prod(rows) > math.prod(columns)
 
 
@@ -154,4 +153,4 @@ def _terms(factors: Sequence[Tensor]) -> int:
     return shapes[0][0]
 
 
-__all__ = ["apply", "contract_stack", "expand", "expand_stack", "is_tall"]
+__all__ = ["apply", "contract_stack", "expand", "expand_stack"]
