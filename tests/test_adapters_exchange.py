@@ -195,7 +195,7 @@ def test_a_concatenated_adapter_saves_and_loads(tmp_path):
     config = LsrConfig(target_modules=["query"], r=4, separation_rank=2, init_weights=False)
     model = randomised(get_peft_model(tiny_bert(), config, adapter_name="a"))
     model.add_adapter("b", config)
-    model.base_model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "sum")
+    model.base_model.add_weighted_adapter(["a", "b"], [1.0, 1.0], "sum", "cat")
     layer = next(module for module in model.modules() if getattr(module, "layout", None))
     assert layer.layout["sum"].shape.inner == (4, 2)
     assert layer.layout["sum"].separation_ranks == (4, 4)
@@ -203,20 +203,6 @@ def test_a_concatenated_adapter_saves_and_loads(tmp_path):
     expected = outputs(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(outputs(PeftModel.from_pretrained(tiny_bert(), tmp_path / "sum").eval()), expected)
-
-
-def test_sums_that_are_not_sums_are_refused():
-    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, use_dora=True))
-    tuner = model.base_model
-    with pytest.raises(ValueError, match="Adapter other does not exist"):
-        tuner.add_weighted_adapter(["default", "other"], [1, 1], "sum")
-    with pytest.raises(ValueError, match="combine by 'cat'"):
-        tuner.add_weighted_adapter(["default"], [1], "sum", combination_type="ties")
-    with pytest.raises(UnsupportedLayerError, match="DoRA"):
-        tuner.add_weighted_adapter(["default"], [1], "sum")
-    with pytest.raises(ValueError, match="2 weights for 1 adapters"):
-        tuner.add_weighted_adapter(["default"], [1, 2], "sum")
-    assert list(model.peft_config) == ["default"]
 
 
 def test_rescale_is_linear_and_undone_even_by_an_error():

@@ -1,115 +1,144 @@
-"""Weighted sums of LSR adapters as one LSR adapter, exactly: terms add, and so do the first sizes of the inner rank."""
+"""Weighted combinations of LSR adapters as one LSR adapter: checks, the new settings, and the factors filled in."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from peft.utils import ModulesToSaveWrapper
-from torch import Tensor, nn
+from torch import nn
 
+from lsrdecomp.adapters.combination import SIDEWISE, Combination, CombinedLayer, Factors, combined
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.layer import LsrLayer
-from lsrdecomp.shape import ProductShape
+
+WORTH_A_WARNING = 0.01  # relative error
 
 
-def concatenated_config(model: nn.Module, adapters: Sequence[str], configs: dict[str, Any]) -> LsrConfig:
-    """Settings of the sum of several adapters of one model, with the sizes of every layer written out."""
-    for adapter in adapters:
-        if configs[adapter].use_dora:
-            raise UnsupportedLayerError(f"adapter {adapter} has DoRA magnitudes, which do not add up")
-        if configs[adapter].target_parameters:
-            raise UnsupportedLayerError(f"adapter {adapter} targets parameters, which cannot be combined yet")
-    shared = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and sum(a in module.modules_to_save for a in adapters) > 1
-    ]
-    if shared:
-        raise ValueError(f"Cannot add adapters that each train their own copy of a module, but found {shared}.")
-    config: LsrConfig = copy.deepcopy(configs[adapters[0]])
-    targets = [configs[adapter].target_modules for adapter in adapters]
-    if all(isinstance(names, set) for names in targets):
-        config.target_modules = set().union(*targets)  # type: ignore[assignment]
-    elif all(isinstance(names, str) for names in targets):
-        config.target_modules = "|".join(f"({name})" for name in targets)
-    else:
-        raise ValueError("The target_modules of all adapters must be lists, or all of them regular expressions.")
-    config.use_rslora, config.lsr_alpha, config.lsr_dropout = False, 1, 0.0
-    config.rank_pattern, config.alpha_pattern = {}, {}
-    config.separation_rank_pattern, config.shape_pattern = {}, {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, LsrLayer) and any(layer.has_adapter(adapter) for adapter in adapters):
-            shape, left, right = concatenated(layer, adapters, [1.0] * len(adapters))
-            key = f"^{name}"
-            config.shape_pattern[key] = {"out": shape.out, "inner": shape.inner, "into": shape.into}
-            config.separation_rank_pattern[key] = [len(left[0]), len(right[0])]
-            # The scale is in the factors, so that every layer's is alpha / r = 1.
-            config.alpha_pattern[key] = config.rank_pattern[key] = shape.inner_rank
-    return config
+def combine(
+    model: nn.Module,
+    configs: Mapping[str, Any],
+    adapters: Sequence[str],
+    weights: Sequence[float],
+    how: Combination,
+    seed: int | None = None,
+) -> tuple[LsrConfig, dict[str, Factors], dict[str, CombinedLayer]]:
+    """Settings, factors and errors, by layer, of a combination; the model is left as it is."""
+    check(model, configs, adapters, weights)
+    if len(adapters) == 1:
+        how = Combination("linear")
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LsrLayer)}
+    made: dict[str, Factors] = {}
+    records: dict[str, CombinedLayer] = {}
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        for name, layer in layers.items():
+            held = [
+                (a, w) for a, w in zip(adapters, weights, strict=True) if layer.has_adapter(a) and a not in layer.tied
+            ]
+            if held:
+                check_ranks(name, {adapter: layer.r[adapter] for adapter, _ in held}, how)
+                made[name], records[name] = combined(layer, held, how)
+    return combined_config(model, [configs[adapter] for adapter in adapters], made), made, records
 
 
-@torch.no_grad()
-def concatenated(
-    layer: LsrLayer, adapters: Sequence[str], weights: Sequence[float]
-) -> tuple[ProductShape, list[Tensor], list[Tensor]]:
-    """Shape, out-side and in-side factors of ``Σ weight · ΔW`` of one layer, scaling baked in.
-
-    Where all adapters split the layer alike, the pair ``[B̂_1 … B̂_p][Â_1; …; Â_p]`` keeps that split: the j-th adapter's
-    factors are padded with zeros to its own range of the first inner size. Otherwise the pairs are expanded.
-    """
-    held = [(adapter, weight) for adapter, weight in zip(adapters, weights, strict=True) if layer.has_adapter(adapter)]
-    shapes = [layer.layout[adapter].shape for adapter, _ in held]
-    pairs = []
-    for adapter, weight in held:
-        left = list(layer.lsr_B[adapter].factors)  # type: ignore[arg-type]
-        right = list(layer.lsr_A[adapter].factors)  # type: ignore[arg-type]
-        left[0] = left[0] * (weight * layer.scaling[adapter])
-        pairs.append((left, right))
-    if len({(shape.out, shape.into) for shape in shapes}) > 1:
-        return expanded(layer, held)
-    rest = [max(sizes) for sizes in zip(*(shape.inner[1:] for shape in shapes), strict=True)]
-    inner = (sum(shape.inner[0] for shape in shapes), *rest)
-    left_parts: list[list[Tensor]] = [[] for _ in inner]
-    right_parts: list[list[Tensor]] = [[] for _ in inner]
-    start = 0
-    for shape, (left, right) in zip(shapes, pairs, strict=True):
-        for index, (mine, whole) in enumerate(zip(shape.inner, inner, strict=True)):
-            before = start if index == 0 else 0
-            after = whole - mine - before
-            left_parts[index].append(nn.functional.pad(left[index], (before, after)))
-            right_parts[index].append(nn.functional.pad(right[index], (0, 0, before, after)))
-        start += shape.inner[0]
-    joined = ProductShape(shapes[0].out, inner, shapes[0].into)
-    return joined, [torch.cat(parts) for parts in left_parts], [torch.cat(parts) for parts in right_parts]
-
-
-def expanded(layer: LsrLayer, held: Sequence[tuple[str, float]]) -> tuple[ProductShape, list[Tensor], list[Tensor]]:
-    """The same sum as plain low rank, for adapters that split the layer differently."""
-    pairs = [(weight, layer.pair(adapter)) for adapter, weight in held]
-    left = torch.cat([weight * left for weight, (left, _) in pairs], dim=1)
-    right = torch.cat([right for _, (_, right) in pairs])
-    one = left.new_ones(1, 1, 1)
-    order = max(layer.layout[adapter].shape.order for adapter, _ in held)
-    ones = (1,) * (order - 1)
-    shape = ProductShape((left.shape[0], *ones), (right.shape[0], *ones), (right.shape[1], *ones))
-    return shape, [left.unsqueeze(0), *[one] * (order - 1)], [right.unsqueeze(0), *[one] * (order - 1)]
-
-
-def fill(layer: LsrLayer, adapter: str, adapters: Sequence[str], weights: Sequence[float]) -> None:
-    """Copy the concatenated factors into a new adapter of the layer."""
-    _, left, right = concatenated(layer, adapters, weights)
-    for side, factors in ((layer.lsr_B, left), (layer.lsr_A, right)):
-        for parameter, factor in zip(side[adapter].factors, factors, strict=True):  # type: ignore[arg-type]
-            parameter.data.copy_(factor)
-
-
-def check_weights(weights: Sequence[float], adapters: Sequence[str]) -> None:
+def check(model: nn.Module, configs: Mapping[str, Any], adapters: Sequence[str], weights: Sequence[float]) -> None:
+    """Refuse what is no combination, before anything is made."""
+    unknown = [name for name in adapters if name not in configs]
+    if unknown:
+        raise ValueError(f"Adapter {unknown[0]} does not exist")
     if len(weights) != len(adapters) or not adapters:
         raise ValueError(f"{len(weights)} weights for {len(adapters)} adapters")
     if not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights must be finite, got {list(weights)}")
+    for adapter in adapters:
+        config = configs[adapter]
+        if config.target_parameters:
+            raise UnsupportedLayerError(
+                f"add_weighted_adapter does not support targeting nn.Parameter (problematic adapter '{adapter}')"
+            )
+        for option, what in (("use_dora", "DoRA magnitudes"), ("trainable_token_indices", "trained token rows")):
+            if getattr(config, option):
+                raise UnsupportedLayerError(f"adapter {adapter} has {what} ({option}), which do not add up")
+    tied = {frozenset(getattr(configs[adapter], "target_modules_to_tie", None) or ()) for adapter in adapters}
+    if len(tied) > 1:
+        raise UnsupportedLayerError(
+            "some of the adapters tie the layers that share a weight and others do not; set ensure_weight_tying alike"
+        )
+    twice = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) and sum(a in module.modules_to_save for a in adapters) > 1
+    ]
+    if twice:
+        raise ValueError(
+            "Cannot add weighted adapters if they target the same module with modules_to_save, but found "
+            f"{len(twice)} such instance(s). They are {', '.join(twice)}"
+        )
+
+
+def check_ranks(name: str, ranks: Mapping[str, int], how: Combination) -> None:
+    if how.kind in SIDEWISE and len(set(ranks.values())) > 1:
+        found = ", ".join(f"{rank} in {adapter}" for adapter, rank in ranks.items())
+        raise ValueError(
+            f"All adapters must have the same r value when using combination_type {how.kind}, but {name} has {found}; "
+            "cat and the kinds with svd take any"
+        )
+
+
+def combined_config(model: nn.Module, configs: Sequence[LsrConfig], made: Mapping[str, Factors]) -> LsrConfig:
+    """Settings of the combination of adapters of one model, with the sizes of every layer written out."""
+    config: LsrConfig = copy.deepcopy(configs[0])
+    targets = [one.target_modules for one in configs]
+    if all(isinstance(names, set) for names in targets):
+        config.target_modules = set().union(*targets)  # type: ignore[assignment, arg-type]
+    elif all(isinstance(names, str) for names in targets):
+        config.target_modules = "|".join(f"({name})" for name in targets)
+    else:
+        raise ValueError("The target_modules of all adapters must be lists, or all of them regular expressions.")
+    saved = [name for one in configs for name in one.modules_to_save or ()]
+    config.modules_to_save = list(dict.fromkeys(saved)) or None
+    config.use_rslora, config.lsr_dropout, config.inner_shape = False, 0.0, None
+    # The scale is in the factors, so that every layer's is alpha / r = 1.
+    config.r = max(factors.shape.inner_rank for factors in made.values())
+    config.lsr_alpha = config.r
+    config.rank_pattern, config.alpha_pattern = {}, {}
+    config.separation_rank_pattern, config.shape_pattern = {}, {}
+    for name, factors in made.items():
+        key, shape = f"^{re.escape(name)}", factors.shape
+        config.shape_pattern[key] = {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+        config.separation_rank_pattern[key] = [len(factors.left[0]), len(factors.right[0])]
+        config.alpha_pattern[key] = config.rank_pattern[key] = shape.inner_rank
+    return config
+
+
+@torch.no_grad()
+def fill(model: nn.Module, adapter: str, adapters: Sequence[str], made: Mapping[str, Factors]) -> None:
+    """Give a new adapter its factors, and the modules that one of the combined adapters trains in full."""
+    for name, module in model.named_modules():
+        if name in made:
+            assert isinstance(module, LsrLayer)
+            for side, factors in ((module.lsr_B, made[name].left), (module.lsr_A, made[name].right)):
+                for parameter, factor in zip(side[adapter].factors, factors, strict=True):  # type: ignore[arg-type]
+                    parameter.data = factor.clone(memory_format=torch.contiguous_format)
+        elif isinstance(module, ModulesToSaveWrapper) and adapter in module.modules_to_save:
+            for holder in set(adapters) & set(module.modules_to_save):
+                module.modules_to_save[adapter].load_state_dict(module.modules_to_save[holder].state_dict())
+
+
+def warn_of_loss(adapter: str, kind: str, records: Mapping[str, CombinedLayer]) -> None:
+    """Say so where the new adapter is not what was asked for."""
+    name, worst = max(records.items(), key=lambda item: item[1].relative_error)
+    if worst.relative_error > WORTH_A_WARNING:
+        warnings.warn(
+            f"adapter {adapter}, combined by {kind!r}, misses up to {worst.relative_error:.0%} of what was asked for "
+            f"(at {name}); combination_type='cat' is exact for a weighted sum, a larger svd_rank comes closer",
+            stacklevel=3,
+        )

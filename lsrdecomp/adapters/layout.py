@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,5 +67,18 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
 
 
 def find(pattern: Mapping[str, T], name: str) -> T | None:
-    """The value of the first pattern that matches the end of a module name, as PEFT matches ``rank_pattern``."""
+    """The value for a module: of its exact name, else of the first pattern that matches as PEFT matches.
+
+    An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats every pattern, so that
+    a map of all layers of a model costs each of them no search.
+    """
+    for key in spellings(name):
+        if key in pattern:
+            return pattern[key]
     return pattern.get(get_pattern_key(list(pattern), name))
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The ways in which a pattern map writes one full module name; `lsrdecomp.checkpoints` writes the first."""
+    plain = (f"^{re.escape(name)}", f"^{name}", name, re.escape(name))
+    return (*plain, *(f"{key}$" for key in plain))

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.combine import check_weights, concatenated_config, fill
+from lsrdecomp.adapters.combination import Combination, CombinedLayer
+from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.adapters.serving import naming, serve, stop
@@ -75,36 +76,78 @@ class LsrModel(KroneckerTuner):
             yield
 
     def add_weighted_adapter(
-        self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: str = "cat"
-    ) -> None:
-        """Add an adapter whose ΔW is ``Σ weight · ΔW`` of others, exactly; separation and inner ranks add.
+        self,
+        adapters: list[str],
+        weights: list[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        svd_rank: int | None = None,
+        svd_clamp: float | None = None,
+        svd_full_matrices: bool = True,
+        svd_driver: str | None = None,
+        density: float | None = None,
+        majority_sign_method: str = "total",
+        *,
+        seed: int | None = None,
+    ) -> dict[str, CombinedLayer]:
+        """Add an adapter that combines others, as PEFT's LoRA does: the same names, kinds and results.
 
         Parameters
         ----------
         adapters, weights : list
-            The adapters to combine and a weight for each.
+            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple.
         adapter_name : str
-            Name of the new adapter.
-        combination_type : {"cat"}
-            The exact concatenation. Compress the result to make it small again.
+            Name of the new adapter. Nothing happens if there is one of that name.
+        combination_type : str
+            "cat": ``Σ weight · ΔW`` exactly; separation and inner ranks add. "svd": its best approximation of rank
+            ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``, cheap and rough; separation ranks add. "ties"
+            (Yadav et al., 2023), "dare_linear", "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the entries
+            of the sides, and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
+            Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; compress the result to make it small again.
+        svd_rank : int, optional
+            Rank of the kinds with svd; the largest of each layer's adapters if absent.
+        svd_clamp : float, optional
+            Quantile that the entries of the singular factors are clamped to.
+        svd_full_matrices : bool
+            For PEFT's signature; the reduced SVD gives the same.
+        svd_driver : str, optional
+            Method of ``torch.linalg.svd``, on a GPU only.
+        density : float, optional
+            Share of the entries to keep, above 0 and up to 1, for ties, dare and magnitude_prune.
+        majority_sign_method : {"total", "frequency"}
+            How ties elects signs.
+        seed : int, optional
+            For dare, which drops entries at random; torch's generator goes on if absent.
+
+        Returns
+        -------
+        dict of str to CombinedLayer
+            What was lost in every layer, measured; a warning is given where it is more than 1 %.
+
+        Raises
+        ------
+        ValueError
+            For adapters that do not exist, weights that do not fit, ranks that differ where sides are added, modules
+            that several adapters train in full.
+        UnsupportedLayerError
+            For adapters with DoRA, ``target_parameters``, trained tokens, or tied layers in some of them only.
         """
         if adapter_name in self.peft_config:
-            return
-        unknown = [name for name in adapters if name not in self.peft_config]
-        if unknown:
-            raise ValueError(f"Adapter {unknown[0]} does not exist")
-        if combination_type != "cat":
-            raise ValueError(f"Invalid combination_type: {combination_type}; LSR adapters combine by 'cat'")
-        check_weights(weights, adapters)
-        self.peft_config[adapter_name] = concatenated_config(self.model, adapters, self.peft_config)
+            return {}
+        how = Combination(combination_type, svd_rank, svd_clamp, svd_driver, density, majority_sign_method)
+        config, made, records = combine(self.model, self.peft_config, adapters, weights, how, seed)
+        # The copies of replicated layers are there already.
+        replication, config.layer_replication = config.layer_replication, None
+        self.peft_config[adapter_name] = config
         try:
             self.inject_adapter(self.model, adapter_name)
         except Exception:
             del self.peft_config[adapter_name]
             raise
-        for layer in self.model.modules():
-            if isinstance(layer, LsrLayer) and layer.has_adapter(adapter_name):
-                fill(layer, adapter_name, adapters, weights)
+        config.layer_replication = replication
+        fill(self.model, adapter_name, adapters, made)
+        warn_of_loss(adapter_name, combination_type, records)
+        return records
 
     def _check_new_adapter_config(self, config: Any) -> None:
         super()._check_new_adapter_config(config)

@@ -129,6 +129,13 @@ class KroneckerTuner(BaseTuner):
         with self._least_share(adapter_names, min_share):
             super().merge_adapter(adapter_names, safe_merge)
 
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """LSR adapters alone combine."""
+        raise TypeError(
+            f"{type(self).__name__} does not support add_weighted_adapter; make several adapters active at once, each "
+            "scaled by lsrdecomp.adapters.rescale"
+        )
+
     @contextmanager
     def _least_share(self, adapter_names: list[str] | None, min_share: float | None) -> Iterator[None]:
         layers = {name: module for name, module in self.model.named_modules() if isinstance(module, AdaptedLayer)}

@@ -11,6 +11,8 @@ from torch import nn
 
 def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:
     """Target the embedding alone, and note the modules that will follow it."""
+    # Once another adapter has wrapped a layer, PEFT names what is inside the wrapper.
+    tied = [name.removesuffix(".base_layer") for name in tied]
     config.target_modules_to_tie = set(tied)
     embedding = find_parameter_name_by_module(model, model.get_input_embeddings())  # type: ignore[operator]
     if isinstance(config.target_modules, str):
