@@ -12,6 +12,7 @@ from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
+from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, Name, Storage
 from lsrdecomp.cli.verify import verify
@@ -172,7 +173,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
-ALL = (inspect, calibrate, compress, curve, verify, export, fleet, demo)
+ALL = (inspect, calibrate, compress, curve, verify, export, finetune, fleet, demo)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:
