@@ -8,7 +8,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lsrdecomp.adapters import LsrConfig
+from lsrdecomp.adapters import LsrConfig, layout
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
@@ -54,11 +54,12 @@ def test_forward_is_base_plus_delta(kind, order):
     assert (mine - expected).abs().max() <= closeness(expected)
 
 
+@pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_every_factor(kind):
-    layer, x = adapted(kind)
+def test_gradients_of_every_factor(kind, order):
+    layer, x = adapted(kind, order=order)
     factors = [factor.detach() for side in (layer.lsr_A, layer.lsr_B) for factor in side["default"].factors]
-    names = [f"{side}.default.factor_{index}" for side in ("lsr_A", "lsr_B") for index in (1, 2)]
+    names = [f"{side}.default.factor_{index}" for side in ("lsr_A", "lsr_B") for index in range(1, order + 1)]
 
     def output(*given: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(layer, dict(zip(names, given, strict=True)), (x,))
@@ -246,6 +247,15 @@ def test_patterns_choose_by_the_end_of_the_name():
         "b.q": (4, 3 / 4, (5, 1)),
         "b.k": (3, 8 / 3, (5, 1)),
     }
+
+
+@pytest.mark.parametrize("key", ["a.q", "^a.q", "a.q$", "^a.q$", r"a\.q", r"^a\.q", r"a\.q$", r"^a\.q$"])
+def test_an_exact_name_is_looked_up_and_beats_patterns(key, monkeypatch):
+    patterns = {".*q": 3, key: 6, "q": 5}
+    assert layout.find(patterns, "b.q") == 3
+    assert layout.find({"^b.q$": 2}, "a.q") is None
+    monkeypatch.setattr(layout, "get_pattern_key", None)  # no search through patterns
+    assert layout.find(patterns, "a.q") == 6
 
 
 def test_rank_and_shape_patterns_may_not_disagree():

@@ -171,6 +171,20 @@ def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
     assert relative(merged(x), result) < 1e-5
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_the_factors_of_stacked_experts(transposed):
+    torch.manual_seed(0)
+    config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2, separation_rank=2, init_weights=False)
+    model = get_peft_model(nn.ModuleDict({"experts": Experts(transposed)}), config).double()
+    layer, x = model.base_model.model["experts"], torch.randn(3, 4, 6, dtype=torch.float64)
+    given = {name: value.detach() for name, value in layer.named_parameters() if "lsr_" in name}
+
+    def output(*values: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(layer, dict(zip(given, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(output, [value.requires_grad_() for value in given.values()], fast_mode=True)
+
+
 @pytest.mark.parametrize("option", [{"lsr_dropout": 0.1}, {"use_dora": True}])
 def test_options_that_need_an_input_are_refused_for_parameters(option):
     config = LsrConfig(target_parameters=["experts.up"], target_modules=[], r=2, **option)

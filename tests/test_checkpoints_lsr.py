@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import LsrLayer, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.errors import CheckpointError, LsrError, ShapeError
+from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.shape import ProductShape
 
 STORAGE = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float64", "float32", "float16", "bfloat16")}
@@ -223,7 +223,8 @@ def lsr_directory(path: Path) -> Path:
         ("lsr_alpha", "4", "lsr_alpha"),
         ("lsr_alpha", 10**400, "lsr_alpha"),
         ("order", 0, "order"),
-        ("use_dora", True, "DoRA"),
+        ("use_dora", True, "use_dora is set: DoRA rescales every row"),
+        ("target_parameters", ["experts.up"], "target_parameters is set: it targets bare parameters"),
     ],
 )
 def test_a_config_that_does_not_fit_the_factors_is_an_error(tmp_path: Path, field: str, value, word: str) -> None:
@@ -251,6 +252,31 @@ def test_a_factor_missing_or_misnamed_is_an_error(tmp_path: Path, old: str, new:
     save_file({**tensors, **({PREFIX + new: array} if new else {})}, folder / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="factor_"):
         open_checkpoint(folder)
+
+
+def test_a_magnitude_beside_the_factors_is_refused_by_name(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_model.safetensors"
+    save_file({**load_file(path), f"{PREFIX}b.lsr_magnitude_vector": np.ones(9, np.float32)}, path)
+    with pytest.raises(UnsupportedError, match=r"b\.lsr_magnitude_vector: DoRA rescales every row.*to_lora"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("key", ["a.1", "^a.1", "a.1$", "^a.1$", r"a\.1", r"^a\.1", r"a\.1$", r"^a\.1$", r"(^a\.1$)"])
+def test_an_exact_name_is_a_pattern_in_every_spelling(tmp_path: Path, key: str) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": {key: 8}}))
+    assert {layer.name: layer.scale for layer in open_checkpoint(folder).layers}["a.1"] == 2.0
+
+
+def test_an_exact_name_beats_a_pattern_that_stands_before_it(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_config.json"
+    patterns = {r"a\.\d+": 12, r"^a\.1": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": patterns}))
+    scales = {layer.name: layer.scale for layer in open_checkpoint(folder).layers}
+    assert (scales["a.1"], scales["a.11"]) == (2.0, 3.0)
 
 
 def test_scales_come_from_alpha_rank_and_rslora(tmp_path: Path) -> None:

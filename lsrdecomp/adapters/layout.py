@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,6 +10,7 @@ from typing import TypeVar
 from peft.utils.other import get_pattern_key
 
 from lsrdecomp.adapters.config import LsrConfig, positive, product_shape, separation_ranks
+from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.shape import ProductShape
 
@@ -70,15 +70,9 @@ def find(pattern: Mapping[str, T], name: str) -> T | None:
     """The value for a module: of its exact name, else of the first pattern that matches as PEFT matches.
 
     An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats every pattern, so that
-    a map of all layers of a model costs each of them no search.
+    a map of all layers of a model costs each of them no search. `lsrdecomp.checkpoints` reads by the same rule.
     """
     for key in spellings(name):
         if key in pattern:
             return pattern[key]
     return pattern.get(get_pattern_key(list(pattern), name))
-
-
-def spellings(name: str) -> tuple[str, ...]:
-    """The ways in which a pattern map writes one full module name; `lsrdecomp.checkpoints` writes the first."""
-    plain = (f"^{re.escape(name)}", f"^{name}", name, re.escape(name))
-    return (*plain, *(f"{key}$" for key in plain))

@@ -99,10 +99,10 @@ class LsrModel(KroneckerTuner):
         adapter_name : str
             Name of the new adapter. Nothing happens if there is one of that name.
         combination_type : str
-            "cat": ``Σ weight · ΔW`` exactly; separation and inner ranks add. "svd": its best approximation of rank
-            ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``, cheap and rough; separation ranks add. "ties"
-            (Yadav et al., 2023), "dare_linear", "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the entries
-            of the sides, and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
+            "cat": ``Σ weight · ΔW`` exactly; separation ranks and first inner sizes add. "svd": its best approximation
+            of rank ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``, cheap and rough; separation ranks add.
+            "ties" (Yadav et al., 2023), "dare_linear", "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the
+            entries of the sides, and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
             Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; compress the result to make it small again.
         svd_rank : int, optional
             Rank of the kinds with svd; the largest of each layer's adapters if absent.

@@ -79,9 +79,13 @@ class Config:
 
 
 class Patterns:
-    """Values by module-name pattern, under PEFT's rule: ``re.match(r"(.*\\.)?(key)$", name)``, first match wins."""
+    """Values by module-name pattern, under PEFT's rule: ``re.match(r"(.*\\.)?(key)$", name)``, first match wins.
 
-    def __init__(self, values: Mapping[str, Any], field: str, path: Path) -> None:
+    With ``exact_first``, the rule of LSR adapters: a module's exact name is looked up before any pattern.
+    """
+
+    def __init__(self, values: Mapping[str, Any], field: str, path: Path, *, exact_first: bool = False) -> None:
+        self.exact = dict(values) if exact_first else {}
         self.values = [(_compile(key, field, path), value) for key, value in values.items()]
         wild = sum(1 for key in values if re.search(r"[*+{?|]", key))
         if wild > MOST_WILD:
@@ -91,6 +95,9 @@ class Patterns:
 
     def get(self, name: str, default: Value) -> Value:
         """The value for a module name, or the default."""
+        key = next((key for key in spellings(name) if key in self.exact), None) if self.exact else None
+        if key is not None:
+            return self.exact[key]  # type: ignore[no-any-return]
         return next((value for pattern, value in self.values if pattern.match(name)), default)
 
 
@@ -101,6 +108,16 @@ def exact_pattern(name: str) -> str:
     '^layers\\\\.1\\\\.q_proj'
     """
     return f"^{re.escape(name)}"
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The keys that are one full module name and no pattern, in the order in which they are looked up.
+
+    >>> spellings("a.b")
+    ('^a\\\\.b', '^a.b', 'a.b', 'a\\\\.b', '^a\\\\.b$', '^a.b$', 'a.b$', 'a\\\\.b$')
+    """
+    plain = (exact_pattern(name), f"^{name}", name, re.escape(name))
+    return (*plain, *(f"{key}$" for key in plain))
 
 
 def module_suffixes(names: Iterable[str]) -> list[str]:

