@@ -125,6 +125,14 @@ def like(values: np.ndarray, array: Array) -> Array:
     return xp.asarray(values, dtype=array.dtype, device=device(array))
 
 
+def triangular_factor(array: Array) -> Array:
+    """R of a thin QR factorization; Q is not formed where the library can do without (NumPy, torch), half the cost."""
+    if array_api_compat.is_numpy_array(array):
+        return np.linalg.qr(array, mode="r")
+    xp = namespace(array)
+    return xp.linalg.qr(array, mode="r")[1] if array_api_compat.is_torch_array(array) else xp.linalg.qr(array).R
+
+
 def require_matrix(array: Array, name: str = "matrix") -> None:
     """Raise `ShapeError` unless ``array`` has two dimensions and at least one entry."""
     if array.ndim != 2:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lsrdecomp.arrays import Array, as_double, as_floating, device, is_complex, namespace, norm, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    as_floating,
+    device,
+    is_complex,
+    namespace,
+    norm,
+    to_numpy,
+    triangular_factor,
+)
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker import apply_sum_of_kroneckers, factor_shape, khatri_rao, sum_of_kroneckers
 from lsrdecomp.precision import round_to
@@ -224,10 +234,9 @@ class SeparatedMatrix:
 
 
 def _triangle(columns: Array) -> Array:
-    xp = namespace(columns)
     if columns.shape[0] <= columns.shape[1]:
         return columns
-    return xp.linalg.qr(columns).R
+    return triangular_factor(columns)
 
 
 def _unit(factor: Array) -> tuple[Array, Array]:

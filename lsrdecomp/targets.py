@@ -16,6 +16,7 @@ from lsrdecomp.arrays import (
     norm,
     require_finite,
     require_matrix,
+    triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import rearrange
@@ -169,15 +170,15 @@ def _apply_pair(left: Array, right: Array, x: Array) -> Array:
     """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b)."""
     xp = namespace(left, right, x)
     (m, p, r), (n, q, _), b = left.shape, right.shape, x.shape[1]
+    columns = xp.reshape(xp.matrix_transpose(x), (b, p, q))  # each column a matrix: no array of size r is ever permuted
     if p * (q * n + n * m) <= q * (p * m + m * n):  # right first: r·b·p·n·q + r·b·m·p·n against its mirror
-        inner = xp.reshape(xp.permute_dims(xp.reshape(x, (p, q, b)), (1, 0, 2)), (q, p * b))
-        state = xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n * r, q)) @ inner  # (n·r, p·b)
-        state = xp.reshape(xp.permute_dims(xp.reshape(state, (n, r, p, b)), (2, 1, 0, 3)), (p * r, n * b))
-        return xp.reshape(xp.reshape(left, (m, p * r)) @ state, (m * n, b))
-    state = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p)) @ xp.reshape(x, (p, q * b))  # (m·r, q·b)
-    state = xp.reshape(xp.permute_dims(xp.reshape(state, (m, r, q, b)), (2, 1, 0, 3)), (q * r, m * b))
-    image = xp.reshape(xp.reshape(right, (n, q * r)) @ state, (n, m, b))
-    return xp.reshape(xp.permute_dims(image, (1, 0, 2)), (m * n, b))
+        state = columns @ xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))  # (b, p, r·n)
+        image = xp.reshape(left, (m, p * r)) @ xp.reshape(state, (b, p * r, n))
+    else:
+        state = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p)) @ columns  # (b, m·r, q)
+        rows = xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q))
+        image = xp.reshape(state, (b, m, r * q)) @ xp.matrix_transpose(rows)
+    return xp.matrix_transpose(xp.reshape(image, (b, m * n)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +232,8 @@ class LowRank:
 
     @cached_property
     def norm(self) -> float:
-        return norm(self.svd[1])
+        left, right = (triangular_factor(as_double(f)) for f in (self.left, adjoint(self.right)))
+        return norm(left @ adjoint(right))
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
@@ -270,8 +272,8 @@ class LowRank:
         xp = namespace(self.left, self.right)
         if hasattr(approximation, "to_lora"):
             left, right = (as_double(f) for f in approximation.to_lora())
-            columns = xp.linalg.qr(xp.concat((as_double(self.left), left), axis=1)).R
-            rows = xp.linalg.qr(adjoint(xp.concat((as_double(self.right), -right), axis=0))).R
+            columns = triangular_factor(xp.concat((as_double(self.left), left), axis=1))
+            rows = triangular_factor(adjoint(xp.concat((as_double(self.right), -right), axis=0)))
             return norm(columns @ adjoint(rows))
         left, right = as_double(self.left), as_double(self.right)
         return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)

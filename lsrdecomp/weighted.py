@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lsrdecomp.arrays import Array, as_double, namespace, norm
+from lsrdecomp.arrays import Array, as_double, namespace, norm, triangular_factor
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets import Approximation, LowRank
@@ -73,8 +73,8 @@ def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> Low
 def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
     """`weighted_svd` of pairs (…, m, r), (…, r, n) in double precision, with weights batched alike."""
     xp = namespace(left, right)
-    triangle = xp.linalg.qr(weights.output.root(left)).R
-    other = xp.linalg.qr(weights.input.root(xp.matrix_transpose(right))).R
+    triangle = triangular_factor(weights.output.root(left))
+    other = triangular_factor(weights.input.root(xp.matrix_transpose(right)))
     u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
     floor = int(left.shape[-1]) * unit_roundoff("float64") * xp.max(sigma, axis=-1, keepdims=True)
     kept = sigma > floor
@@ -87,8 +87,8 @@ def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[
 def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
     """‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
     xp = namespace(left, right)
-    columns = xp.linalg.qr(weights.output.root(left)).R
-    rows = xp.linalg.qr(weights.input.root(xp.matrix_transpose(right))).R
+    columns = triangular_factor(weights.output.root(left))
+    rows = triangular_factor(weights.input.root(xp.matrix_transpose(right)))
     return xp.linalg.matrix_norm(columns @ xp.matrix_transpose(rows))
 
 

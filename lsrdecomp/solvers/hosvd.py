@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, device, namespace
+from lsrdecomp.arrays import Array, adjoint, as_double, device, namespace, triangular_factor
 
 OVERSAMPLING = 8
 """Columns of the random sketch beyond the wanted rank: the usual 5 to 10 of randomised range finders."""
@@ -82,7 +82,7 @@ def _leading(matrix: Array, rank: int, rng: np.random.Generator) -> tuple[Array,
         basis = xp.linalg.qr(matrix @ xp.linalg.qr(adjoint(matrix) @ basis).Q).Q
         matrix = adjoint(basis) @ matrix
     if matrix.shape[0] < matrix.shape[1]:
-        triangle = as_double(xp.linalg.qr(adjoint(matrix)).R)
+        triangle = as_double(triangular_factor(adjoint(matrix)))
         directions = adjoint(xp.linalg.svd(triangle, full_matrices=False).Vh)
     else:
         directions = xp.linalg.svd(as_double(matrix), full_matrices=False).U

@@ -18,7 +18,7 @@ from lsrdecomp.solvers.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.certificate import Certificate
 from lsrdecomp.solvers.gram import Gram
 from lsrdecomp.solvers.svd import as_separated
-from lsrdecomp.targets import Target
+from lsrdecomp.targets import RearrangedDense, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class BlockGolubKahan:
     Parameters
     ----------
     block : int, optional
-        Columns b of a block; absent, 8 to 16 by the number of terms asked for.
+        Columns b of a block; absent, 8 to 16 by the number of terms asked for, and 8 where R(M) is not stored: one
+        reading of a stored matrix serves a whole block, an unformed product is paid for by the column.
     seed : int
         Of the random start, drawn by NumPy whatever the library of the target.
     tolerance : float
@@ -66,8 +67,9 @@ class BlockGolubKahan:
         if shape.order != 2:
             raise ShapeError(f"block Golub–Kahan is for two factors; {shape} has {shape.order}")
         norm, most = target.norm, min(rank or shape.max_separation_rank, shape.max_separation_rank)
-        block = self.block or (16 if rank is None else min(16, max(8, rank)))
         operator = target.rearranged(shape)
+        widest = 16 if isinstance(operator, RearrangedDense) else 8
+        block = self.block or (widest if rank is None else min(widest, max(8, rank)))
         # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
         swapped = operator.shape[0] < operator.shape[1]
         side = min(operator.shape)
