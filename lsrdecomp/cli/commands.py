@@ -12,9 +12,10 @@ from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
+from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
-from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, Name, Storage
+from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, Storage
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.html_report import html_report
@@ -29,9 +30,15 @@ from lsrdecomp.solvers.svd import tail_norms
 from lsrdecomp.targets import LowRank
 
 
-def inspect(adapter: Adapter, name: Name = None, alpha: Alpha = None, json: JsonFile = None) -> None:
+def inspect(
+    adapter: Adapter,
+    name: Name = None,
+    alpha: Alpha = None,
+    json: JsonFile = None,
+    max_memory: MaxMemory = None,
+) -> None:
     """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
-    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
+    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     with tables.progress(len(checkpoint.layers), "reading") as advance:
         ranks = []
         for layer in checkpoint.layers:
@@ -62,6 +69,7 @@ def compress(
     alpha: Alpha = None,
     json: JsonFile = None,
     force: Force = False,
+    max_memory: MaxMemory = None,
 ) -> None:
     """Turn a LoRA adapter into an LSR adapter that PEFT opens.
 
@@ -80,7 +88,7 @@ def compress(
         inner_shape=_sizes(inner_shape),
         storage=storage,
     )
-    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
+    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     if out is not None:
         check_output(out, (checkpoint.path,), force)
     elif not dry_run:
@@ -143,9 +151,11 @@ def export(
     ] = "peft",
     storage: Storage = "float32",
     force: Force = False,
+    max_memory: MaxMemory = None,
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
-    export_lora(open_checkpoint(adapter), out, to=to, storage=storage, profile=profile, force=force)
+    checkpoint = open_checkpoint(adapter, max_memory=max_memory)
+    export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force)
     typer.echo(f"Wrote {out}: a {to} adapter, exact up to rounding to {storage}.")
 
 
@@ -173,7 +183,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
-ALL = (inspect, calibrate, compress, curve, verify, export, finetune, fleet, demo)
+ALL = (inspect, calibrate, compress, curve, verify, export, finetune, compare, fleet, demo)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -199,8 +199,30 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-LEFT = ("layer", "adapter", "kind", "structure", "shape", "dtype", "storage", "state", "reason", "")
-FOLDED = ("layer", "adapter", "reason")
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of text that was made elsewhere."""
+    table = _table(*head)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+LEFT = (
+    "layer",
+    "adapter",
+    "kind",
+    "structure",
+    "shape",
+    "dtype",
+    "storage",
+    "state",
+    "reason",
+    "method",
+    "task",
+    "against",
+    "",
+)
+FOLDED = ("layer", "adapter", "reason", "against")
 
 
 def _table(*columns: str) -> Table:

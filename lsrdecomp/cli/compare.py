@@ -1,0 +1,96 @@
+"""The verb that compares methods of fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from lsrdecomp.training.compare import Results
+    from lsrdecomp.training.suite import Suite
+
+Data = Annotated[Path | None, typer.Option(help="Directory of the tasks' files, in place of the suite's.")]
+Model = Annotated[str | None, typer.Option(help="The base, in place of the suite's.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …, in place of the suite's.")]
+
+
+def compare(
+    suite: Annotated[Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
+    table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    data: Data = None,
+    model: Model = None,
+    device: Device = None,
+    workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Do failed runs again.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
+
+    Rates are chosen on a split of the training set. Finished runs are never redone. Writes table.md, and pictures where
+    matplotlib is installed. Exit code 1 if a run failed.
+    """
+    try:
+        from lsrdecomp.training.compare import compare as run
+        from lsrdecomp.training.compare import read_results
+    except ImportError as error:
+        raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[peft]'") from error
+    chosen = open_suite(suite, data, model, device)
+    if table:
+        results = read_results(chosen, out)
+    else:
+        with tables.progress(read_results(chosen, out).planned, "runs") as advance:
+            results = run(chosen, out, workers=workers, retry=retry, on_run=lambda one, outcome: advance(one))
+    show(results, out, json)
+    if any(cell.failures for cell in results.cells):
+        raise typer.Exit(1)
+
+
+def open_suite(path: Path, data: Path | None, model: str | None, device: str | None) -> Suite:
+    """A suite with what the command line says in place of its own."""
+    from lsrdecomp.training.suite import read_suite
+
+    given: dict[str, Any] = {"data": None if data is None else str(data), "model": model, "device": device}
+    return read_suite(path, {name: value for name, value in given.items() if value is not None})
+
+
+def show(results: Results, out: Path, json: Path | None) -> None:
+    """The tables on the screen and in `table.md`, the pictures, the JSON."""
+    from lsrdecomp.training import compare_table
+
+    rows = compare_table.lines(results)
+    if rows:
+        out.mkdir(parents=True, exist_ok=True)
+        tables.write_text(compare_table.markdown(results), out / "table.md")
+        tables.show(json, tables.text_table(*compare_table.overview(rows)))
+        tables.show(json, "", tables.text_table(*compare_table.details(rows)), "")
+        _draw(rows, out)
+    tables.show(json, *compare_table.notes(results, rows))
+    if json is not None:
+        tables.write_json(compare_table.to_json(results), json)
+
+
+def _draw(rows: Any, out: Path) -> None:
+    from lsrdecomp import plots
+    from lsrdecomp.training import compare_table
+
+    try:
+        plots.available()
+    except ImportError:
+        return
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    quality = f"score on dev, mean of {len(tasks)} tasks, %" if len(tasks) > 1 else f"{tasks[0]}: {rows[0].metric}, %"
+    majority = 100 * sum({row.task: row.baseline for row in rows}.values()) / len(tasks)
+    for size, name in (("adapter_parameters", "parameters"), ("adapter_bytes", "bytes")):
+        found = [plots.Point(*point) for point in compare_table.points(rows, size)]
+        if found:
+            axes = plots.plot_quality(
+                found, size=f"{name} of the adapter", quality=quality, references={"majority": majority}
+            )
+            plots.save_figure(axes, out / f"{name}.png")
