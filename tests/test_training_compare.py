@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("sklearn")
 pytest.importorskip("peft")
 
-from typer.testing import CliRunner  # noqa: E402
+from typer.testing import CliRunner
 
-from lsrdecomp.cli.main import app  # noqa: E402
-from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.training import compare_table  # noqa: E402
-from lsrdecomp.training.compare import compare, read_results  # noqa: E402
-from lsrdecomp.training.record import Record, Scores  # noqa: E402
-from lsrdecomp.training.suite import SuiteError, read_suite  # noqa: E402
+from lsrdecomp.cli.main import app
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.training import compare_table
+from lsrdecomp.training.compare import compare, read_results
+from lsrdecomp.training.record import Record, Scores
+from lsrdecomp.training.suite import SuiteError, read_suite
 
 SUITE = """
 seeds = [0, 1, 2]
@@ -46,7 +46,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What `finetune` was asked for; in its place a formula: dev likes large rates, validation prefers 1e-2 for LoRA."""
+    """What `finetune` was asked for; in its place a formula: dev likes large rates, validation another for each."""
     done = []
 
     def run(settings, out, *, resume, on_step=None):
