@@ -261,6 +261,24 @@ def test_compilation_gives_one_graph_and_no_recompiles():
     assert graphs.frame_count == 1
 
 
+def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters():
+    """Not in one graph, as for PEFT's LoRA: the names reach the layers through hooks set within the call."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)
+    model = get_peft_model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)), config, adapter_name="x")
+    model.add_adapter("y", config)
+    model.eval()
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs)
+    x, names = torch.randn(5, 12), ["x", "y", "__base__", "y", "x"]
+    seen = []
+    for order in (names, names, names[::-1]):
+        torch.testing.assert_close(compiled(x, adapter_names=order), model(x, adapter_names=order))
+        seen.append(graphs.frame_count)
+    assert seen[0] == seen[1] == seen[2] > 0
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_gradient(use_reentrant):
     rows = torch.randint(0, 30, (2, 5), generator=torch.Generator().manual_seed(0))
