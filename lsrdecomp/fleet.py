@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import read_json, sha256
@@ -18,6 +18,7 @@ from lsrdecomp.compression.run import REPORT, compress
 from lsrdecomp.errors import CheckpointError, LsrError
 
 MANIFEST = "fleet.jsonl"
+FIRST = b'{"plan":'
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
 State = Literal["done", "missed", "failed"]
 
@@ -29,6 +30,7 @@ class Job:
     name: str  # path below the input directory
     source: str
     out: str
+    max_memory: int | None = None  # as for `open_checkpoint`
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def run_fleet(
     *,
     runner: Runner,
     retries: int = 1,
+    max_memory: int | None = None,
     on_outcome: Callable[[Outcome, int], Any] | None = None,
 ) -> list[Outcome]:
     """Compress every adapter below ``folder`` into the same place below ``out``.
@@ -88,6 +91,8 @@ def run_fleet(
         Where jobs run: `lsrdecomp.runners.joblib_runner`, `ray_runner`.
     retries : int
         Further attempts, each in a process of its own, for a job whose worker died.
+    max_memory : int, optional
+        Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one fails unread.
     on_outcome : callable, optional
         Called with each new outcome and the number of jobs of this run.
 
@@ -111,7 +116,9 @@ def run_fleet(
     manifest = Manifest(out / MANIFEST, plan)
     known = manifest.outcomes
     jobs = [
-        Job(name, str(folder / name), str(out / name)) for name in names if not _settled(known.get(name), out / name)
+        Job(name, str(folder / name), str(out / name), max_memory)
+        for name in names
+        if not _settled(known.get(name), out / name)
     ]
     pending: list[Job] = []
     for job in jobs:
@@ -140,7 +147,7 @@ def run_fleet(
 def run_job(job: Job, plan: CompressionPlan) -> Outcome:
     """Compress one adapter; every fault becomes an outcome of one line."""
     try:
-        result = compress(open_checkpoint(job.source), plan)
+        result = compress(open_checkpoint(job.source, max_memory=job.max_memory), plan)
         total = result.totals
         figures = total.parameters_before, total.parameters, total.relative_error
         if not result.met:
@@ -164,39 +171,51 @@ class Manifest:
         self.outcomes: dict[str, Outcome] = {}
         lines = self._sound_lines()
         if lines:
-            held = json.loads(lines[0]).get("plan")
+            held = lines[0].get("plan")
             if held != _plain(plan):
-                raise CheckpointError(f"belongs to another plan, {json.dumps(held)}; choose another output", path=path)
+                text = f"belongs to another plan, {json.dumps(held)[:400]}; choose another output"
+                raise CheckpointError(text, path=path)
         else:
             self._write(json.dumps({"plan": _plain(plan)}))
         for line in lines[1:]:
-            outcome = Outcome(**json.loads(line))
+            outcome = _outcome(line)
+            if outcome is None:
+                text = f"{json.dumps(line)[:200]} is not an outcome written here; choose another output"
+                raise CheckpointError(text, path=path)
             self.outcomes[outcome.name] = outcome
 
     def append(self, outcome: Outcome) -> None:
         self.outcomes[outcome.name] = outcome
         self._write(json.dumps(asdict(outcome)))
 
-    def _sound_lines(self) -> list[str]:
+    def _sound_lines(self) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+        except (ValueError, RecursionError):
+            lines = [None]
+        if not all(isinstance(line, dict) for line in lines) or (not lines and content[:8] != FIRST[: len(content)]):
+            raise CheckpointError("is not a manifest written here; choose another output", path=self.path)
         if len(whole) < len(content):
             os.truncate(self.path, len(whole))
-        try:
-            lines = whole.decode("utf-8").splitlines()
-            if all(isinstance(json.loads(line), dict) for line in lines):
-                return lines
-        except ValueError:
-            pass
-        raise CheckpointError("is not a manifest written here; choose another output", path=self.path)
+        return lines
 
     def _write(self, line: str) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _outcome(line: Mapping[str, Any]) -> Outcome | None:
+    """The outcome of a line of a manifest, if it is one."""
+    kinds = {"name": str, "state": str, "message": str, "relative_error": int | float}
+    fits = set(line) <= set(Outcome.__slots__) and {"name", "state"} <= set(line)
+    fits = fits and all(isinstance(value, kinds.get(key, int)) for key, value in line.items())
+    return Outcome(**line) if fits and line["state"] in get_args(State) else None
 
 
 def _rounds(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, *, alone: bool) -> Iterator[Outcome | Broken]:

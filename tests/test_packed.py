@@ -1,12 +1,17 @@
 """Packed integer layers: every code comes back, PEFT sees the factors, and damaged bytes are one clear error."""
 
+import json
+import tracemalloc
+import zlib
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp import CheckpointError, LowRank, ProductShape
-from lsrdecomp.checkpoints.packed import decode, encode, factors_of, named_factors
+from lsrdecomp.checkpoints.packed import decode, encode, factors_of, named_factors, read_index
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product
 from lsrdecomp.compression.spectral import bit_ladder, spectral_code
@@ -49,6 +54,38 @@ def test_factors_expand_to_the_same_product(layers):
         keys = named_factors(name, code)
         assert f"base_model.model.{name}.lsr_B.factor_1" in keys
         assert len(keys) == len(left) + len(right)
+
+
+def test_a_term_that_rounded_to_zero_stays(layers):
+    """Sizes are told by the index, before any code is unpacked."""
+    code = layers["a.q"]
+    scales = code.left.scales.copy()
+    scales[1] = 0.0
+    code = replace(code, left=replace(code.left, scales=scales))
+    (packed,) = read_index(encode({"q": code})).values()
+    left, right = factors_of(packed.decode())
+    assert ([f.shape for f in left], [f.shape for f in right]) == packed.factor_shapes
+    assert [int(np.count_nonzero(np.any(f, axis=(1, 2)))) for f in left] == [2, 2]
+
+
+def test_opening_unpacks_no_code(layers):
+    """An index of huge layers is refused, or costs nothing until a layer is asked for."""
+
+    def index_of(*entry):
+        squeezed = zlib.compress(json.dumps([["q", *entry]]).encode())
+        return np.frombuffer(len(squeezed).to_bytes(4, "little") + squeezed, np.uint8)
+
+    with pytest.raises(CheckpointError, match="a layer of 1125899906842624 numbers"):
+        read_index(index_of("components", [2**49, 2**49], [], 0))
+    side = [4, 0, 0]
+    with pytest.raises(CheckpointError, match="numbers"):
+        read_index(index_of("terms", [2**20, 2**20], [1, 1], [2**20, 2**20], side, [4, 0, 2**40]))
+    tracemalloc.start()
+    (layer,) = read_index(index_of("components", [2**24, 2**24], [], 0)).values()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert layer.factor_shapes == ([(1, 2**24, 1)], [(1, 1, 2**24)])
+    assert peak < 2**20
 
 
 @given(st.data())

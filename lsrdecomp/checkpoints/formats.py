@@ -16,8 +16,12 @@ from lsrdecomp.checkpoints import (
     peft_lycoris_format,
 )
 from lsrdecomp.checkpoints.bundle import open_bundle
-from lsrdecomp.checkpoints.records import Checkpoint
+from lsrdecomp.checkpoints.packed import PACKED
+from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.tensors import DTYPES
 from lsrdecomp.errors import CheckpointError
+
+WAY_OUT = "raise max_memory (--max-memory)"
 
 FORMATS: tuple[ModuleType, ...] = (
     lsr_format,
@@ -45,7 +49,8 @@ def open_checkpoint(
     alpha : float, optional
         LoRA alpha, for formats whose files do not hold it.
     max_memory : int, optional
-        Bytes that one layer in float64, or one other tensor, may take; larger ones are refused before they are read.
+        Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are refused before they
+        are read.
 
     Raises
     ------
@@ -55,6 +60,9 @@ def open_checkpoint(
         For a sound file whose content is not expressed here: it is refused by name, never dropped.
     """
     bundle = open_bundle(path, name, max_memory)
+    packed = bundle.tensors.get(PACKED)
+    if packed is not None and max_memory is not None and packed.nbytes > max_memory:
+        raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
     for form in FORMATS:
         if form.matches(bundle):
             checkpoint: Checkpoint = form.read(bundle, alpha=alpha)
@@ -66,10 +74,14 @@ def open_checkpoint(
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:
-    for name, numbers, size in (
-        *((layer.name, layer.parameters, 8 * layer.parameters) for layer in checkpoint.layers),
-        *((key, tensor.parameters, tensor.nbytes) for key, tensor in checkpoint.extras.items()),
-    ):
-        if size > most:
-            text = f"its {numbers} numbers take {size} bytes, above the {most} allowed; raise max_memory"
+    sizes = [(layer.name, _numbers(layer), 8) for layer in checkpoint.layers]
+    sizes += [(key, tensor.parameters, DTYPES[tensor.dtype].itemsize) for key, tensor in checkpoint.extras.items()]
+    for name, numbers, width in sizes:
+        if numbers * width > most:
+            text = f"its {numbers} numbers take {numbers * width} bytes, above the {most} allowed; {WAY_OUT}"
             raise CheckpointError(text, path=checkpoint.weights, tensor=name)
+
+
+def _numbers(layer: LoraLayer | LsrLayer) -> int:
+    """Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a huge layer."""
+    return max(layer.parameters, layer.rank * (layer.out_features + layer.in_features))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+
+import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
 from lsrdecomp.checkpoints.layers_config import check_carried
-from lsrdecomp.checkpoints.packed import PACKED, decode, named_factors
+from lsrdecomp.checkpoints.packed import PACKED, factors_of, read_index
 from lsrdecomp.checkpoints.peft_format import PREFIX
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
@@ -176,17 +178,26 @@ def _unpacked(bundle: Bundle) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if packed is not None:
         if packed.dtype != "uint8" or len(packed.shape) != 1:
             raise packed.error(f"shape {packed.shape} of {packed.dtype}, expected a row of bytes")
-        for name, code in decode(packed.read()).items():
-            widths[name] = code.storage
-            for key, array in named_factors(name, code).items():
-                if key in tensors:
-                    raise packed.error(f"{key} is stored twice, packed and alone")
-                tensors[key] = StoredTensor(key, array.shape, "float64", packed.path, partial(_held, array))
+        layers = read_index(packed.read())
+
+        @lru_cache(maxsize=1)
+        def factors(name: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+            return factors_of(layers[name].decode())
+
+        for name, layer in layers.items():
+            widths[name] = layer.storage
+            for side, (letter, shapes) in enumerate(zip("BA", layer.factor_shapes, strict=True)):
+                for i, shape in enumerate(shapes):
+                    key = f"{PREFIX}{name}.lsr_{letter}.factor_{i + 1}"
+                    if key in tensors:
+                        raise packed.error(f"{key} is stored twice, packed and alone")
+                    fetch = partial(_factor, factors, name, side, i)
+                    tensors[key] = StoredTensor(key, shape, "float64", packed.path, fetch)
     return tensors, widths
 
 
-def _held(array: Array) -> Array:
-    return array
+def _factor(factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, place: int) -> Array:
+    return np.asarray(factors(name)[side][place])
 
 
 def _split(

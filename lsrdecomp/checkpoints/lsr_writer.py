@@ -12,7 +12,7 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
-from lsrdecomp.checkpoints.packed import PACKED, encode, factors_of
+from lsrdecomp.checkpoints.packed import PACKED, encoded, factors_of
 from lsrdecomp.checkpoints.peft_format import PREFIX
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
@@ -87,7 +87,7 @@ def write_lsr(
             shape, ranks = _factor_shape(name, *factors_of(code))
             shapes[name] = (shape, *ranks)
         if coded:
-            writer.add(PACKED, encode(coded))
+            writer.add_pieces(PACKED, "uint8", *encoded(coded))
         if not shapes:
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in source.extras.items():

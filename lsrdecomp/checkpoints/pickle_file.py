@@ -34,7 +34,9 @@ def read_pickle(path: Path, max_memory: int | None = None) -> tuple[dict[str, St
     if zipped:
         _check_zip(path, size)
     elif max_memory is not None and size > max_memory:
-        text = f"{size} bytes that can only be read whole, above the {max_memory} allowed; raise max_memory"
+        text = (
+            f"{size} bytes, read whole or not at all, above the {max_memory} allowed; raise max_memory (--max-memory)"
+        )
         raise CheckpointError(text, path=path)
     content = _load(path, zipped)
     listed = isinstance(content, list)

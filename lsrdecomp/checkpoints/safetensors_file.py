@@ -90,9 +90,10 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: 
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error, short enough for one of ours."""
+    """The first line of a foreign error, short enough for one of ours; it may quote a stranger's bytes."""
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
+    text = (lines[0] if lines else type(error).__name__)[:200]
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _metadata(value: object, path: Path) -> dict[str, str]:

@@ -24,10 +24,10 @@ def changed_files(directory: Path) -> tuple[str, ...] | None:
         return None
     if record.stat().st_size > LARGEST:
         raise CheckpointError(f"{record.stat().st_size} bytes of digests; not a file written here", path=record)
+    held = {path.name: path for path in directory.iterdir() if path.is_file()}
     changed = []
     for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
         digest, _, name = line.partition("  ")
-        path = directory / name
-        if Path(name).name != name or not path.is_file() or sha256(path) != digest:
-            changed.append(name or line)
+        if name not in held or sha256(held[name]) != digest:
+            changed.append(name if name in held else ascii(name or line)[1:81])
     return tuple(changed)

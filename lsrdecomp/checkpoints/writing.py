@@ -143,6 +143,17 @@ class TensorWriter:
         self._places[name] = (self._spool.tell(), data.nbytes)
         self._spool.write(data.data)
 
+    def add_pieces(self, name: str, dtype: str, length: int, pieces: Iterable[Array]) -> None:
+        """Append a row of ``length`` numbers that comes in pieces."""
+        self.add(name, np.zeros(0, DTYPES[dtype]))
+        begin, size = self._spool.tell(), length * DTYPES[dtype].itemsize
+        for piece in pieces:
+            self._spool.write(np.ascontiguousarray(piece).data)
+        if self._spool.tell() - begin != size:
+            raise CheckpointError(f"{self._spool.tell() - begin} bytes came, {size} were announced", tensor=name)
+        self.tensors[name] = (dtype, (length,))
+        self._places[name] = (begin, size)
+
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write the file in the order of the safetensors library: widest dtype first, then by name."""
         order = sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.cli.options import JsonFile, MaxMemory
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet import Outcome, find_adapters, run_fleet, summary
@@ -25,6 +25,7 @@ def fleet(
     ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
     retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
     json: JsonFile = None,
+    max_memory: MaxMemory = None,
 ) -> None:
     """Compress every adapter below a directory; start again after a kill and it goes on where it was.
 
@@ -34,7 +35,13 @@ def fleet(
     runner = joblib_runner(workers) if ray is None else ray_runner(ray)
     with tables.progress(len(find_adapters(indir)), "adapters") as advance:
         outcomes = run_fleet(
-            indir, outdir, compression, runner=runner, retries=retries, on_outcome=lambda outcome, _: advance(outcome)
+            indir,
+            outdir,
+            compression,
+            runner=runner,
+            retries=retries,
+            max_memory=max_memory,
+            on_outcome=lambda outcome, _: advance(outcome),
         )
     counts = summary(outcomes)
     if json is not None:

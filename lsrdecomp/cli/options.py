@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def memory_size(text: str) -> int:
+    """Bytes of a size such as 4000000, 512MB or 8GiB; a bare K, M, G or T counts in powers of 1024."""
+    found = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B|)", text.strip())
+    if found is None:
+        raise typer.BadParameter(f"expected a size such as 4000000, 512MB or 8GiB, got {text!r}")
+    base = 1000 if found[3] == "B" else 1024
+    return int(found[1]) * int(base ** POWERS[found[2]])
+
 
 Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")]
@@ -15,3 +28,12 @@ Storage = Annotated[
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Weight file to take where the directory has several.")]
 Alpha = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib).")]
+MaxMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--max-memory",
+        parser=memory_size,
+        metavar="SIZE",
+        help="Refuse, before it is read, a layer or tensor that takes more than this: 4000000, 512MB, 8GiB.",
+    ),
+]

@@ -11,7 +11,7 @@ import typer
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import Alpha, JsonFile, Name
+from lsrdecomp.cli.options import Alpha, JsonFile, MaxMemory, Name
 from lsrdecomp.compression.verify import Verification
 from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
@@ -34,6 +34,7 @@ def verify(
     name: Name = None,
     alpha: Alpha = None,
     json: JsonFile = None,
+    max_memory: MaxMemory = None,
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what its record says.
 
@@ -41,7 +42,8 @@ def verify(
     """
     if (base is None) != (text is None and task is None) or (text is not None and task is not None):
         raise LsrError("answers are compared on a base and texts: give --base with --text FILE or --task DIR")
-    result = verify_checkpoints(open_checkpoint(source, name=name, alpha=alpha), open_checkpoint(written))
+    given = open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
+    result = verify_checkpoints(given, open_checkpoint(written, max_memory=max_memory))
     answers = None if base is None else _behaviour(base, source, written, text, task, batch, max_length, device)
     tables.show(json, tables.verification_table(result))
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
+from typing import TypeVar
 
 from lsrdecomp.arrays import namespace
 from lsrdecomp.codes import CodedProduct
+from lsrdecomp.compression.open_layers import Layer, batches
 from lsrdecomp.compression.quantize import stored_product
+from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.decompose import choose_solver
 from lsrdecomp.precision import precision
 from lsrdecomp.product import SeparatedProduct, low_rank_product
@@ -17,59 +20,11 @@ from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.pair import JointALS, PairSolution
 from lsrdecomp.solvers.svd import tail_norms
-from lsrdecomp.targets import LowRank
-from lsrdecomp.weighted import weighted_norm, weighted_residual_norm, weighted_svd
-from lsrdecomp.weights import NormWeights
 
 Form = SeparatedProduct | SeparatedMatrix
+F = TypeVar("F", bound=Form)
 Configuration = tuple[ProductShape, tuple[int, int]]
 """A shape of an LSR product, and the terms of its out side and its in side."""
-
-BATCH_ENTRIES = 2**24
-"""Entries of the pairs and dense weights solved together: bounds the memory of a batch."""
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A LoRA layer to compress, and the norm its error counts in.
-
-    Parameters
-    ----------
-    name : str
-    pair : LowRank, shape (m, n)
-        ΔW with its scale folded in.
-    weights : NormWeights, optional
-        Absent: the Frobenius norm.
-    """
-
-    name: str
-    pair: LowRank
-    weights: NormWeights | None = None
-
-    @cached_property
-    def norms(self) -> NormWeights:
-        return self.weights if self.weights is not None else NormWeights.frobenius(self.pair.shape)
-
-    @cached_property
-    def squared_norm(self) -> float:
-        """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
-        return self.pair.norm**2 if self.norms.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
-
-    def squared_error(self, form: Form) -> float:
-        """‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
-        if self.norms.is_frobenius:
-            return self.pair.residual_norm(form) ** 2
-        return weighted_residual_norm(self.pair, form, self.norms) ** 2
-
-    @property
-    def parameters(self) -> int:
-        """Numbers in the LoRA pair."""
-        return self.pair.rank * sum(self.pair.shape)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Layers of one kind can be solved together."""
-        return (*self.pair.shape, type(self.norms.output), type(self.norms.input))
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +38,12 @@ class Candidate:
     squared_error: float  # absolute, in the layer's norm
     storage: str = "float64"  # element type the error was measured in
     bytes: int = 0  # of the factors as stored, without the file's header
+    # Recipes, not factors: many candidates of many layers are held at once.
     build: Callable[[], Form] | None = field(default=None, repr=False)  # makes the factors; None for "drop"
-    codes: CodedProduct | None = field(default=None, repr=False)  # what is on disk, for integer storage
-    exact: SeparatedProduct | None = field(default=None, repr=False)  # an LSR product before rounding
+    codes: Callable[[], CodedProduct] | None = field(default=None, repr=False)  # what is on disk, for integer storage
+    exact: Callable[[], SeparatedProduct] | None = field(default=None, repr=False)  # an LSR product before rounding
     polished: bool = False
+    settled: bool = False  # its factors are on a shelf as they will be written
 
     @property
     def configuration(self) -> Configuration:
@@ -103,21 +60,19 @@ def drop(layer: Layer) -> Candidate:
 
 def keep(layer: Layer) -> Candidate:
     """The LoRA pair as it is."""
-    build = partial(low_rank_product, layer.pair.left, layer.pair.right)
-    shape = ProductShape.low_rank(layer.pair.shape, layer.pair.rank)
-    return Candidate("keep", shape, (1, 1), layer.parameters, 0.0, build=build)
+    shape = ProductShape.low_rank(layer.shape, layer.rank)
+    return Candidate("keep", shape, (1, 1), layer.parameters, 0.0, build=partial(_whole, layer))
 
 
 def low_rank_candidates(layer: Layer, most: float = float("inf")) -> list[Candidate]:
     """The best approximation of every rank in the layer's norm, of at most ``most`` parameters; built on demand."""
-    svd = weighted_svd(layer.pair, layer.norms)
-    tails, step = tail_norms(svd[1]), sum(layer.pair.shape)
+    tails, step = tail_norms(layer.svd[1]), sum(layer.shape)
     found = []
     for rank in range(1, len(tails)):
         if rank * step > most:
             break
-        shape = ProductShape.low_rank(layer.pair.shape, rank)
-        build = partial(_truncated, svd, rank)
+        shape = ProductShape.low_rank(layer.shape, rank)
+        build = partial(_truncated, layer, rank)
         found.append(Candidate("low rank", shape, (1, 1), rank * step, tails[rank] ** 2, build=build))
     return found
 
@@ -127,29 +82,31 @@ def lsr_candidates(
     configurations: Iterable[Configuration],
     solver: JointALS,
     *,
+    shelf: Shelf | None = None,
     on_configuration: Callable[[Configuration], object] | None = None,
 ) -> list[list[Candidate]]:
     """LSR products of the given shapes for layers of one kind, solved together; one list per layer."""
     found: list[list[Candidate]] = [[] for _ in layers]
     for shape, ranks in configurations:
         for place, solution in enumerate(solve_together(layers, shape, ranks, solver)):
-            found[place].append(lsr_candidate(solution))
+            found[place].append(lsr_candidate(solution, shelf))
         if on_configuration is not None:
             on_configuration((shape, ranks))
     return found
 
 
-def lsr_candidate(solution: PairSolution) -> Candidate:
-    """The price of a solution; its factors are held."""
+def lsr_candidate(solution: PairSolution, shelf: Shelf | None = None) -> Candidate:
+    """The price of a solution; its factors are held, or put on a shelf."""
     product = solution.product
+    exact = partial(_itself, product) if shelf is None else shelf.put(product)
     return Candidate(
         "LSR",
         product.product_shape,
         product.separation_ranks,
         product.parameters,
         solution.error**2,
-        build=partial(_itself, product),
-        exact=product,
+        build=exact,
+        exact=exact,
     )
 
 
@@ -162,7 +119,7 @@ def solve_together(
 ) -> list[PairSolution]:
     """Joint least squares for layers of one kind, in batches that fit in memory."""
     solutions: list[PairSolution] = []
-    for part in _batches(layers):
+    for part in batches(layers):
         weights = None if layers[0].norms.is_frobenius else [layer.norms for layer in layers[part]]
         begun = None if starts is None else starts[part]
         pairs = [layer.pair for layer in layers[part]]
@@ -194,37 +151,59 @@ def stored_as(layer: Layer, candidate: Candidate, storage: str) -> Candidate:
     """
     if candidate.build is None:
         return replace(candidate, storage=storage)
-    form = candidate.build()
-    stored: Form
+    stored, size, codes = _rounded(candidate.build, storage)
+    if candidate.structure != "LSR":
+        size = math.ceil(candidate.parameters * precision(storage).bytes)
+    return replace(
+        candidate,
+        storage=storage,
+        bytes=size,
+        squared_error=layer.squared_error(stored),
+        build=partial(_rounded_form, candidate.build, storage),
+        codes=None if codes is None else partial(_codes, candidate.build, storage),
+    )
+
+
+def settled(candidate: Candidate, shelf: Shelf) -> Candidate:
+    """The candidate with its factors made once and put on the shelf: nothing is left to polish or to make again."""
+    if candidate.build is None or candidate.settled:
+        return candidate
+    codes = None if candidate.codes is None else shelf.put(candidate.codes())
+    build = shelf.put(candidate.build()) if codes is None else partial(_dequantized, codes)
+    return replace(candidate, build=build, codes=codes, exact=None, polished=True, settled=True)
+
+
+def _dequantized(codes: Callable[[], CodedProduct]) -> Form:
+    return codes().dequantized()
+
+
+def _rounded(build: Callable[[], Form], storage: str) -> tuple[Form, int, CodedProduct | None]:
+    form = build()
     if isinstance(form, SeparatedProduct):
-        coded = stored_product(form, storage)
-        stored, size, codes = coded.product, coded.bytes, coded.codes
-        if candidate.structure != "LSR":
-            size = math.ceil(candidate.parameters * precision(storage).bytes)
-    else:
-        stored, size, codes = form.round_to(storage), math.ceil(form.parameters * precision(storage).bytes), None
-    error, build = layer.squared_error(stored), partial(_itself, stored)
-    return replace(candidate, storage=storage, bytes=size, squared_error=error, build=build, codes=codes)
+        stored = stored_product(form, storage)
+        return stored.product, stored.bytes, stored.codes
+    return form.round_to(storage), math.ceil(form.parameters * precision(storage).bytes), None
 
 
-def _truncated(svd: tuple[object, object, object], rank: int) -> SeparatedProduct:
-    u, sigma, vh = svd
-    root = namespace(sigma).sqrt(sigma[:rank])  # type: ignore[index]
-    return low_rank_product(u[:, :rank] * root, root[:, None] * vh[:rank, :])  # type: ignore[index]
+def _rounded_form(build: Callable[[], Form], storage: str) -> Form:
+    return _rounded(build, storage)[0]
 
 
-def _itself(form: Form) -> Form:
+def _codes(build: Callable[[], Form], storage: str) -> CodedProduct:
+    codes = _rounded(build, storage)[2]
+    assert codes is not None
+    return codes
+
+
+def _whole(layer: Layer) -> SeparatedProduct:
+    return low_rank_product(layer.pair.left, layer.pair.right)
+
+
+def _truncated(layer: Layer, rank: int) -> SeparatedProduct:
+    u, sigma, vh = layer.svd
+    root = namespace(sigma).sqrt(sigma[:rank])
+    return low_rank_product(u[:, :rank] * root, root[:, None] * vh[:rank, :])
+
+
+def _itself(form: F) -> F:
     return form
-
-
-def _batches(layers: Sequence[Layer]) -> list[slice]:
-    """Runs of layers of at most `BATCH_ENTRIES` entries, at least one layer each."""
-    runs, start, size = [], 0, 0
-    for i, layer in enumerate(layers):
-        dense = [w for w in (layer.norms.output, layer.norms.input) if hasattr(w, "matrix")]
-        entries = layer.parameters + sum(w.size**2 for w in dense)
-        if i > start and size + entries > BATCH_ENTRIES:
-            runs.append(slice(start, i))
-            start, size = i, 0
-        size += entries
-    return [*runs, slice(start, len(layers))]

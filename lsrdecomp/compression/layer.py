@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.compression.candidates import Candidate, Layer, lsr_candidate, solve_together, stored_as
+from lsrdecomp.compression.candidates import Candidate, lsr_candidate, solve_together, stored_as
+from lsrdecomp.compression.open_layers import (
+    Desk,
+    HasWeights,
+    Layer,
+    StoredLayer,
+    batches,
+    make_layers,
+    missing_statistics,
+)
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.product import SeparatedProduct, low_rank_product
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.targets import LowRank
+from lsrdecomp.weights import NormWeights
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     """ΔW of a LoRA layer with its scale folded into B, in double precision."""
+    _require_lora(checkpoint, layer)
+    left, right = layer.load()
+    left = left.astype(np.float64)
+    left *= layer.scale
+    return LowRank(left, right.astype(np.float64))
+
+
+def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     if not isinstance(layer, LoraLayer):
         text = "is an LSR layer already; compress the LoRA it came from"
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
-    left, right = layer.load()
-    return LowRank(left.astype(np.float64) * layer.scale, right.astype(np.float64))
 
 
 def layer_product(layer: Any) -> SeparatedProduct:
@@ -37,25 +54,50 @@ def layer_product(layer: Any) -> SeparatedProduct:
     )
 
 
-def effective_rank(pair: LowRank) -> int:
+def stored_layers(
+    checkpoint: Checkpoint, statistics: Mapping[str, HasWeights | NormWeights] | None = None
+) -> list[Layer]:
+    """The layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
+
+    Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
+    """
+    desk = Desk()
+    for layer in checkpoint.layers:
+        _require_lora(checkpoint, layer)
+        if statistics is not None and layer.name not in statistics:
+            raise missing_statistics(layer.name)
+
+    def read(layer: LoraLayer) -> Layer:
+        return make_layers({layer.name: layer_pair(checkpoint, layer)}, statistics)[0]
+
+    return [
+        StoredLayer(layer.name, layer.shape, layer.rank, partial(read, layer), desk, statistics is not None)
+        for layer in checkpoint.layers
+    ]
+
+
+def effective_rank(pair: LowRank | Layer) -> int:
     """The inner rank that the layer can use: r, or the smaller side of the matrix where r exceeds it."""
     return min(pair.rank, *pair.shape)
 
 
 def at_given_terms(
     layers: Sequence[Layer], terms: int, inner: tuple[int, ...] | None, storage: str, solver: JointALS | None = None
-) -> list[Candidate]:
-    """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need."""
+) -> Iterator[tuple[int, Candidate]]:
+    """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
+
+    Yields place and candidate, layers of one kind together.
+    """
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
-        shape = ProductShape.balanced(layer.pair.shape, inner or balanced_split(effective_rank(layer.pair)))
+        shape = ProductShape.balanced(layer.shape, inner or balanced_split(effective_rank(layer)))
         groups.setdefault((layer.kind, shape), []).append(i)
-    found: dict[int, Candidate] = {}
     for (_, shape), places in groups.items():
-        solved = solve_together([layers[i] for i in places], shape, (terms, terms), solver or JointALS())
-        for i, solution in zip(places, solved, strict=True):
-            found[i] = stored_as(layers[i], lsr_candidate(solution), storage)
-    return [found[i] for i in range(len(layers))]
+        for part in batches([layers[i] for i in places]):
+            some = places[part]
+            solved = solve_together([layers[i] for i in some], shape, (terms, terms), solver or JointALS())
+            for i, solution in zip(some, solved, strict=True):
+                yield i, stored_as(layers[i], lsr_candidate(solution), storage)
 
 
 def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

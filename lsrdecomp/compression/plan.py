@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lsrdecomp.compression.fit import Budget
+from lsrdecomp.compression.budget import Budget
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.precision import precision
 

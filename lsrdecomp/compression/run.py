@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,13 +13,17 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint, StoredTensor, write_diffusers, write_kohya, write_lora, write_lsr
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.candidates import Candidate, Layer
-from lsrdecomp.compression.fit import Budget, HasWeights, make_layers, prepare
+from lsrdecomp.codes import CodedProduct
+from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.candidates import Candidate, settled
+from lsrdecomp.compression.fit import prepare
 from lsrdecomp.compression.html_report import summary_html
-from lsrdecomp.compression.layer import at_given_terms, layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.layer import at_given_terms, layer_product, stored_factors, stored_layers
+from lsrdecomp.compression.open_layers import HasWeights, Layer
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
 from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.compression.size import fill
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.product import SeparatedProduct
@@ -63,19 +67,16 @@ class Compression:
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
         """
+        named = [(layer.name, candidate) for layer, candidate in zip(self.layers, self.chosen, strict=True)]
         return write_lsr(
             out,
             source=self.source,
             layers=(
-                (layer.name, *stored_factors(_product(candidate)), 1.0)
-                for layer, candidate in zip(self.layers, self.chosen, strict=True)
+                (name, *stored_factors(_product(candidate)), 1.0)
+                for name, candidate in named
                 if candidate.build is not None and candidate.codes is None
             ),
-            coded={
-                layer.name: candidate.codes
-                for layer, candidate in zip(self.layers, self.chosen, strict=True)
-                if candidate.codes is not None
-            },
+            coded=_ReadWhenAsked({name: one.codes for name, one in named if one.codes is not None}),
             storage=self.plan.float_storage,
             force=force,
             provenance={
@@ -117,6 +118,12 @@ def compress(
     Compression
         Reports and factors; nothing is written before `Compression.save`.
 
+    Notes
+    -----
+    Layers are read as they are needed, so many at a time as fit in 16 MiB (`open_layers.PAIR_ENTRIES`), at least one.
+    What they became waits in memory up to 32 MiB and then in a temporary file. With a budget over all layers, prices of
+    all candidates are held too, and the factors of those that took long to find wait in that file.
+
     Raises
     ------
     CheckpointError
@@ -126,22 +133,27 @@ def compress(
     """
     if plan.kl is not None and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
-    pairs = {layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}
-    layers = make_layers(pairs, statistics)
+    layers = stored_layers(checkpoint, statistics)
+    shelf = Shelf()
 
-    def finished(chosen: Sequence[Candidate], low_rank_error: float | None = None) -> Compression:
-        parts = zip(checkpoint.layers, layers, chosen, strict=True)
-        reports = tuple(_report(*part, plan, statistics is not None) for part in parts)
-        return Compression(checkpoint, plan, reports, tuple(chosen), low_rank_error)
+    def report(place: int, candidate: Candidate) -> tuple[LayerReport, Candidate]:
+        best = settled(candidate, shelf)
+        source = checkpoint.layers[place]
+        return _report(source, layers[place], best, plan, statistics is not None), best
+
+    def finished(found: Iterable[tuple[int, Candidate]], low_rank_error: float | None = None) -> Compression:
+        results = {place: report(place, candidate) for place, candidate in found}
+        reports, chosen = zip(*(results[place] for place in range(len(layers))), strict=True)
+        return Compression(checkpoint, plan, reports, chosen, low_rank_error)
 
     def under(budget: Budget) -> Compression:
         fit = prepared.fit(budget)
-        return finished([fitted.candidate for fitted in fit.layers], fit.low_rank_error)
+        return finished(enumerate(fitted.candidate for fitted in fit.layers), fit.low_rank_error)
 
     if plan.separation_rank is not None:
         result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0]))
     else:
-        prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, on_step=on_step)
+        prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, shelf=shelf, on_step=on_step)
         if plan.bytes is None:
             result = under(plan.budget)
         else:
@@ -150,8 +162,8 @@ def compress(
         least = f": heads and header alone take {_file_size(result):,} bytes" if plan.bytes is not None else ""
         raise BudgetError(f"nothing of the adapter fits into this budget{least}; allow more")
     if on_layer is not None:
-        for report in result.layers:
-            on_layer(report)
+        for layer in result.layers:
+            on_layer(layer)
     return result
 
 
@@ -219,6 +231,22 @@ def export_lora(
     return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
 
 
+class _ReadWhenAsked(Mapping[str, CodedProduct]):
+    """Codes by layer name, read from the shelf one at a time."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], CodedProduct]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> CodedProduct:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
 def _product(candidate: Candidate) -> SeparatedProduct:
     form = None if candidate.build is None else candidate.build()
     if not isinstance(form, SeparatedProduct):
@@ -249,6 +277,6 @@ def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, f
         functional_norm=size if functional else None,
         functional_error=in_norm if functional else None,
         condition=1.0 if product is None else product.condition,
-        storage=best.codes.storage if best.codes is not None else best.storage,
+        storage=best.codes().storage if best.codes is not None else best.storage,
         met=plan.rtol is None or error <= plan.rtol * size * (1.0 + 1e-12),
     )

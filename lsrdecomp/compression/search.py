@@ -9,7 +9,8 @@ from operator import mul
 
 import numpy as np
 
-from lsrdecomp.compression.candidates import Configuration, Layer, solve_together
+from lsrdecomp.compression.candidates import Configuration, solve_together
+from lsrdecomp.compression.open_layers import Layer, batches
 from lsrdecomp.shape import KroneckerShape, ProductShape, splits
 from lsrdecomp.solvers.pair import JointALS
 
@@ -64,17 +65,18 @@ class Search:
 
 def choose_configurations(layers: Sequence[Layer], search: Search, most: float) -> list[Configuration]:
     """The shapes to solve for layers of one kind, of at most ``most`` parameters each, ascending."""
-    probes = probe_configurations(layers[0].pair.shape, max(layer.pair.rank for layer in layers), search, most)
+    probes = probe_configurations(layers[0].shape, max(layer.rank for layer in layers), search, most)
     if len(probes) <= search.kept:
         return probes
     # Strided, so that the probed layers come from all depths of the network.
     some = layers[:: max(1, len(layers) // search.probe_layers)][: search.probe_layers]
     solver = JointALS(sweeps=search.probe_sweeps, cg_steps=search.solver.cg_steps, ridge=search.solver.ridge, trials=0)
-    losses = [
-        math.fsum(solution.error**2 for solution in solve_together(some, shape, ranks, solver))
-        for shape, ranks in probes
-    ]
-    return _best_of_each_rung(probes, losses, search.kept)
+    losses = np.zeros(len(probes))
+    for part in batches(some):
+        for place, (shape, ranks) in enumerate(probes):
+            solved = solve_together(some[part], shape, ranks, solver)
+            losses[place] += math.fsum(solution.error**2 for solution in solved)
+    return _best_of_each_rung(probes, losses.tolist(), search.kept)
 
 
 def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Search, most: float) -> list[Configuration]:

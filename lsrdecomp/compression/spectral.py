@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.codes import Codes, SpectralCode
-from lsrdecomp.compression.candidates import Candidate, Layer
+from lsrdecomp.compression.candidates import Candidate
+from lsrdecomp.compression.open_layers import Layer
 from lsrdecomp.compression.quantize import nearest_codes
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.shape import ProductShape
-from lsrdecomp.weighted import weighted_svd
 
 MOST_BITS = 8
 # Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of `nearest_codes`.
@@ -35,25 +35,23 @@ Doubles = NDArray[np.float64]
 
 def water_filled_candidates(layer: Layer, points: int = 24) -> list[Candidate]:
     """SVD with bits spread over its components, at ``points`` sizes from the smallest useful one to eight bits each."""
-    svd = tuple(to_numpy(part) for part in weighted_svd(layer.pair, layer.norms))
-    steps = bit_ladder(layer, *svd)
+    steps = bit_ladder(layer, *_spectrum(layer))
     places = sorted({round(q) for q in np.geomspace(1, len(steps), min(points, len(steps)))}) if steps else []
     found = []
     for place in places:
-        code = spectral_code(layer, svd, steps[place - 1])
-        form = code.dequantized()
+        code = _code(layer, steps[place - 1])
         rank = len(code.bits)
         found.append(
             Candidate(
                 "low rank",
-                ProductShape.low_rank(layer.pair.shape, rank),
+                ProductShape.low_rank(layer.shape, rank),
                 (1, 1),
-                rank * sum(layer.pair.shape),
-                layer.squared_error(form),
+                rank * sum(layer.shape),
+                layer.squared_error(code.dequantized()),
                 "bits",
                 code.bytes,
-                partial(_itself, form),
-                code,
+                partial(_form, layer, steps[place - 1]),
+                partial(_code, layer, steps[place - 1]),
             )
         )
     return found
@@ -139,5 +137,14 @@ def _step(k: int, b: int, sigma: Doubles, noise: Doubles) -> tuple[float, int, i
     return (-gain, k, more) if gain > 0.0 else None
 
 
-def _itself(form: SeparatedProduct) -> SeparatedProduct:
-    return form
+def _spectrum(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
+    u, sigma, vh = layer.svd
+    return to_numpy(u), to_numpy(sigma), to_numpy(vh)
+
+
+def _code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
+    return spectral_code(layer, _spectrum(layer), bits)
+
+
+def _form(layer: Layer, bits: Sequence[int]) -> SeparatedProduct:
+    return _code(layer, bits).dequantized()
