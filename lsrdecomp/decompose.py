@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.operator_targets import as_target
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
+from lsrdecomp.search import ShapeSearch, best_shape
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solution import Decomposition, ErrorKind, Solution, Solver, Status, Sweep
@@ -24,7 +26,7 @@ DENSE_SVD_LIMIT = 64
 
 def decompose(
     matrix: Any,
-    shape: KroneckerShape | Literal["balanced"] = "balanced",
+    shape: KroneckerShape | Literal["balanced", "search"] = "balanced",
     *,
     rank: int | None = None,
     rtol: float | None = None,
@@ -41,8 +43,10 @@ def decompose(
     ----------
     matrix : array_like, shape (m, n), or Target
         Real or complex, of any array library; it stays where it is.
-    shape : KroneckerShape or "balanced"
-        Sizes of the factors; "balanced" splits both sides into two factors as evenly as their divisors allow.
+    shape : KroneckerShape, "balanced" or "search"
+        Sizes of the factors; "balanced" splits both sides into two factors as evenly as their divisors allow; "search"
+        takes the two-factor shape, low rank and dense among them, with the fewest parameters at the tolerance, or with
+        a budget the fewest bytes of the best few (`best_shape`, which costs tens of solves).
     rank : int, optional
         Number of terms s, or, beside a tolerance, the most that may be used. More than the shape can need is clipped.
     rtol, atol : float, optional
@@ -88,6 +92,13 @@ def decompose(
         _refuse_two_goals(rtol, atol, storage)
         atol = budget.allowed(target.norm)
     goal = _absolute_goal(target, rank, rtol, atol)
+    if shape == "search":
+        if goal is None:
+            raise BudgetError("a search over shapes is for a tolerance: give rtol=, atol= or budget= as well")
+        again = partial(decompose, target, rank=rank, storage=storage, solver=solver, on_sweep=on_sweep)
+        if budget is None:
+            return again(best_shape(target, atol=goal).best.shape, atol=goal, throw=throw)
+        return _smallest_of(partial(again, budget=budget), best_shape(target, atol=goal), throw)
     if shape == "balanced":
         shape = KroneckerShape.balanced(target.shape)
     shape.check(target.shape)
@@ -115,6 +126,18 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     if shape.order != 2:
         return ALS(storage=storage or "float32")
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
+
+
+SHAPES_STORED = 3
+"""Shapes of a search that are stored and weighed: bytes mostly follow parameters, which order them."""
+
+
+def _smallest_of(run: Callable[..., Decomposition], found: ShapeSearch, throw: bool) -> Decomposition:
+    """Of the shapes with the fewest parameters the record with the fewest bytes."""
+    shapes = [choice.shape for choice in sorted(found.choices, key=lambda choice: choice.parameters)]
+    records = [run(shape) for shape in shapes[:SHAPES_STORED]]
+    kept = [record for record in records if record.stored is not None]
+    return min(kept, key=lambda record: int(record.stored.bytes)) if kept else run(shapes[0], throw=throw)
 
 
 def _absolute_goal(target: Target, rank: int | None, rtol: float | None, atol: float | None) -> float | None:

@@ -22,7 +22,7 @@ EXACT_SIDE = 96
 """Up to this smaller side of the rearrangement the whole spectrum is the quickest answer."""
 
 LARGEST_SPACE = 256
-"""Most columns of a Krylov space; a shape that needs more is counted as unresolved."""
+"""Most columns of a Krylov space; a shape that needs more is counted as unresolved and offers what was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ShapeSearch:
     choices: tuple[ShapeChoice, ...] = field(repr=False)  # each one that was the best when it was found
     candidates: int  # shapes there are
     examined: int  # shapes that cost alone did not rule out
-    unresolved: int  # shapes left undecided by a space of `LARGEST_SPACE` columns
+    unresolved: int  # shapes of which a space of `LARGEST_SPACE` columns found something, perhaps not the best
 
 
 def best_shape(
@@ -181,6 +181,7 @@ class _Search:
             operator = Adjoint(operator)
         space = Bidiagonal(operator, total, min(16, max(4, most)), self.seed)
         past: list[np.ndarray] = []
+        answer = None
         while space.size + 2 * space.block < min(side, LARGEST_SPACE):
             space.step()
             certificate = Certificate.of(space, past)
@@ -202,7 +203,7 @@ class _Search:
             elif certificate.columns_needed(goal) > most:
                 return None
         self.unresolved += 1
-        return None
+        return answer  # what the space holds can be had; the shape's best may be better
 
     def _choose(self, errors: np.ndarray, most: int, goal: float) -> tuple[int, float] | None:
         most = min(most, errors.size - 1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lsrdecomp import KroneckerShape, LowRank, decompose
+from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.search import best_shape
 from lsrdecomp.shape import kronecker_shapes
@@ -115,3 +115,35 @@ def test_one_goal_is_asked_for(goal):
 def test_a_budget_below_one_term_says_what_one_costs():
     with pytest.raises(BudgetError, match="has fewer than 8 parameters a term"):
         best_shape(np.ones((4, 4)), parameters=7)
+
+
+@pytest.mark.parametrize("parameters", [3000, 8000])
+def test_a_shape_whose_noise_settles_slowly_is_offered_and_not_lost(parameters):
+    rng = np.random.default_rng(3)
+    terms = [np.kron(rng.standard_normal((16, 16)), rng.standard_normal((16, 16))) for _ in range(3)]
+    found = best_shape(sum(terms) + 1e-6 * rng.standard_normal((256, 256)), parameters=parameters)
+    assert found.unresolved > 0
+    assert found.best.relative_error < 1e-6
+
+
+def test_decompose_can_search_the_shape():
+    matrix = PROBLEMS["hidden shape"]
+    result = decompose(matrix, "search", rtol=2e-2)
+    fewest, _ = brute_force(matrix, rtol=2e-2)
+    assert result.parameters <= 1.02 * fewest
+    assert result.relative_error <= 2e-2
+    assert decompose(PROBLEMS["noise"], "search", rtol=1e-9).relative_error <= 1e-9
+    assert decompose(np.zeros((6, 4)), "search", rtol=0.1).separation_rank == 0
+    with pytest.raises(BudgetError, match="tolerance"):
+        decompose(matrix, "search", rank=3)
+
+
+@pytest.mark.parametrize("name", ["kernel", "hidden shape", "low rank"])
+def test_a_budget_searches_for_the_fewest_bytes(name):
+    matrix, budget = PROBLEMS[name], ErrorBudget(rtol=2e-2)
+    found = decompose(matrix, "search", budget=budget)
+    assert found.relative_error <= 2e-2
+    shapes = sorted(best_shape(matrix, rtol=2e-2).choices, key=lambda choice: choice.parameters)
+    others = [decompose(matrix, choice.shape, budget=budget) for choice in shapes[:3]]
+    assert found.stored.bytes == min(other.stored.bytes for other in others)
+    assert found.stored.bytes < decompose(matrix, budget=budget).stored.bytes or name == "kernel"
