@@ -17,6 +17,7 @@ from lsrdecomp.adapters.kernels import (
     choose,
     kronecker_linear,
     kronecker_pays,
+    linear,
     structured_pays,
 )
 from lsrdecomp.adapters.kernels.dispatch import Crossovers, crossovers
@@ -116,14 +117,14 @@ def test_rows_without_an_adapter_in_the_bank_are_refused():
 
 
 def test_the_choice_follows_the_crossovers():
-    limits = Crossovers(16, 2.0, None, 64, "given")
+    limits = Crossovers(16, 2.0, None, None, 64, "given")
     assert choose(Problem(15, 768, 768, 4), limits) == "plain"
     assert choose(Problem(16, 768, 768, 4), limits) == "blas"
     assert choose(Problem(767, 768, 768, 4), limits) == "blas"
     assert choose(Problem(768, 768, 768, 4), limits) == "merged"
     assert choose(Problem(768, 768, 768, 4, storage=torch.bfloat16), limits) == "blas", "rounding would lose the update"
     assert choose(Problem(768, 768, 768, 4, dropout=True), limits) == "blas"
-    never = Crossovers(None, None, None, 64, "given")
+    never = Crossovers(None, None, None, None, 64, "given")
     assert choose(Problem(10**6, 768, 768, 4), never) == "plain"
 
 
@@ -145,3 +146,11 @@ def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():
     assert kronecker_pays(383, (768, 1), (1, 768)), "plain low rank below half the side"
     assert not kronecker_pays(384, (768, 1), (1, 768))
     assert not kronecker_pays(24, (32, 24), (32, 24))
+
+
+def test_blocks_of_rows_only_where_the_weight_is_smaller_than_a_block(monkeypatch):
+    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, None, 100, 64, "given"))
+    assert linear._at_once(torch.empty(150, 300)) == 100
+    assert linear._at_once(torch.empty(151, 300)) is None
+    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, None, None, 64, "given"))
+    assert linear._at_once(torch.empty(1, 1)) is None

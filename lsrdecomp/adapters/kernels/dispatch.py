@@ -34,12 +34,14 @@ class Crossovers:
     ``blas_from_tokens``: least number of tokens at which one node beats composed operations.
     ``merged_from``: least ratio of tokens to w1 w2 / (w1 + w2) at which forming W + ΔW wins.
     ``fused_from_tokens``: least number of tokens at which the two Triton passes win.
+    ``rows_at_once``: rows of a block, where adding the pair block by block wins over all rows in one go.
     ``masked_to_rank``: largest summed inner rank at which many adapters run best as one masked wide pair.
     """
 
     blas_from_tokens: int | None
     merged_from: float | None
     fused_from_tokens: int | None
+    rows_at_once: int | None
     masked_to_rank: int
     source: str
 

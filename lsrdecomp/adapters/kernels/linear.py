@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.dispatch import Problem, choose
+from lsrdecomp.adapters.kernels.dispatch import Problem, choose, crossovers
 from lsrdecomp.errors import PrecisionError, ShapeError
 
 Mode = Literal["auto", "plain", "blas", "merged", "fused"]
@@ -107,6 +107,12 @@ def _check(x: Tensor, weight: Tensor, right: Tensor, left: Tensor, dropped: Tens
         raise ShapeError(f"the adapter's input is {tuple(dropped.shape)}, but the layer's is {tuple(x.shape)}")
 
 
+def _at_once(weight: Tensor) -> int | None:
+    """Rows of a block, if there are to be blocks: W is read for each, so it must be smaller than a block's x and y."""
+    rows = crossovers(weight.device.type).rows_at_once
+    return None if rows is None or weight.numel() > rows * sum(weight.shape) else rows
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -135,7 +141,7 @@ class _AdaptedLinear(torch.autograd.Function):
                 y = F.linear(_rows(x), weight, bias)
                 inner = add_low_rank(y, seen, *narrow, scaling).mT
             else:
-                y, inner = lowrank.forward(_rows(x), seen, weight, bias, *narrow, scaling)
+                y, inner = lowrank.forward(_rows(x), seen, weight, bias, *narrow, scaling, _at_once(weight))
         base_input = _rows(x) if ctx.needs_input_grad[2] and dropped is not None else None
         ctx.save_for_backward(seen, base_input, weight, inner, *narrow)
         ctx.scaling, ctx.fused, ctx.shape, ctx.split = scaling, fused, x.shape, dropped is not None
@@ -149,7 +155,8 @@ class _AdaptedLinear(torch.autograd.Function):
         wants = ctx.needs_input_grad
         dy = _rows(gradient)
         with torch.autocast(gradient.device.type, enabled=False):
-            if ctx.fused and not ctx.split and wants[0] and wants[4] and wants[5]:
+            usual, at_once = not ctx.split and wants[0] and wants[4] and wants[5], _at_once(weight)
+            if ctx.fused and usual:
                 from lsrdecomp.adapters.kernels.triton_passes import backward_pass
 
                 full = dy @ weight
@@ -158,6 +165,11 @@ class _AdaptedLinear(torch.autograd.Function):
                 d_seen: Tensor | None = None
                 d_right: Tensor | None = small[0].to(ctx.dtypes[0])
                 d_left: Tensor | None = small[1].to(ctx.dtypes[1])
+            elif usual and at_once is not None and dy.shape[0] > at_once:
+                dx, d_right, d_left = lowrank.backward(
+                    dy, seen, inner, weight, right, left, ctx.scaling, ctx.dtypes, at_once
+                )
+                d_seen = None
             else:
                 through = wants[0] or wants[1] or wants[4]
                 t = lowrank.inner_gradient(dy, left, ctx.scaling) if through else None

@@ -6,17 +6,73 @@ r and n as its sides is held (r, n): rows of length n suit every matrix product,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 
 def forward(
-    x: Tensor, dropped: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, left: Tensor, scaling: float
+    x: Tensor,
+    dropped: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    right: Tensor,
+    left: Tensor,
+    scaling: float,
+    at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``y`` and the inner activations ``Â xᵀ`` (r, n); the adapter is added inside the second matrix product."""
-    y = x @ weight.mT if bias is None else torch.addmm(bias, x, weight.mT)
-    inner = right @ dropped.mT
-    return y.addmm_(inner.mT, left.mT, alpha=scaling), inner
+    """``y`` and the inner activations ``Â xᵀ`` (r, n); the adapter is added inside the second matrix product.
+
+    With more than ``at_once`` rows they go block by block: a block is still in the cache when its pair is added.
+    """
+    if at_once is None or x.shape[0] <= at_once:
+        y = x @ weight.mT if bias is None else torch.addmm(bias, x, weight.mT)
+        inner = right @ dropped.mT
+        return y.addmm_(inner.mT, left.mT, alpha=scaling), inner
+    y, inner = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(right.shape[0], x.shape[0])
+    for rows in blocks(x.shape[0], at_once):
+        part = y[rows]
+        if bias is None:
+            torch.mm(x[rows], weight.mT, out=part)
+        else:
+            torch.addmm(bias, x[rows], weight.mT, out=part)
+        torch.mm(right, dropped[rows].mT, out=inner[:, rows])
+        part.addmm_(inner[:, rows].mT, left.mT, alpha=scaling)
+    return y, inner
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    inner: Tensor,
+    weight: Tensor,
+    right: Tensor,
+    left: Tensor,
+    scaling: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    at_once: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, Â and B̂, the last two in ``dtypes``, block by block of rows."""
+    dx = dy.new_empty(dy.shape[0], weight.shape[1])
+    d_right = d_left = None
+    for rows in blocks(dy.shape[0], at_once):
+        torch.mm(dy[rows], weight, out=dx[rows])
+        t = inner_gradient(dy[rows], left, scaling)
+        dx[rows].addmm_(t.mT, right)
+        of_right = wide_product(t, x[rows], dtypes[0])
+        of_left = left_gradient(dy[rows], inner[:, rows], scaling, dtypes[1])
+        d_right = of_right if d_right is None else d_right.add_(of_right)
+        d_left = of_left if d_left is None else d_left.add_(of_left)
+    assert d_right is not None
+    assert d_left is not None
+    return dx, d_right, d_left
+
+
+def blocks(rows: int, at_once: int) -> Iterator[slice]:
+    """Cuts of so many rows into blocks of nearly equal size, at most ``at_once`` each."""
+    count = -(-rows // at_once)
+    return (slice(rows * index // count, rows * (index + 1) // count) for index in range(count))
 
 
 def inner_gradient(dy: Tensor, left: Tensor, scaling: float) -> Tensor:
