@@ -142,7 +142,7 @@ def from_lora(config: LoraConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrCon
     """An LSR adapter that computes exactly what a PEFT LoRA adapter of linear layers and embeddings computes.
 
     ``A`` and ``B`` become first factors of the shape ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)`` with one term. PEFT's data-driven
-    starts (PiSSA, EVA, CorDA, …) thereby become starts for LSR; compress the result to get real Kronecker factors.
+    starts (PiSSA, EVA, CorDA, …) thereby become starts for LSR; compress the LoRA to get real Kronecker factors.
 
     Raises
     ------

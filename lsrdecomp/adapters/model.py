@@ -103,7 +103,8 @@ class LsrModel(KroneckerTuner):
             of rank ``svd_rank``. "linear": the sides are added, ``(Σ B̂)(Σ Â)``, cheap and rough; separation ranks add.
             "ties" (Yadav et al., 2023), "dare_linear", "dare_ties" (Yu et al., 2024) and "magnitude_prune" work on the
             entries of the sides, and with ``_svd`` behind their names on those of ΔW, which is then formed. What has no
-            Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; compress the result to make it small again.
+            Kronecker structure is stored as plain low rank, ``m×r ⊗ 1×1``; to make it small again, save it with
+            ``also_lora=True`` and compress the LoRA.
         svd_rank : int, optional
             Rank of the kinds with svd; the largest of each layer's adapters if absent.
         svd_clamp : float, optional
