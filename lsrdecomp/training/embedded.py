@@ -101,7 +101,9 @@ def _write_tokenizer(directory: Path) -> None:
     words = [*map(str, range(LEVELS)), PAD, START, UNKNOWN]  # so that the identifier of a grey level is itself
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single=f"{START} $A", special_tokens=[(START, words.index(START))])
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{START} $A", pair=f"{START} $A $B:1", special_tokens=[(START, words.index(START))]
+    )
     fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token=PAD, cls_token=START, unk_token=UNKNOWN, model_max_length=SIZE**2 + 1
     )

@@ -191,8 +191,9 @@ def _train(
     peak = peak_bytes()
     dev = _judged(trainer, material.task, material.dev)
     validation = _judged(trainer, material.task, material.validation) if material.validation else None
+    whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
-        opened.model.save_pretrained(str(run / ADAPTER))
+        opened.model.save_pretrained(str(run / ADAPTER), state_dict=whole)
     trainer.accelerator.wait_for_everyone()
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     history = trainer.state.log_history

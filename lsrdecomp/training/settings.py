@@ -271,7 +271,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "max_length": _count(2),
     "seed": _count(0),
     "precision": _one_of(PRECISIONS),
-    "device": _text(),
+    "device": _one_of(("auto", "cpu", "cuda")),
     "gradient_checkpointing": _truth(),
     "patience": _count(1),
     "validation": (lambda value: _number(value) and 0 < value < 1, "above 0 and below 1"),
