@@ -330,11 +330,43 @@ def test_what_is_no_combination_is_refused_and_nothing_is_left(names, weights, o
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("option", ["use_dora", "trainable_token_indices"])
-def test_what_does_not_add_up_is_refused_by_name(option):
-    value = [1, 2] if option == "trainable_token_indices" else True
-    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, **{option: value}))
-    with pytest.raises(UnsupportedLayerError, match=option):
+def test_changes_of_token_rows_are_summed(tmp_path):
+    tokens = {"a": [3, 7], "b": [7, 9]}
+    configs = [LsrConfig(target_modules=["q_proj"], r=2, trainable_token_indices=rows) for rows in tokens.values()]
+    model = lsr(*configs, base=tiny_llama)
+    layer = model.base_model.model.model.embed_tokens.token_adapter
+    before, changes = layer.base_layer.weight, {name: torch.randn(2, 16) for name in tokens}
+    with torch.no_grad():
+        for name, change in changes.items():
+            layer.trainable_tokens_delta[name].add_(change)
+    model.add_weighted_adapter(["a", "b"], WEIGHTS, "sum", "cat")
+    assert model.peft_config["sum"].trainable_token_indices == [3, 7, 9]
+    (one, two), (three, four) = changes["a"], changes["b"]
+    expected = before[[3, 7, 9]] + torch.stack(
+        [WEIGHTS[0] * one, WEIGHTS[0] * two + WEIGHTS[1] * three, WEIGHTS[1] * four]
+    )
+    torch.testing.assert_close(layer.trainable_tokens_delta["sum"].data, expected)
+    model.set_adapter("sum")
+    model.save_pretrained(tmp_path)
+    rows = torch.tensor([[3, 7, 9, 11]])
+    with torch.no_grad():
+        again = PeftModel.from_pretrained(tiny_llama(), tmp_path / "sum").eval()
+        assert torch.equal(again(rows).logits, model.eval()(rows).logits)
+
+
+def test_token_rows_given_in_two_ways_are_refused():
+    plain = LsrConfig(target_modules=["q_proj"], r=2, trainable_token_indices=[3])
+    by_layer = LsrConfig(target_modules=["q_proj"], r=2, trainable_token_indices={"embed_tokens": [4]})
+    model = lsr(plain, by_layer, base=tiny_llama)
+    with pytest.raises(UnsupportedLayerError, match="trainable_token_indices as a list and others for each layer"):
+        model.add_weighted_adapter(["a", "b"], WEIGHTS, "sum", "cat")
+    model.add_weighted_adapter(["b"], [2.0], "sum", "cat")
+    assert model.peft_config["sum"].trainable_token_indices == {"embed_tokens": [4]}
+
+
+def test_magnitudes_are_refused():
+    model = get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=2, use_dora=True))
+    with pytest.raises(UnsupportedLayerError, match="use_dora"):
         model.add_weighted_adapter(["default"], [1], "sum", "cat")
 
 

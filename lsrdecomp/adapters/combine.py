@@ -17,6 +17,7 @@ from lsrdecomp.adapters.combination import SIDEWISE, Combination, CombinedLayer,
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.adapters.tokens import fill_token_rows, joint_token_indices
 
 WORTH_A_WARNING = 0.01  # relative error
 
@@ -64,9 +65,8 @@ def check(model: nn.Module, configs: Mapping[str, Any], adapters: Sequence[str],
             raise UnsupportedLayerError(
                 f"add_weighted_adapter does not support targeting nn.Parameter (problematic adapter '{adapter}')"
             )
-        for option, what in (("use_dora", "DoRA magnitudes"), ("trainable_token_indices", "trained token rows")):
-            if getattr(config, option):
-                raise UnsupportedLayerError(f"adapter {adapter} has {what} ({option}), which do not add up")
+        if config.use_dora:
+            raise UnsupportedLayerError(f"adapter {adapter} has DoRA magnitudes (use_dora), which do not add up")
     tied = {frozenset(getattr(configs[adapter], "target_modules_to_tie", None) or ()) for adapter in adapters}
     if len(tied) > 1:
         raise UnsupportedLayerError(
@@ -105,6 +105,7 @@ def combined_config(model: nn.Module, configs: Sequence[LsrConfig], made: Mappin
         raise ValueError("The target_modules of all adapters must be lists, or all of them regular expressions.")
     saved = [name for one in configs for name in one.modules_to_save or ()]
     config.modules_to_save = list(dict.fromkeys(saved)) or None
+    config.trainable_token_indices = joint_token_indices(configs)
     config.use_rslora, config.lsr_dropout, config.inner_shape = False, 0.0, None
     # The scale is in the factors, so that every layer's is alpha / r = 1.
     config.r = max(factors.shape.inner_rank for factors in made.values())
@@ -120,8 +121,11 @@ def combined_config(model: nn.Module, configs: Sequence[LsrConfig], made: Mappin
 
 
 @torch.no_grad()
-def fill(model: nn.Module, adapter: str, adapters: Sequence[str], made: Mapping[str, Factors]) -> None:
-    """Give a new adapter its factors, and the modules that one of the combined adapters trains in full."""
+def fill(
+    model: nn.Module, adapter: str, adapters: Sequence[str], weights: Sequence[float], made: Mapping[str, Factors]
+) -> None:
+    """Give a new adapter its factors, token rows, and the modules that one of the combined adapters trains in full."""
+    fill_token_rows(model, adapter, adapters, weights)
     for name, module in model.named_modules():
         if name in made:
             assert isinstance(module, LsrLayer)

@@ -95,7 +95,8 @@ class LsrModel(KroneckerTuner):
         Parameters
         ----------
         adapters, weights : list
-            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple.
+            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple. Changes of trained
+            token rows are summed; a module that one of them trains in full is copied.
         adapter_name : str
             Name of the new adapter. Nothing happens if there is one of that name.
         combination_type : str
@@ -131,7 +132,7 @@ class LsrModel(KroneckerTuner):
             For adapters that do not exist, weights that do not fit, ranks that differ where sides are added, modules
             that several adapters train in full.
         UnsupportedLayerError
-            For adapters with DoRA, ``target_parameters``, trained tokens, or tied layers in some of them only.
+            For adapters with DoRA or ``target_parameters``, or with tied layers in some of them only.
         """
         if adapter_name in self.peft_config:
             return {}
@@ -146,7 +147,7 @@ class LsrModel(KroneckerTuner):
             del self.peft_config[adapter_name]
             raise
         config.layer_replication = replication
-        fill(self.model, adapter_name, adapters, made)
+        fill(self.model, adapter_name, adapters, weights, made)
         warn_of_loss(adapter_name, combination_type, records)
         return records
 
