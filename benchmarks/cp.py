@@ -46,11 +46,15 @@ def cases(small: bool) -> list[tuple[str, np.ndarray, KroneckerShape, int]]:
     rows = [
         (f"exponential kernel {n}, d=3, s=8", problems.exponential_kernel(n, n / 10.0), three, 8),
         (f"variable-coefficient inverse {n}, d=3, s=8", inverse, three, 8),
+        ("grid inverse 16³, d=3, s=8", problems.grid_inverse(8 if small else 16, 3), three, 8),
         ("inverse Laplacian spectrum 32³, s=6", laplacian, laplacian_shape, 6),
         ("sum operator, d=6, s=2", problems.sum_operator(6), problems.square(*[2] * 6), 2),
         ("sine of a sum, d=4, s=4", *problems.sine_of_a_sum(4, 4), 4),
     ]
-    return rows if small else [*rows, (f"variable-coefficient inverse {n}, d=4, s=16", inverse, four, 16)]
+    if small:
+        return rows
+    grid = ("grid inverse 8⁴, d=4, s=16", problems.grid_inverse(8, 4), four, 16)
+    return [*rows, (f"variable-coefficient inverse {n}, d=4, s=16", inverse, four, 16), grid]
 
 
 def chase(step: Callable[[object], tuple[object, SeparatedMatrix]], target: Dense, goal: float, limit: float) -> dict:

@@ -155,6 +155,24 @@ def variable_coefficient_inverse(n: int) -> np.ndarray:
     return np.linalg.inv(np.diag(a[:-1] + a[1:]) - np.diag(a[1:-1], 1) - np.diag(a[1:-1], -1))
 
 
+def grid_inverse(n: int, d: int, contrast: float = 0.5) -> np.ndarray:
+    """Inverse of −∇·(a∇u) on a grid of n points a side in d dimensions, zero around it, a = 1 + contrast Π sin 2πxᵢ."""
+    place, size = np.indices((n,) * d).reshape(d, -1).T, n**d
+    matrix, points = np.zeros((size, size)), np.arange(size)
+    for axis in range(d):
+        step = np.eye(d)[axis] / 2.0
+        before, after = (
+            1.0 + contrast * np.prod(np.sin(2.0 * np.pi * (place + 1 + side) / (n + 1)), axis=1)
+            for side in (-step, step)
+        )
+        matrix[points, points] += before + after
+        inner = points[place[:, axis] + 1 < n]
+        following = inner + n ** (d - 1 - axis)
+        matrix[inner, following] -= after[inner]
+        matrix[following, inner] -= after[inner]
+    return np.linalg.inv(matrix)
+
+
 def exact_ranks(p: int = 8, q: int = 8) -> list[tuple[str, np.ndarray, int]]:
     """Matrices of n = p·q rows whose separation rank for (p×p) ⊗ (q×q) is known."""
     n = p * q

@@ -126,6 +126,15 @@ def test_the_variable_coefficient_inverse_of_4096_in_four_factors_as_stored():
     assert approximation.condition <= 3.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "d", "s", "bound"), [(16, 3, 8, 2.2e-2), (8, 4, 16, 5.2e-3)])
+def test_the_variable_coefficient_inverse_on_a_grid_of_4096_points_as_stored(n, d, s, bound):
+    matrix, shape = problems.grid_inverse(n, d), problems.square(*(n,) * d)
+    approximation = solve(matrix, shape, s, ALS(storage="float16", starts=1))
+    assert problems.relative_error(matrix, approximation.round_to("float16")) <= bound
+    assert approximation.condition <= 3.0
+
+
 @pytest.mark.parametrize("rtol", [3e-2, 1e-2, 1e-3])
 @pytest.mark.parametrize("name", problems.KERNELS)
 def test_the_certificate_of_a_stored_kernel_is_tight_and_kept(name, rtol):
