@@ -16,6 +16,7 @@ from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, Storage
+from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.html_report import html_report
@@ -183,7 +184,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
-ALL = (inspect, calibrate, compress, curve, verify, export, finetune, compare, fleet, demo)
+ALL = (inspect, calibrate, compress, curve, verify, export, finetune, compare, recover, fleet, demo)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -45,7 +45,7 @@ def compare(
     if table:
         results = read_results(chosen, out)
     else:
-        with tables.progress(read_results(chosen, out).planned, "runs") as advance:
+        with tables.quiet(), tables.progress(read_results(chosen, out).planned, "runs") as advance:
             results = run(chosen, out, workers=workers, retry=retry, on_run=lambda one, outcome: advance(one))
     show(results, out, json)
     if any(cell.failures for cell in results.cells):

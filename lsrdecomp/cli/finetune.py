@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tomllib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -97,7 +96,7 @@ def finetune(
     )
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    with _quiet(), _progress() as show:
+    with tables.quiet(), _progress() as show:
         try:
             from lsrdecomp.training.finetune import finetune as run
         except ImportError as error:
@@ -183,19 +182,3 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             bars[0](step)
 
         yield show
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What other libraries would say on standard error is not for the reader of a table."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            from transformers.utils.logging import disable_progress_bar
-        except ImportError:
-            pass
-        else:
-            disable_progress_bar()  # type: ignore[no-untyped-call]
-        yield

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +71,22 @@ def steps() -> Iterator[Callable[[str], None]]:
         return
     with output.status("reading") as status:
         yield status.update
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What other libraries would say on standard error is not for the reader of a table."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from transformers.utils.logging import disable_progress_bar
+        except ImportError:
+            pass
+        else:
+            disable_progress_bar()  # type: ignore[no-untyped-call]
+        yield
 
 
 def write_json(value: Any, path: Path) -> None:

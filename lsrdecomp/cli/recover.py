@@ -1,0 +1,98 @@
+"""The verb for compress-and-recover."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.compare import Data, Device, Model, open_suite
+from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from lsrdecomp.training.recover_table import Recovery
+    from lsrdecomp.training.runs import Outcome, Run
+
+
+def recover(
+    suite: Annotated[Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
+    table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    data: Data = None,
+    model: Model = None,
+    device: Device = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Do failed runs again.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
+
+    Beside it the same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes
+    table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed.
+    """
+    try:
+        from lsrdecomp.training import recover as parts
+        from lsrdecomp.training.recover_table import read_recovery
+        from lsrdecomp.training.runs import Failure
+    except ImportError as error:
+        raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[finetune]'") from error
+    chosen = open_suite(suite, data, model, device)
+    failed: list[str] = []
+
+    def note(run: Run, outcome: Outcome) -> None:
+        if isinstance(outcome, Failure):
+            failed.append(f"{run.directory}: {outcome.kind}: {outcome.message[:200]}")
+
+    if not table:
+        with tables.quiet(), tables.steps() as step:
+            parts.recover(chosen, out, retry=retry, on_run=note, on_step=step)
+    found = read_recovery(chosen, out)
+    show(found, out, json)
+    for complaint in failed:
+        tables.say(complaint)
+    if failed:
+        raise typer.Exit(1)
+
+
+def show(found: Recovery, out: Path, json: Path | None) -> None:
+    """The tables on the screen and in `table.md`, the pictures, the JSON."""
+    from lsrdecomp.training import recover_table
+    from lsrdecomp.training.compare_table import markdown_table
+
+    if found.gains:
+        shown = recover_table.gains_table(found), recover_table.table(found)
+        for each in shown:
+            tables.show(json, tables.text_table(*each), "")
+        title = f"# {found.suite.title or 'Compress and recover'}"
+        text = [title, *map(markdown_table, shown), *recover_table.notes(found)]
+        tables.write_text("\n\n".join(text) + "\n", out / "table.md")
+        _draw(found, out)
+    tables.show(json, *recover_table.notes(found))
+    if json is not None:
+        tables.write_json(recover_table.to_json(found), json)
+
+
+def _draw(found: Recovery, out: Path) -> None:
+    from lsrdecomp import plots
+    from lsrdecomp.training import recover_table
+
+    try:
+        plots.available()
+    except ImportError:
+        return
+    for task in dict.fromkeys(gain.task for gain in found.gains):
+        for size in ("parameters", "bytes"):
+            drawn = recover_table.paths(found, task, size)
+            if not drawn:
+                continue
+            axes = plots.plot_paths(
+                {label: [plots.Point(*point) for point in points] for label, points in drawn.items()},
+                size=f"{size} of the adapter",
+                quality="share of the LoRA's gain (loss on dev)",
+                references={"the LoRA": 1.0, "no adapter": 0.0},
+                dashed=[label for label in drawn if label.endswith(", from scratch")],
+            )
+            axes.set_title(task, fontsize=10)
+            plots.save_figure(axes, out / f"{task}-{size}.png")

@@ -1,0 +1,146 @@
+"""What compress-and-recover does: structures, budgets and steps, read from the table [recover] of a suite; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from lsrdecomp.compression.search import Search
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+from lsrdecomp.training.suite import Suite, SuiteError
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """One way to compress the LoRA."""
+
+    label: str
+    functional: bool = False  # errors count in the K-FAC norm
+    search: Search = field(default_factory=Search)
+    storage: str = "float32"
+    budgeted: bool = True  # False: all of the LoRA's parameters, in fewer bits
+    trained: bool = True  # its factors can be trained on: it is recovered, and trained from scratch
+    direct: bool = False
+
+
+ONLY_LOW_RANK = Search(orders=())
+STRUCTURES: Mapping[str, Structure] = MappingProxyType(
+    {
+        "lsr": Structure("LSR, K-FAC norm", functional=True),
+        "lsr-int8": Structure("LSR in int8, K-FAC norm", functional=True, storage="int8", trained=False),
+        "svd": Structure("truncated SVD, Frobenius norm", search=ONLY_LOW_RANK),
+        "svd-kfac": Structure("truncated SVD, K-FAC norm", functional=True, search=ONLY_LOW_RANK),
+        "direct": Structure("direct Kronecker sum", functional=True, direct=True),
+        "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", budgeted=False, trained=False),
+    }
+)
+"""`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverPlan:
+    """The table [recover].
+
+    Parameters
+    ----------
+    budgets : tuple of int
+        Parameters per adapted matrix, on average over them.
+    steps : int
+        Of recovery, and of training from scratch.
+    lora : mapping
+        Settings of the LoRA that is compressed, over those of the suite; its rate too.
+    head : mapping
+        Settings of the head alone, trained first and then kept.
+    structures, scratch : tuple of str
+        Keys of `STRUCTURES`; those that are also trained from scratch.
+    tune_budget : int, optional
+        The budget at which the rates of recovery and of training from scratch are chosen; the middle one if absent.
+    samples : int
+        Training examples for calibration.
+    """
+
+    budgets: tuple[int, ...]
+    steps: int
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    head: Mapping[str, Any] = field(default_factory=dict)
+    structures: tuple[str, ...] = ("lsr", "svd-kfac", "svd", "lora-int8")
+    scratch: tuple[str, ...] = ("lsr", "svd-kfac")
+    tune_budget: int | None = None
+    samples: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("budgets", "structures", "scratch"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, list | tuple):
+                raise SuiteError(f"recover.{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value))
+        counts = {"steps": [self.steps], "budgets": list(self.budgets), "samples": [self.samples]}
+        for name, values in counts.items():
+            if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
+                raise SuiteError(f"recover.{name}: whole numbers of 1 or more, got {values}")
+        unknown = [name for name in (*self.structures, *self.scratch) if name not in STRUCTURES]
+        if unknown:
+            raise SuiteError(f"recover: no structure is called {unknown[0]!r}; there are: {', '.join(STRUCTURES)}")
+        odd = [name for name in self.scratch if name not in self.structures or not STRUCTURES[name].trained]
+        if odd:
+            raise SuiteError(f"recover.scratch: {odd[0]} is not among the structures that are trained here")
+        if self.tune_budget is not None and self.tune_budget not in self.budgets:
+            raise SuiteError(f"recover.tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}")
+
+    @property
+    def tuned_at(self) -> int:
+        """The budget at which rates are chosen."""
+        ordered = sorted(self.budgets)
+        return ordered[len(ordered) // 2] if self.tune_budget is None else self.tune_budget
+
+
+def recover_plan(suite: Suite) -> RecoverPlan:
+    """The plan of a suite, with every setting checked.
+
+    Raises
+    ------
+    SuiteError
+        If there is no table [recover], a key of it is unknown or missing, or a setting is impossible.
+    """
+    known = [entry.name for entry in fields(RecoverPlan)]
+    unknown = [name for name in suite.recover if name not in known]
+    missing = [name for name in ("budgets", "steps") if name not in suite.recover]
+    if unknown or missing:
+        what = f"no key is called {unknown[0]}" if unknown else f"{' and '.join(missing)} must be given"
+        raise SuiteError(f"[recover]: {what}; known: {', '.join(known)}")
+    plan = RecoverPlan(**suite.recover)
+    for task in suite.tasks:
+        for seed in suite.seeds:
+            head_settings(suite, plan, task, seed)
+            lora_settings(suite, plan, task, seed, "head")
+    return plan
+
+
+def head_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int) -> FinetuneSettings:
+    """Of the head alone, which all arms of a seed then share."""
+    return _settings(suite, task, {"method": "head", **plan.head, "seed": seed})
+
+
+def lora_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str) -> FinetuneSettings:
+    """Of the LoRA that is compressed."""
+    return _settings(suite, task, {"method": "lora", **plan.lora, "seed": seed, "head": head, "train_head": False})
+
+
+def further_settings(suite: Suite, plan: RecoverPlan, task: str, **changes: Any) -> FinetuneSettings:
+    """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
+    own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
+    return _settings(suite, task, {**own, **changes}, plain="init" in changes)
+
+
+def _settings(suite: Suite, task: str, own: Mapping[str, Any], *, plain: bool = False) -> FinetuneSettings:
+    merged = {**suite.common, **suite.tasks[task], "task": task, **own}
+    if plain:  # an adapter brings its own layers
+        merged = {name: value for name, value in merged.items() if name not in ("target_modules", "layers", "options")}
+    if "steps" in own:
+        merged.pop("epochs", None)
+    try:
+        return FinetuneSettings.from_mapping(merged)
+    except SettingsError as error:
+        raise SuiteError(f"[common], [tasks.{task}] and [recover] together: {error}") from error
