@@ -155,6 +155,25 @@ def test_kadaptation_shares_its_slow_factors():
     assert parameters == 27 + 4 * 3 * 2 * (8 + 8)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_slow_factors_have_the_precision_of_the_fast_ones(autocast):
+    config = KAdaptationConfig(target_modules=["query"], terms=2)
+    model = get_peft_model(tiny_bert().bfloat16(), config, autocast_adapter_dtype=autocast)
+    expected = torch.float32 if autocast else torch.bfloat16
+    assert {value.dtype for key, value in model.named_parameters() if "kadaptation_" in key} == {expected}
+    assert model.base_model.kadaptation_A["default"].requires_grad
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_loading_another_adapter_leaves_the_slow_factors_trainable_or_not(tmp_path, trainable):
+    get_peft_model(tiny_bert(), KAdaptationConfig(target_modules=["query"], terms=2)).save_pretrained(tmp_path)
+    model = PeftModel.from_pretrained(tiny_bert(), tmp_path, is_trainable=trainable)
+    model.load_adapter(tmp_path, "other", is_trainable=trainable)
+    model.load_adapter(tmp_path, "opposite", is_trainable=not trainable)
+    flags = {name: slow.requires_grad for name, slow in model.base_model.kadaptation_A.items()}
+    assert flags == {"default": trainable, "other": trainable, "opposite": not trainable}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

@@ -101,12 +101,24 @@ class KAdaptationModel(KroneckerTuner):
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self.kadaptation_A = nn.ParameterDict()
 
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        before = {name: slow.requires_grad for name, slow in self.kadaptation_A.items()}
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        for name, requires_grad in before.items():  # PEFT keeps these flags for what lies in layers
+            self.kadaptation_A[name].requires_grad_(requires_grad)
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        slow = self.kadaptation_A[adapter_name]
+        if autocast_adapter_dtype and slow.dtype in (torch.float16, torch.bfloat16):
+            self.kadaptation_A[adapter_name] = nn.Parameter(slow.detach().float(), requires_grad=slow.requires_grad)
+
     def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
         super()._add_to_layer(layer, adapter_name, config, current_key)
         assert isinstance(layer, KAdaptationLayer)
         own = layer.kadaptation_v[adapter_name]
         if adapter_name not in self.kadaptation_A:
-            slow = torch.empty(config.terms, config.terms, config.terms, device=own.device)
+            slow = torch.empty(config.terms, config.terms, config.terms, device=own.device, dtype=own.dtype)
             nn.init.normal_(slow, std=1 / math.sqrt(config.terms))
             self.kadaptation_A[adapter_name] = nn.Parameter(slow, requires_grad=own.requires_grad)
         layer.slow[adapter_name] = self.kadaptation_A

@@ -32,8 +32,7 @@ NAMES = {
 }
 # The tests train with rates tuned to LoRA's product of two factors. Ours have more: with inputs up to 90 they overflow,
 # so ΔW is scaled down; behind an embedding, with gradients of 1e-3, three steps would not move them: it is scaled up.
-# The relatives' ΔW has full rank, of which a conversion to LoRA of rank 8 may lose an absolute size: scaled down more.
-SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.04, 4.0)}
+SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.1, 4.0)}
 SCALED |= {"krona": SCALED["dlsr"], "kadaptation": SCALED["dlsr"]}
 # Settings that a kind may lack without changing what a test is about.
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
@@ -77,7 +76,8 @@ def renamed(settings: dict[str, Any]) -> dict[str, Any] | None:
     for key, value in settings.items():
         name = next((name for name in (*NAMES.get(key, ()), key) if name in FIELDS), None)
         if name is not None and not (key == "init_lora_weights" and isinstance(value, str)):
-            mine[name] = value
+            # The relatives' alpha is the scale itself, LoRA's is divided by its rank.
+            mine[name] = value / settings.get("r", 8) if name == "alpha" else value
         elif value and key not in OPTIONAL:
             return None
     return mine
