@@ -12,6 +12,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of the hub: no test needs a network
+# The embedded base is trained once per checkout, and not in the home of whoever runs the tests.
+os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "lsrdecomp"))
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")

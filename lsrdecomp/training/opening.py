@@ -135,7 +135,8 @@ def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     try:
         return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise SettingsError(f"{settings.method} does not fit {settings.model}: {error}") from error
+        targets = ", ".join(settings.target_modules or ("its usual layers",))
+        raise SettingsError(f"{settings.method} on {targets} does not fit {settings.model}: {error}") from error
 
 
 def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
