@@ -107,7 +107,7 @@ def compress(
         As read by `read_statistics`: errors then count in the K-FAC norm, and layers are weighed against each other by
         what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
-        How far to look for shapes.
+        How far to look for shapes; with ``separation_rank`` only its solver counts.
     on_layer : callable, optional
         Called with each `LayerReport` at the end.
     on_step : callable, optional
@@ -151,7 +151,8 @@ def compress(
         return finished(enumerate(fitted.candidate for fitted in fit.layers), fit.low_rank_error)
 
     if plan.separation_rank is not None:
-        result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0]))
+        solver = None if search is None else search.solver
+        result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0], solver))
     else:
         prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, shelf=shelf, on_step=on_step)
         if plan.bytes is None:

@@ -1,0 +1,146 @@
+"""A fleet of small adapters: throughput with one worker and with two, and three kills that lose nothing.
+
+python benchmarks/fleet.py [--adapters 1000] [--work DIR]
+
+Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last, workers being warm;
+one worker is compared with the same jobs in this process too. Then the command is killed three times on its way, with
+its workers, and what it left at the end is compared byte by byte with the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.checkpoints import write_lora
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.fleet import MANIFEST, run_fleet, run_job, summary
+from lsrdecomp.runners import joblib_runner
+
+PLAN = CompressionPlan(separation_rank=4, storage="float16")
+LAYERS, SIZE, RANK = 4, 128, 8
+
+
+def make_fleet(folder: Path, count: int) -> None:
+    """Gaussian adapters of four layers 128 × 128, r = 8."""
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        layers = [
+            (
+                f"layers.{k}.q_proj",
+                rng.standard_normal((SIZE, RANK), dtype=np.float32),
+                rng.standard_normal((RANK, SIZE), dtype=np.float32),
+            )
+            for k in range(LAYERS)
+        ]
+        write_lora(folder / f"{i % 10}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+
+
+def throughput(folder: Path, out: Path, runner: Any) -> float:
+    """Adapters a second, from the first outcome to the last."""
+    seen: list[float] = []
+    run_fleet(folder, out, PLAN, runner=runner, on_outcome=lambda *_: seen.append(time.perf_counter()))
+    return (len(seen) - 1) / (seen[-1] - seen[0])
+
+
+def digests(out: Path) -> dict[str, str]:
+    """SHA-256 of every file but the manifest."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != MANIFEST]
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """Outcomes in the manifest that are whole."""
+    path = out / MANIFEST
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[1:-1]]
+
+
+def killed(folder: Path, out: Path, count: int) -> dict[str, Any]:
+    """Three kills at a quarter, a half and three quarters, then to the end."""
+    plan = out.parent / "plan.toml"
+    plan.write_text('[compress]\nseparation_rank = 4\nstorage = "float16"\n')
+    command = [sys.executable, "-m", "lsrdecomp.cli.main", "fleet", str(folder), str(out), "--plan", str(plan)]
+    recorded = []
+    for share in (0.25, 0.5, 0.75):
+        process = subprocess.Popen([*command, "--workers", "2"], start_new_session=True, stdout=subprocess.DEVNULL)
+        while len(lines(out)) < share * count and process.poll() is None:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        recorded.append(len(lines(out)))
+    subprocess.run([*command, "--workers", "2"], check=True, stdout=subprocess.DEVNULL)
+    names = [line["name"] for line in lines(out)]
+    return {"recorded_at_kills": recorded, "outcomes": len(names), "names": len(set(names))}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--adapters", type=int, default=1000)
+    parser.add_argument("--timed", type=int, default=400, help="adapters of the comparison of throughputs")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fleet.json")
+    parser.add_argument("--quiet-file", type=Path, help="made while throughput is measured, for neighbours to wait on")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.work) as name:
+        work = Path(name)
+        make_fleet(work / "timed", options.timed)
+        make_fleet(work / "few", 8)
+        runners: dict[str, Callable[[], Any]] = {
+            "in this process": lambda: lambda jobs, plan: (run_job(job, plan) for job in jobs),
+            "1 worker": lambda: joblib_runner(1),
+            "2 workers": lambda: joblib_runner(2),
+        }
+        if options.quiet_file is not None:
+            options.quiet_file.touch()
+        try:
+            rates = {}
+            for label, runner in runners.items():
+                throughput(work / "few", work / f"warm {label}", runner())
+                rates[label] = throughput(work / "timed", work / f"out {label}", runner())
+                print(label, round(rates[label], 2), "adapters a second", flush=True)
+        finally:
+            if options.quiet_file is not None:
+                options.quiet_file.unlink()
+        same = [digests(work / f"out {label}") for label in runners]
+        make_fleet(work / "in", options.adapters)
+        calm = run_fleet(work / "in", work / "calm", PLAN, runner=joblib_runner(2))
+        kills = killed(work / "in", work / "killed", options.adapters)
+        wanted, found = digests(work / "calm"), digests(work / "killed")
+        record = {
+            "versions": {"python": platform.python_version(), "numpy": np.__version__},
+            "cores": os.cpu_count(),
+            "adapters": options.adapters,
+            "timed": options.timed,
+            "layers_of_each": [LAYERS, SIZE, SIZE, RANK],
+            "adapters_per_second": rates,
+            "two_workers_over_one": rates["2 workers"] / rates["1 worker"],
+            "two_workers_over_this_process": rates["2 workers"] / rates["in this process"],
+            "same_bytes_with_every_runner": same[0] == same[1] == same[2],
+            "done_undisturbed": summary(calm)["done"],
+            "kills": kills,
+            "files": len(wanted),
+            "killed_run_has_the_bytes_of_the_calm_one": wanted == found,
+        }
+        shutil.rmtree(work / "in")
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

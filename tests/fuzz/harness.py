@@ -1,0 +1,47 @@
+"""One reader under atheris: python tests/fuzz/harness.py READER [libFuzzer options] [corpus folder].
+
+Also replays a find: python tests/fuzz/harness.py READER crash-file
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+INSTRUMENTED = ["lsrdecomp", "json", "tomllib", "zipfile", "torch._weights_only_unpickler"]
+
+
+def main(arguments: list[str]) -> None:
+    """Fuzz until the options say stop; libFuzzer ends the process itself."""
+    import atheris
+
+    name, *options = arguments
+    warnings.simplefilter("ignore")
+    with atheris.instrument_imports(include=INSTRUMENTED):
+        from readers import MOST_BYTES, READERS
+
+        if READERS[name].torch:
+            import torch  # noqa: F401
+    chosen = READERS[name]
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        if not any(not option.startswith("-") and Path(option).is_file() for option in options):
+            corpus = Path(folder) / "seeds"
+            corpus.mkdir()
+            for number, seed in enumerate(chosen.seeds()):
+                (corpus / str(number)).write_bytes(seed)
+            options = [f"-max_len={MOST_BYTES}", "-timeout=300", "-rss_limit_mb=4096", *options, str(corpus)]
+        place = Path(folder) / "work"
+        place.mkdir()
+        atheris.Setup([sys.argv[0], *options], lambda content: chosen(content, place))
+        atheris.Fuzz()
+
+
+def memory_folder() -> str | None:
+    """A file system in memory, where there is one."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

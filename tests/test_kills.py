@@ -1,0 +1,138 @@
+"""kill -9 at any moment of `compress` and `fleet`, as started from the command line: nothing lost, nothing half there.
+
+Moments are drawn at random over the whole run, and besides every look at the file system can be the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import directory, pair, snapshot
+from cli_server import Server, server
+
+from lsrdecomp.checkpoints import write_lora
+from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.fleet import MANIFEST, find_adapters
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, process groups and audit events of Linux")
+
+LONG = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run():
+    with server() as running:
+        yield running
+
+
+def forget_age(folder: Path) -> None:
+    """Make leftovers of killed runs look old, so that the next run clears them."""
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            os.utime(entry, (0, 0))
+
+
+def as_argument(terms: int) -> tuple[object, ...]:
+    return ("--separation-rank", terms, "--storage", "float16", "--force")
+
+
+@pytest.mark.parametrize(("times", "steps"), [(6, 8), pytest.param(150, 1000, marks=LONG)])
+def test_compress_leaves_the_old_output_or_the_new_one(run: Server, tmp_path: Path, times: int, steps: int) -> None:
+    source = directory(tmp_path / "in", {k: v for i in range(12) for k, v in pair(f"l.{i}", 96, 64, 4, i).items()}, r=4)
+    states = {}
+    for terms in (1, 2):
+        done = run("compress", source, "--out", tmp_path / f"ref{terms}", *as_argument(terms), step=0)
+        assert done["code"] == 0, done["stderr"]
+        states[terms] = snapshot(tmp_path / f"ref{terms}")
+    assert states[1] != states[2]
+    place = tmp_path / "place"
+    place.mkdir()
+    out = place / "out"
+    chance = random.Random(11)
+    moments: list[dict[str, float]] = [{"seconds": chance.uniform(0.0, 1.1 * done["seconds"])} for _ in range(times)]
+    every = max(1, done["steps"] // steps)
+    moments += [{"step": step} for step in range(1 + every // 2, done["steps"] + 1, every)]
+    chance.shuffle(moments)
+    present, killed = None, 0
+    for turn, moment in enumerate(moments):
+        wanted = 1 + turn % 2
+        end = run("compress", source, "--out", out, *as_argument(wanted), **moment)
+        killed += end["code"] == -9
+        assert end["code"] in (0, -9), end["stderr"]
+        held = snapshot(out) if out.exists() else None
+        assert held in (present, states[wanted])
+        assert end["code"] == -9 or held == states[wanted]
+        assert all(entry.name == "out" or entry.name.endswith(".partial") for entry in place.iterdir())
+        present = held
+    assert killed >= (200 if times > 100 else 6)
+    forget_age(place)
+    assert run("compress", source, "--out", out, *as_argument(1))["code"] == 0
+    assert snapshot(out) == states[1]
+    assert [entry.name for entry in place.iterdir()] == ["out"]
+
+
+def make_fleet(folder: Path, count: int) -> Path:
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        layers = [(f"l.{k}.q", rng.standard_normal((24, 2)), rng.standard_normal((2, 24))) for k in range(2)]
+        write_lora(folder / f"team{i % 3}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+    return folder
+
+
+def outputs(out: Path) -> dict[str, bytes]:
+    """Every byte of every output; not the manifest, whose order is that of finishing, nor hidden leftovers."""
+    found = snapshot(out)
+    return {name: content for name, content in found.items() if name != MANIFEST and "/." not in name}
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(210, marks=LONG)])
+def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Path, kills: int) -> None:
+    pytest.importorskip("joblib")
+    folder, plan = make_fleet(tmp_path / "in", 24), tmp_path / "plan.toml"
+    plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
+    begun = time.perf_counter()
+    assert run("fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1)["code"] == 0
+    usual = time.perf_counter() - begun
+    calm = outputs(tmp_path / "calm")
+    chance = random.Random(5)
+    killed = turn = 0
+    while killed < kills:
+        out = tmp_path / f"out{turn}"
+        turn += 1
+        for attempt in range(50):
+            whole = chance.random() < 0.75  # else the workers outlive their master for a moment
+            seconds = chance.uniform(0.0 if attempt == 0 else 0.5 * usual, 1.1 * usual)
+            end = run("fleet", folder, out, "--plan", plan, "--workers", 1, seconds=seconds, whole=whole)
+            assert end["code"] in (0, -9), end["stderr"]
+            killed += end["code"] == -9
+            if not out.exists():
+                continue
+            if not whole:
+                time.sleep(0.3)
+            held = outputs(out)
+            assert held.items() <= calm.items()
+            assert all(changed_files(out / name) == () for name in find_adapters(out))
+            recorded = _recorded(out)
+            assert all(outcome["state"] == "done" for outcome in recorded)
+            assert {outcome["name"] for outcome in recorded} <= set(find_adapters(out))
+            if end["code"] == 0 or killed >= kills:
+                break
+        for team in out.glob("*/"):
+            forget_age(team)
+        assert run("fleet", folder, out, "--plan", plan, "--workers", 1)["code"] == 0
+        assert outputs(out) == calm
+        names = [outcome["name"] for outcome in _recorded(out)]
+        assert len(names) == len(set(names)) == 24
+
+
+def _recorded(out: Path) -> list[dict[str, object]]:
+    manifest = out / MANIFEST
+    lines = manifest.read_text().split("\n")[1:-1] if manifest.exists() else []
+    return [json.loads(line) for line in lines]
