@@ -164,6 +164,9 @@ def arena(backend: Any, fused: bool = False) -> Build:
         )
         nn.init.normal_(made.flat, std=0.1)
         made.matrices.fill_(float("nan"))  # a launch that misses an entry shows
+        if made.backend == "torch":  # which leaves the padding as it was made: zero
+            for group in made.layout.classes:
+                group.stack(made.matrices)[:, group.rank :] = 0
         held: dict[str, Any] = {"arena": made}
         prepared = replaced(model, names, lambda index, base: ArenaLinear(base, held, index, fused))
         prepared.model.register_forward_pre_hook(lambda *_: held.update(token=made.expand()))

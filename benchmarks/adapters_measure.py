@@ -36,6 +36,7 @@ class Figures:
     extra_kernels: int  # beyond the frozen layers
     kept_mb: float  # saved by autograd between forward and backward, beyond parameters
     peak_mb: float | None  # on a GPU: allocated at most during a step, model included
+    device_time: float | None  # on a GPU: seconds in kernels of forward and backward, without gaps between launches
     parameters: int
 
     def record(self) -> dict[str, Any]:
@@ -99,15 +100,19 @@ def seconds(call: Callable[[], None], device: torch.device, calls: int = 1) -> f
     return (time.process_time() - begun) / calls
 
 
-def kernels(call: Callable[[], None], device: torch.device) -> int:
+def kernels(call: Callable[[], None], device: torch.device) -> tuple[int, float | None]:
+    """Kernels launched and, on a GPU, the seconds that they ran."""
     if device.type == "cuda":
+        call()
+        torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             torch.cuda.synchronize()
-        return sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA")
+        events = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
+        return sum(event.count for event in events), sum(event.self_device_time_total for event in events) / 1e6
     with CountKernels() as counted:
         call()
-    return counted.count
+    return counted.count, None
 
 
 def kept_bytes(subject: Subject) -> int:
@@ -164,10 +169,11 @@ def measure(
                 ratio_low=low,
                 ratio_high=high,
                 rounds=own,
-                kernels=launched[subject.name],
-                extra_kernels=launched[subject.name] - launched[frozen],
+                kernels=launched[subject.name][0],
+                extra_kernels=launched[subject.name][0] - launched[frozen][0],
                 kept_mb=kept_bytes(subject) / 2**20,
                 peak_mb=_peak(subject, device),
+                device_time=launched[subject.name][1],
                 parameters=sum(p.numel() for p in subject.prepared.parameters),
             )
         )

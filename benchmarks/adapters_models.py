@@ -91,13 +91,13 @@ class Roberta(nn.Module):
 
 def make(case: Case, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model: nn.Module
-    if case.kind == "stack":
-        model = Stack(case.shapes)
-    elif case.kind == "roberta":
-        model = Roberta(case.width, case.depth)
-    else:
-        model = Blocks(case.width, case.depth)
+    with device:  # the weights of a large model are drawn where they are needed
+        if case.kind == "stack":
+            model: nn.Module = Stack(case.shapes)
+        elif case.kind == "roberta":
+            model = Roberta(case.width, case.depth)
+        else:
+            model = Blocks(case.width, case.depth)
     return model.to(device=device, dtype=dtype)
 
 

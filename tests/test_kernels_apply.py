@@ -104,6 +104,14 @@ def test_gradients_reach_the_factors_of_the_adapters_in_the_batch_alone(mode):
     assert not any(factor.grad.any() for factor in (*rights[0], *lefts[0], *rights[1], *lefts[1]))
 
 
+def test_narrow_outputs_are_rounded_once():
+    bank = AdapterBank.of(*bank_factors(), dtype=torch.float32)
+    index = torch.tensor([0, 1, 2, -1, 0])
+    base, x = draw(5, 6, seed=41).bfloat16(), draw(5, 10, seed=40).bfloat16()
+    expected = add_adapters(base.float(), x, bank, index).bfloat16()
+    assert torch.equal(add_adapters(base, x, bank, index), expected)
+
+
 def test_rows_without_an_adapter_in_the_bank_are_refused():
     bank = AdapterBank.of(*bank_factors())
     assert len(bank) == 3

@@ -160,6 +160,20 @@ def test_what_a_pass_formed_is_used_in_it_and_nowhere_else():
     assert first.expansion is None, "the hooks are gone"
 
 
+def test_what_was_formed_without_a_graph_is_not_used_where_gradients_are_wanted():
+    model = Model()
+    first, seen = model.blocks[0].right, []
+
+    def with_gradients(*_):
+        with torch.enable_grad():
+            seen.append(first.matrix())
+
+    model.blocks[1].register_forward_hook(with_gradients)
+    with grouped_expansion(model), torch.no_grad():
+        model(batch(0))
+    assert seen[0].requires_grad
+
+
 def test_an_error_in_a_forward_pass_ends_it():
     model = Model()
     first = model.blocks[0].right

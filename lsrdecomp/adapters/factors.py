@@ -20,12 +20,13 @@ class KroneckerFactors(Expandable):
         super().__init__()
         self.shape = shape
         self.separation_rank = separation_rank
-        for index, (rows, columns) in enumerate(shape.factors, start=1):
-            self.register_parameter(f"factor_{index}", nn.Parameter(torch.empty(separation_rank, rows, columns)))
+        self.names = tuple(f"factor_{index}" for index in range(1, shape.order + 1))
+        for name, (rows, columns) in zip(self.names, shape.factors, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(separation_rank, rows, columns)))
 
     @property
     def factors(self) -> list[Tensor]:
-        return [getattr(self, f"factor_{index}") for index in range(1, self.shape.order + 1)]
+        return [getattr(self, name) for name in self.names]
 
     @torch.no_grad()
     def start(self, std: float, zero: int | None = None) -> None:

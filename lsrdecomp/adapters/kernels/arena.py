@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import lowrank
 from lsrdecomp.adapters.kernels.arena_layout import ArenaLayer, Job, Layout
+from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
 from lsrdecomp.adapters.kernels.triton_support import usable
 from lsrdecomp.errors import ShapeError
@@ -213,7 +214,7 @@ class _ArenaLinear(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         right, left = arena.pair(layer)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             if fused:
                 from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
 
@@ -233,7 +234,7 @@ class _ArenaLinear(torch.autograd.Function):
         arena._check_unchanged()
         right, left = arena.pair(ctx.layer)
         dy = gradient.reshape(-1, gradient.shape[-1])
-        with torch.autocast(gradient.device.type, enabled=False):
+        with without_autocast(gradient.device.type):
             if ctx.fused:
                 from lsrdecomp.adapters.kernels.triton_passes import backward_pass
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -80,6 +80,12 @@ def choose(problem: Problem, limits: Crossovers | None = None) -> Choice:
     return "plain"
 
 
+@lru_cache(maxsize=1024)
+def chosen(*sizes: Any) -> Choice:
+    """`choose` for the fields of a `Problem`, remembered: a layer asks at every call."""
+    return choose(Problem(*sizes))
+
+
 def _fusable(problem: Problem) -> bool:
     from lsrdecomp.adapters.kernels.triton_support import usable
 
@@ -109,4 +115,4 @@ def kronecker_pays(terms: int, out: tuple[int, int], into: tuple[int, int]) -> b
     return terms * min(b * c * d + a * b * c, a * b * d + a * c * d) < a * b * c * d
 
 
-__all__ = ["Choice", "Crossovers", "Problem", "choose", "crossovers", "kronecker_pays", "structured_pays"]
+__all__ = ["Choice", "Crossovers", "Problem", "choose", "chosen", "crossovers", "kronecker_pays", "structured_pays"]

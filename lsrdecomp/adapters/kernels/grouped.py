@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
 
 LARGEST_GROUP = 1 << 23
@@ -44,7 +45,7 @@ def expand_all(
     for members, wide in _groups(factor_lists, entries):
         group = [factor_lists[index] for index in members]
         flat = [factor for factors in zip(*group, strict=True) for factor in factors]  # factor by factor
-        with torch.autocast(flat[0].device.type, enabled=False):
+        with without_autocast(flat[0].device.type):
             matrices = _ExpandGroup.apply(len(group[0]), wide, dtype or flat[0].dtype, *flat)  # type: ignore[no-untyped-call]
         for index, matrix in zip(members, matrices, strict=True):
             formed[index] = matrix

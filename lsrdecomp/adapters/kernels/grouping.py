@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, expand_all
 from lsrdecomp.adapters.kernels.stacked import expand
 
@@ -23,11 +24,6 @@ class Expandable(nn.Module):
         """The factors, shapes (s, m_i, n_i), the outermost first."""
         raise NotImplementedError
 
-    @property
-    def can_be_grouped(self) -> bool:
-        """Whether the factors are parameters that lie here whole: not sharded, offloaded or replaced by a transform."""
-        return all(type(factor) is nn.Parameter and factor.ndim == 3 and not factor.is_meta for factor in self.factors)
-
     def matrix(self) -> Tensor:
         """The formed sum, in the factors' own precision even under autocast; from `Grouping` while it holds."""
         if torch.compiler.is_compiling():
@@ -35,14 +31,20 @@ class Expandable(nn.Module):
         if self.expansion is not None and self.expansion.holds():
             return self.expansion.matrix
         # The same node as a group's: what is formed alone may stand in for it when a checkpoint computes again.
-        return expand_all([self.factors])[0] if self.can_be_grouped else self._composed()
+        factors = self.factors
+        return expand_all([factors])[0] if _groupable(factors) else self._composed()
 
     def _composed(self) -> Tensor:
         factors = self.factors
         if factors[0].is_meta:  # low-memory loading; autocast knows no such device
             return expand(factors)
-        with torch.autocast(factors[0].device.type, enabled=False):
+        with without_autocast(factors[0].device.type):
             return expand(factors)
+
+
+def _groupable(factors: list[Tensor]) -> bool:
+    """Whether factors are parameters that lie here whole: not sharded, offloaded, or replaced by a transform."""
+    return all(type(factor) is nn.Parameter and factor.ndim == 3 and not factor.is_meta for factor in factors)
 
 
 class Run:
@@ -109,26 +111,28 @@ class Grouping:
 
     def form(self) -> None:
         """Form what is selected, in place of what was formed for the pass before."""
-        classes: dict[torch.dtype | None, list[Expandable]] = {}
+        classes: dict[torch.dtype | None, tuple[list[Expandable], list[list[Tensor]]]] = {}
         selected = False
         for module, dtype in self.select():
-            selected = True
-            if module.can_be_grouped:
-                classes.setdefault(dtype, []).append(module)
+            selected, factors = True, module.factors
+            if _groupable(factors):
+                modules, lists = classes.setdefault(dtype, ([], []))
+                modules.append(module)
+                lists.append(factors)
         if not selected:
             return  # adapters are off: an earlier pass may still wait for its backward
         self.release()
         self.run = Run()
-        for dtype, modules in classes.items():
-            matrices = expand_all([module.factors for module in modules], entries=self.entries, dtype=dtype)
+        for dtype, (modules, lists) in classes.items():
+            matrices = expand_all(lists, entries=self.entries, dtype=dtype)
             for module, matrix in zip(modules, matrices, strict=True):
-                module.expansion = Expansion(matrix, self.run)
+                vars(module)["expansion"] = Expansion(matrix, self.run)  # a module's own way takes microseconds
             self.served += modules
 
     def release(self) -> None:
         """Forget what was formed."""
         for module in self.served:
-            module.expansion = None
+            vars(module).pop("expansion", None)
         self.served.clear()
 
     def _before(self, model: nn.Module, _: Any) -> None:

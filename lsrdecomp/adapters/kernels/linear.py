@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.dispatch import Problem, choose, crossovers
+from lsrdecomp.adapters.kernels.autocast import without_autocast
+from lsrdecomp.adapters.kernels.dispatch import chosen, crossovers
 from lsrdecomp.errors import PrecisionError, ShapeError
 
 Mode = Literal["auto", "plain", "blas", "merged", "fused"]
@@ -71,8 +72,7 @@ def adapted_linear(
     if mode == "auto":
         tokens = x.numel() // max(1, x.shape[-1])
         out, into = weight.shape
-        problem = Problem(tokens, out, into, right.shape[0], compute, weight.dtype, kind, dropped is not None)
-        mode = choose(problem)
+        mode = chosen(tokens, out, into, right.shape[0], compute, weight.dtype, kind, dropped is not None)
     if mode == "plain":
         return F.linear(x, weight, bias) + _plain(x if dropped is None else dropped, right, left, scaling, compute)
     x = x.to(compute)
@@ -89,6 +89,8 @@ def adapted_linear(
         return _MergedLinear.apply(x, weight, bias, right, left, scaling)  # type: ignore[no-any-return, no-untyped-call]
     dropped = None if dropped is None else dropped.to(compute)
     arguments = x, dropped, weight.to(compute), bias, right, left, scaling, mode == "fused"
+    if not torch.is_grad_enabled():
+        return _forward(*arguments)[0]
     return _AdaptedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -117,6 +119,31 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _forward(
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    right: Tensor,
+    left: Tensor,
+    scaling: float,
+    fused: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The output, and what backward needs of the adapter: its input, inner activations and pair."""
+    rows = _rows(x)
+    with without_autocast(x.device.type):
+        right, left = right.to(x.dtype), left.to(x.dtype)
+        seen = rows if dropped is None else _rows(dropped)
+        if fused:
+            from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
+
+            y = F.linear(rows, weight, bias)
+            inner = add_low_rank(y, seen, right, left, scaling).mT
+        else:
+            y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling, _at_once(weight))
+    return y.view(*x.shape[:-1], y.shape[1]), (seen, inner, right, left)
+
+
 class _AdaptedLinear(torch.autograd.Function):
     """Modes ``blas`` and ``fused``: x (once), the inner activations and the small matrices are all that is kept."""
 
@@ -132,21 +159,12 @@ class _AdaptedLinear(torch.autograd.Function):
         scaling: float,
         fused: bool,
     ) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            narrow = right.to(x.dtype), left.to(x.dtype)
-            seen = _rows(x if dropped is None else dropped)
-            if fused:
-                from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
-
-                y = F.linear(_rows(x), weight, bias)
-                inner = add_low_rank(y, seen, *narrow, scaling).mT
-            else:
-                y, inner = lowrank.forward(_rows(x), seen, weight, bias, *narrow, scaling, _at_once(weight))
+        y, (seen, *kept) = _forward(x, dropped, weight, bias, right, left, scaling, fused)
         base_input = _rows(x) if ctx.needs_input_grad[2] and dropped is not None else None
-        ctx.save_for_backward(seen, base_input, weight, inner, *narrow)
+        ctx.save_for_backward(seen, base_input, weight, *kept)
         ctx.scaling, ctx.fused, ctx.shape, ctx.split = scaling, fused, x.shape, dropped is not None
         ctx.dtypes = right.dtype, left.dtype
-        return y.view(*x.shape[:-1], y.shape[1])
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -154,7 +172,7 @@ class _AdaptedLinear(torch.autograd.Function):
         seen, base_input, weight, inner, right, left = ctx.saved_tensors
         wants = ctx.needs_input_grad
         dy = _rows(gradient)
-        with torch.autocast(gradient.device.type, enabled=False):
+        with without_autocast(gradient.device.type):
             usual, at_once = not ctx.split and wants[0] and wants[4] and wants[5], _at_once(weight)
             if ctx.fused and usual:
                 from lsrdecomp.adapters.kernels.triton_passes import backward_pass
@@ -191,7 +209,7 @@ class _MergedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, left: Tensor, scaling: float
     ) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             y = F.linear(x, lowrank.merged_weight(weight, right, left, scaling).to(x.dtype), bias)
         ctx.save_for_backward(_rows(x), weight, right, left)
         ctx.scaling, ctx.shape = scaling, x.shape
@@ -203,7 +221,7 @@ class _MergedLinear(torch.autograd.Function):
         x, weight, right, left = ctx.saved_tensors
         wants, scaling, dy = ctx.needs_input_grad, ctx.scaling, _rows(gradient)
         dx = d_right = d_left = None
-        with torch.autocast(gradient.device.type, enabled=False):
+        with without_autocast(gradient.device.type):
             if wants[0]:
                 dx = (dy @ lowrank.merged_weight(weight, right, left, scaling).to(dy.dtype)).view(ctx.shape)
             if wants[3]:

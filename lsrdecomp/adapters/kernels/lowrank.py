@@ -11,6 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+WIDE_RESULT = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
+"""Whether this torch, from 2.8 on, multiplies 16-bit matrices into a float32 one on a GPU."""
+
 
 def forward(
     x: Tensor,
@@ -92,7 +95,7 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a @ b`` with the result in ``dtype``, without rounding to the inputs' precision where the device can."""
     if a.dtype == dtype:
         return a @ b
-    if a.is_cuda and dtype == torch.float32:
+    if WIDE_RESULT and a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
