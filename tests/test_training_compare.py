@@ -257,3 +257,10 @@ def test_the_embedded_task_is_compared(place, file, tmp_path, workers):
     assert lora.adapter_parameters < 2 * lsr.adapter_parameters
     assert 0.0 < lora.baseline < 0.2
     assert len(lsr.score.values) == 2
+
+
+def test_some_of_the_tasks(file):
+    text = SUITE.replace("[tasks.embedded]", '[tasks.embedded]\n[tasks.CB]\ndata = "d"')
+    assert list(read_suite(file(text), tasks=["CB"]).tasks) == ["CB"]
+    with pytest.raises(SuiteError, match="has no task 'RTE'; its tasks are: embedded, CB"):
+        read_suite(file(text), tasks=["RTE"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lsrdecomp.training.compare import Results
     from lsrdecomp.training.suite import Suite
 
+Tasks = Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")]
 Data = Annotated[Path | None, typer.Option(help="Directory of the tasks' files, in place of the suite's.")]
 Model = Annotated[str | None, typer.Option(help="The base, in place of the suite's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, …, in place of the suite's.")]
@@ -24,6 +25,7 @@ def compare(
     suite: Annotated[Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
     table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    tasks: Tasks = None,
     data: Data = None,
     model: Model = None,
     device: Device = None,
@@ -41,7 +43,7 @@ def compare(
         from lsrdecomp.training.compare import read_results
     except ImportError as error:
         raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[peft]'") from error
-    chosen = open_suite(suite, data, model, device)
+    chosen = open_suite(suite, tasks, data, model, device)
     if table:
         results = read_results(chosen, out)
     else:
@@ -52,12 +54,13 @@ def compare(
         raise typer.Exit(1)
 
 
-def open_suite(path: Path, data: Path | None, model: str | None, device: str | None) -> Suite:
+def open_suite(path: Path, tasks: str | None, data: Path | None, model: str | None, device: str | None) -> Suite:
     """A suite with what the command line says in place of its own."""
     from lsrdecomp.training.suite import read_suite
 
     given: dict[str, Any] = {"data": None if data is None else str(data), "model": model, "device": device}
-    return read_suite(path, {name: value for name, value in given.items() if value is not None})
+    some = None if tasks is None else [name.strip() for name in tasks.split(",")]
+    return read_suite(path, {name: value for name, value in given.items() if value is not None}, some)
 
 
 def show(results: Results, out: Path, json: Path | None) -> None:

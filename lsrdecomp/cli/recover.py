@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.compare import Data, Device, Model, open_suite
+from lsrdecomp.cli.compare import Data, Device, Model, Tasks, open_suite
 from lsrdecomp.cli.options import JsonFile
 from lsrdecomp.errors import LsrError
 
@@ -21,6 +21,7 @@ def recover(
     suite: Annotated[Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)],
     out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
     table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    tasks: Tasks = None,
     data: Data = None,
     model: Model = None,
     device: Device = None,
@@ -38,7 +39,7 @@ def recover(
         from lsrdecomp.training.runs import Failure
     except ImportError as error:
         raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[finetune]'") from error
-    chosen = open_suite(suite, data, model, device)
+    chosen = open_suite(suite, tasks, data, model, device)
     failed: list[str] = []
 
     def note(run: Run, outcome: Outcome) -> None:

@@ -74,7 +74,7 @@ def compare(
     CheckpointError
         If ``out`` holds runs with other settings.
     """
-    _check_options(suite)
+    check_options(suite)
     out = Path(out)
     skipped = suite.missing()
     tasks = [task for task in suite.tasks if task not in skipped]
@@ -153,7 +153,8 @@ def _cell(suite: Suite, out: Path, arm: Arm, task: str) -> Cell:
     return Cell(arm, task, rate, records, failures, len(finished), edge)
 
 
-def _check_options(suite: Suite) -> None:
+def check_options(suite: Suite) -> None:
+    """Raise `SettingsError` if a method of the suite has no such option."""
     from lsrdecomp.training.methods import adapter_config
 
     for arm in suite.arms:

@@ -93,9 +93,8 @@ def squeeze(
         parameters = sum(candidate.parameters for candidate in chosen.values())
         done = Squeezed(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
     else:
-        plan = CompressionPlan(parameters=total, storage=structure.storage)
-        if not structure.budgeted:
-            plan = CompressionPlan(ratio=1.0, storage=structure.storage)
+        goal: dict[str, Any] = {"parameters": total} if structure.budgeted else {"ratio": 1.0}
+        plan = CompressionPlan(**goal, storage=structure.storage)
         wide = search if search is not None and structure.search.orders else structure.search
         result = compress(checkpoint, plan, statistics=own, search=wide)
         result.save(out)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,9 @@ class Suite:
         return found
 
 
-def read_suite(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Suite:
+def read_suite(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, tasks: Sequence[str] | None = None
+) -> Suite:
     """A suite from a TOML file.
 
     Parameters
@@ -125,6 +127,8 @@ def read_suite(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         task in ``[tasks.NAME]``, of a method in ``[methods.LABEL]``.
     overrides : mapping, optional
         Settings for ``[common]`` from elsewhere, such as the command line.
+    tasks : sequence of str, optional
+        Only these of the suite's tasks.
 
     Raises
     ------
@@ -137,9 +141,15 @@ def read_suite(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
     except (OSError, ValueError) as error:
         raise SuiteError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        return _suite(table, dict(overrides or {}))
+        suite = _suite(table, dict(overrides or {}))
     except (SettingsError, TypeError, ValueError) as error:
         raise SuiteError(f"{path}: {error}") from error
+    if tasks is None:
+        return suite
+    unknown = [task for task in tasks if task not in suite.tasks]
+    if unknown:
+        raise SuiteError(f"{path}: has no task {unknown[0]!r}; its tasks are: {', '.join(suite.tasks)}")
+    return replace(suite, tasks={task: suite.tasks[task] for task in tasks})
 
 
 def _suite(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> Suite:
