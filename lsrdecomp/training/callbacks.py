@@ -28,7 +28,8 @@ class Progress(TrainerCallback):
 
 
 class Clock(TrainerCallback):
-    """Seconds of training, evaluations left out, carried from one start of a run to the next through a file.
+    """Seconds of training with its reading of batches, but without judging, logging and saving; carried from one start
+    of a run to the next through a file.
 
     Parameters
     ----------
@@ -52,18 +53,23 @@ class Clock(TrainerCallback):
         """The median step; 0 if there was none."""
         return statistics.median(self.steps) if self.steps else 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.perf_counter()
 
+    on_evaluate = on_log = on_train_begin  # what lies between two steps is not theirs
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps.append(time.perf_counter() - self._since)
+        now = time.perf_counter()
+        self.steps.append(now - self._since)
         self.seconds += self.steps[-1]
+        self._since = now
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             before = json.loads(self.file.read_text()) if self.file.exists() else {}
             with new_file(self.file, force=True) as part:
                 part.write_text(json.dumps({**before, str(state.global_step): self.seconds}))
+        self._since = time.perf_counter()
 
 
 class StopWhenLost(TrainerCallback):

@@ -159,9 +159,8 @@ def _train(
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
     args = training_arguments(settings, run, steps, sampler.batches)
     clock, layers = Clock(run / CLOCK), LayerLog(run / LAYER_LOG)
-    callbacks: list[TrainerCallback] = [clock, StopWhenLost()]
-    if settings.log_every:
-        callbacks.append(layers)
+    callbacks: list[TrainerCallback] = [layers] if settings.log_every else []
+    callbacks += [clock, StopWhenLost()]  # the clock after what takes time
     if on_step is not None:
         callbacks.append(Progress(lambda step, steps: on_step(Step(step, steps))))
     if settings.patience is not None:
