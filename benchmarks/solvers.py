@@ -1,7 +1,7 @@
 """Two-factor solvers beside numpy, scipy, scikit-learn and torch, in one run: time, excess error, memory.
 
     python benchmarks/solvers.py --threads 1 --out benchmarks/results
-    python benchmarks/solvers.py --threads 2 --size 1024 --only dense
+    python benchmarks/solvers.py --threads 2 --only dense
 
 Every library is handed the same rearranged matrix, so what differs is the solver; our times include the rearrangement.
 Times are CPU seconds where one thread runs and wall seconds otherwise, medians of ``--runs``.
@@ -31,21 +31,22 @@ def main() -> None:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", choices=("dense", "pair", "batch", "search"))
     arguments.add_argument("--brute", action="store_true", help="also search shapes by brute force (minutes)")
-    arguments.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = arguments.parse_args()
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(options.threads)  # read when the libraries are first imported, below
-    record: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "versions": versions()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"solvers-threads{options.threads}.json"
+    record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    settings = {name: getattr(options, name) for name in ("threads", "size", "rank", "runs", "seed")}
     parts = {"dense": dense, "pair": pair, "batch": batch, "search": search}
     for name, part in parts.items():
-        if options.only in (None, name):
-            record[name] = part(options)
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = f"solvers-{options.size}-threads{options.threads}" + (f"-{options.only}" if options.only else "")
-    (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1))
-    if "dense" in record:
-        figure(record["dense"], options.out / f"{stem}.png")
-    print(json.dumps(record, indent=1))
+        if options.only in (None, name):  # the parts of one file may be measured one by one
+            record[name] = {"settings": settings, "versions": versions(), "rows": part(options)}
+            file.write_text(json.dumps(record, indent=1) + "\n")
+            print(json.dumps(record[name], indent=1), flush=True)
+    if options.only in (None, "dense"):
+        figure(record["dense"]["rows"], file.with_suffix(".png"))
 
 
 def versions() -> dict[str, str]:
@@ -144,7 +145,7 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def pair(options: argparse.Namespace) -> dict[str, Any]:
+def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A low-rank product 8192×28672 of inner size 64: implicit against formed."""
     import numpy as np
 
@@ -166,8 +167,8 @@ def pair(options: argparse.Namespace) -> dict[str, Any]:
     formed, other = timed(lambda: solver.solve(Dense(left @ right), shape, rank=16), options)
     target = LowRank(left, right)
     errors = [target.residual_norm(x.approximation) / target.norm for x in (found, other)]
-    return {"implicit seconds": implicit, "formed seconds": formed, "times faster": formed / implicit,
-            "extra MB": extra / 1e6, "relative errors": errors, "claimed": found.optimality_gap}  # fmt: skip
+    return [{"implicit seconds": implicit, "formed seconds": formed, "times faster": formed / implicit,
+             "extra MB": extra / 1e6, "relative errors": errors, "claimed": found.optimality_gap}]  # fmt: skip
 
 
 def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -248,15 +249,16 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     problems = list(dict.fromkeys(row["problem"] for row in rows))
-    drawing, panels = plt.subplots(1, len(problems), figsize=(5 * len(problems), 4), sharey=True, squeeze=False)
+    size = (4.5 * len(problems) + 2, 4)
+    drawing, panels = plt.subplots(1, len(problems), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, problem in zip(panels[0], problems, strict=True):
         for row in (r for r in rows if r["problem"] == problem and r["solver"] != "numpy svd"):
             mark = "o" if row["solver"].startswith("lsrdecomp") else "x"
-            panel.loglog(row["seconds"], max(row["excess"], 1e-12), mark, label=row["solver"])
-        panel.set(title=problem, xlabel="seconds")
+            share = 1.0 / row["times faster than svd"]
+            panel.loglog(share, max(row["excess"], 1e-12), mark, label=row["solver"])
+        panel.set(title=problem, xlabel="time / time of the full SVD")
     panels[0][0].set_ylabel("error / optimum − 1")
-    panels[0][-1].legend(fontsize=7)
-    drawing.tight_layout()
+    drawing.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     drawing.savefig(path, dpi=120)
 
 
