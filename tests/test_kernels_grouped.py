@@ -251,6 +251,17 @@ def test_the_compiler_takes_a_model_in_one_piece(grouped):
     assert all(torch.allclose(a, b.grad, rtol=1e-12) for a, b in zip(ours, model.parameters(), strict=True))
 
 
+def test_factors_that_do_not_lie_here_whole_are_left_to_their_layers():
+    whole = nn.Parameter(torch.ones(2, 3, 4))
+    assert grouping._groupable([whole, whole])
+    for other in (
+        torch.ones(2, 3, 4),  # swapped for a call
+        nn.Parameter(torch.ones(0)),  # sharded, the shard elsewhere
+        nn.Parameter(torch.ones(2, 3, 4, device="meta")),  # offloaded
+    ):
+        assert not grouping._groupable([whole, other])
+
+
 def test_narrow_matrices_from_wide_factors():
     ours, theirs = factor_lists(), factor_lists()
     for lists in (ours, theirs):

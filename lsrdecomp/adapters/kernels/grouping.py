@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, expand_all
 from lsrdecomp.adapters.kernels.stacked import expand
+from lsrdecomp.adapters.kernels.tracing import is_traced
 
 
 class Expandable(nn.Module):
@@ -26,7 +27,7 @@ class Expandable(nn.Module):
 
     def matrix(self) -> Tensor:
         """The formed sum, in the factors' own precision even under autocast; from `Grouping` while it holds."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._composed()
         if self.expansion is not None and self.expansion.holds():
             return self.expansion.matrix
@@ -78,8 +79,8 @@ Select = Callable[[], Iterable[tuple[Expandable, torch.dtype | None]]]
 class Grouping:
     """Forms the sums of Kronecker products of a model at once, whenever its forward pass begins.
 
-    Under ``torch.compile`` nothing is grouped: the compiler sees every expansion and does that itself. Factors that do
-    not lie here whole (sharded, offloaded, swapped by ``torch.func``) are left to their layers.
+    Under ``torch.compile`` and ``torch.func`` nothing is grouped: the compiler sees every expansion and arranges them
+    itself. Factors that do not lie here whole (sharded, offloaded, swapped for a call) are left to their layers.
 
     Parameters
     ----------
@@ -136,11 +137,11 @@ class Grouping:
         self.served.clear()
 
     def _before(self, model: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             self.form()
 
     def _after(self, model: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self.run is None:
+        if is_traced() or self.run is None:
             return
         self.run.running = False
         if not self.run.with_graph:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lsrdecomp.adapters.kernels import lowrank
 from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.dispatch import chosen, crossovers
+from lsrdecomp.adapters.kernels.tracing import is_traced
 from lsrdecomp.errors import PrecisionError, ShapeError
 
 Mode = Literal["auto", "plain", "blas", "merged", "fused"]
@@ -67,8 +68,8 @@ def adapted_linear(
     _check(x, weight, right, left, dropped)
     kind = x.device.type
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if mode == "auto" and torch.compiler.is_compiling():
-        mode = "plain"  # the compiler can see through it
+    if mode == "auto" and is_traced():
+        mode = "plain"
     if mode == "auto":
         tokens = x.numel() // max(1, x.shape[-1])
         out, into = weight.shape
