@@ -2,9 +2,9 @@
 
 python benchmarks/fleet.py [--adapters 1000] [--work DIR]
 
-Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last, workers being warm;
-one worker is compared with the same jobs in this process too. Then the command is killed three times on its way, with
-its workers, and what it left at the end is compared byte by byte with the undisturbed run.
+Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last, workers being warm,
+as the best of several rounds that take turns; the same jobs in this process are the reference. Then the command is
+killed three times on its way, with its workers, and what it left is compared byte by byte with the undisturbed run.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=1000)
-    parser.add_argument("--timed", type=int, default=400, help="adapters of the comparison of throughputs")
+    parser.add_argument("--timed", type=int, default=80, help="adapters of a round of throughput")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fleet.json")
-    parser.add_argument("--quiet-file", type=Path, help="made while throughput is measured, for neighbours to wait on")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as name:
         work = Path(name)
@@ -106,17 +106,15 @@ def main() -> None:
             "1 worker": lambda: joblib_runner(1),
             "2 workers": lambda: joblib_runner(2),
         }
-        if options.quiet_file is not None:
-            options.quiet_file.touch()
-        try:
-            rates = {}
+        rounds: dict[str, list[float]] = {label: [] for label in runners}
+        for turn in range(options.rounds):
             for label, runner in runners.items():
-                throughput(work / "few", work / f"warm {label}", runner())
-                rates[label] = throughput(work / "timed", work / f"out {label}", runner())
-                print(label, round(rates[label], 2), "adapters a second", flush=True)
-        finally:
-            if options.quiet_file is not None:
-                options.quiet_file.unlink()
+                shutil.rmtree(work / f"out {label}", ignore_errors=True)
+                throughput(work / "few", work / f"warm {turn} {label}", runner())
+                rounds[label].append(throughput(work / "timed", work / f"out {label}", runner()))
+            print({label: round(values[-1], 2) for label, values in rounds.items()}, flush=True)
+        rates = {label: max(values) for label, values in rounds.items()}
+        print("rounds are over", flush=True)
         same = [digests(work / f"out {label}") for label in runners]
         make_fleet(work / "in", options.adapters)
         calm = run_fleet(work / "in", work / "calm", PLAN, runner=joblib_runner(2))
@@ -129,6 +127,7 @@ def main() -> None:
             "timed": options.timed,
             "layers_of_each": [LAYERS, SIZE, SIZE, RANK],
             "adapters_per_second": rates,
+            "rounds": rounds,
             "two_workers_over_one": rates["2 workers"] / rates["1 worker"],
             "two_workers_over_this_process": rates["2 workers"] / rates["in this process"],
             "same_bytes_with_every_runner": same[0] == same[1] == same[2],

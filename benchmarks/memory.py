@@ -152,8 +152,8 @@ def main() -> None:
         return
     runs: list[dict[str, Any]] = []
     record: dict[str, Any] = {"versions": {"python": platform.python_version(), "numpy": np.__version__}, "runs": runs}
-    jobs = [(n, "times") for n in (1,)] + [(n, plan) for n in options.searched for plan in ("rtol", "ratio")]
-    jobs += [(n, "terms") for n in options.blocks] + [(n, "terms-full") for n in options.full]
+    jobs = [(1, "times"), *((n, "terms") for n in options.blocks), *((n, "terms-full") for n in options.full)]
+    jobs += [(n, plan) for n in options.searched for plan in ("rtol", "ratio")]
     for blocks, job in jobs:
         with tempfile.TemporaryDirectory(dir=options.work) as folder:
             found = child(make_adapter(Path(folder) / "adapter", blocks), job)

@@ -58,11 +58,14 @@ class Broken:
 
 
 def find_adapters(folder: Path) -> list[str]:
-    """Names, relative to ``folder``, of all directories below it that hold adapter weights; sorted."""
+    """Names, relative to ``folder``, of all directories below it that hold adapter weights; sorted.
+
+    Hidden directories are left out: what a killed run left half written is one.
+    """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
     found = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
-    return sorted(found - {"."})
+    return sorted(name for name in found - {"."} if not any(part.startswith(".") for part in name.split("/")))
 
 
 def run_fleet(

@@ -2,7 +2,8 @@
 
 Orders come as JSON lines on stdin: ``arguments``, and either ``seconds`` (kill after so long) or ``step`` (the process
 kills itself at its n-th look at the file system, as Python's audit events count them; zero: count only), ``whole``
-(kill the workers too) and ``here`` (a fleet without workers). Each answer tells exit code, seconds and steps.
+(kill the workers at once, not a moment later) and ``here`` (a fleet without workers). Each answer tells exit code,
+seconds and steps.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def _serve() -> None:
                 time.sleep(order["seconds"])
                 os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            if order.get("whole", True):
-                _end_group(pid)
+            time.sleep(0.0 if order.get("whole", True) else 0.3)
+            _end_group(pid)
             answer = {"code": os.waitstatus_to_exitcode(status), "seconds": time.perf_counter() - begun}
             answer["steps"] = int(notes.read_text()) if notes.exists() else 0
             errors = notes.with_suffix(".err")

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.checkpoints import open_checkpoint, write_lora, write_lsr
 from lsrdecomp.checkpoints.layers_config import CARRIED
 from lsrdecomp.checkpoints.safetensors_file import read_header
+from lsrdecomp.codes import QuantizedMatrix, QuantizedProduct
 from lsrdecomp.errors import CheckpointError
 
 
@@ -177,6 +178,20 @@ def test_a_ceiling_on_memory_is_kept_before_anything_is_read(tmp_path: Path) -> 
     assert len(open_checkpoint(folder, max_memory=2 * (64 + 64) * 8).layers) == 2
     with pytest.raises(CheckpointError, match=r"large: .*256 numbers .* 2048 bytes, above the 2047 allowed"):
         open_checkpoint(folder, max_memory=2047)
+
+
+def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None:
+    """Factors of a few numbers stand for a LoRA of many, and packed codes for factors in float64."""
+    code = QuantizedMatrix((np.ones((1, 64, 1), np.int8), np.ones((1, 64, 1), np.int8)), np.ones(1, np.float16), 0, 4)
+    across = QuantizedMatrix((np.ones((1, 1, 8), np.int8), np.ones((1, 1, 8), np.int8)), np.ones(1, np.float16), 0, 4)
+    source = open_checkpoint(directory(tmp_path / "a", pair("q", 4096, 64, 1), r=1, lora_alpha=1))
+    out = write_lsr(tmp_path / "b", source=source, layers=(), coded={"q": QuantizedProduct(code, across)})
+    assert (out / "adapter_model.safetensors").stat().st_size < 2000
+    assert open_checkpoint(out, max_memory=8 * (4096 + 64)).layers[0].parameters == 2 * (64 + 8)
+    with pytest.raises(CheckpointError, match=r"q: its 4160 numbers take 33280 bytes, above the 33279 allowed"):
+        open_checkpoint(out, max_memory=8 * (4096 + 64) - 1)
+    with pytest.raises(CheckpointError, match=r"lsr_packed: its \d+ bytes are read whole, above the 50 allowed"):
+        open_checkpoint(out, max_memory=50)
 
 
 def test_extras_are_handed_over_untouched_whatever_they_hold(tmp_path: Path) -> None:

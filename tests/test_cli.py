@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.cli.options import memory_size
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
@@ -189,3 +191,32 @@ def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
     assert lsr(*arguments).returncode == 2  # finished statistics are kept
     done = lsr("calibrate", encoder, "--adapter", DEMO, "--out", tmp_path / "p")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "compress", "verify", "export", "fleet"])
+def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rank = 2\n")
+    shutil.copytree(DEMO, tmp_path / "in" / "a")
+    arguments = {
+        "compress": (DEMO, "--out", tmp_path / "o", "--separation-rank", 2),
+        "verify": (DEMO, DEMO),
+        "export": (DEMO, "--out", tmp_path / "o"),
+        "fleet": (tmp_path / "in", tmp_path / "o", "--plan", tmp_path / "plan.toml", "--workers", 1),
+    }.get(verb, (DEMO,))
+    done = lsr(verb, *arguments, "--max-memory", "48KB")
+    line = done.stdout if verb == "fleet" else done.stderr
+    assert done.returncode == (1 if verb == "fleet" else 2)
+    assert "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory (--max-memory)" in line
+    assert "Traceback" not in done.stderr
+    assert verb == "fleet" or not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("48KiB", 49152), ("1M", 2**20), ("2 GB", 2 * 10**9), ("7", 7), ("7B", 7)])
+def test_sizes_as_people_write_them(text, size):
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5G", "8XB", "1e9", "9" * 30, "KB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(typer.BadParameter, match="expected a size"):
+        memory_size(text)

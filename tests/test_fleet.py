@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,13 @@ def undisturbed(fleet, tmp_path_factory):
         "parameters_before": 0,
     }
     return out
+
+
+def test_what_a_kill_left_half_written_is_no_adapter(fleet, tmp_path):
+    shutil.copytree(fleet, tmp_path / "in")
+    name = find_adapters(fleet)[0]
+    (tmp_path / "in" / name).rename((tmp_path / "in" / name).with_name(".adapter.0123.partial"))
+    assert find_adapters(tmp_path / "in") == find_adapters(fleet)[1:]
 
 
 def test_every_adapter_appears_at_its_place(fleet, undisturbed):
