@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -87,13 +88,11 @@ def _draw(rows: Any, out: Path) -> None:
         plots.available()
     except ImportError:
         return
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    quality = f"score on dev, mean of {len(tasks)} tasks, %" if len(tasks) > 1 else f"{tasks[0]}: {rows[0].metric}, %"
-    majority = 100 * sum({row.task: row.baseline for row in rows}.values()) / len(tasks)
+    baselines = {row.task: row.baseline for row in rows}
+    what = f"mean of {len(baselines)} tasks" if len(baselines) > 1 else f"{rows[0].task}, {rows[0].metric}"
+    quality = f"score on dev, {what}, % (majority {100 * fmean(baselines.values()):.1f})"
     for size, name in (("adapter_parameters", "parameters"), ("adapter_bytes", "bytes")):
         found = [plots.Point(*point) for point in compare_table.points(rows, size)]
         if found:
-            axes = plots.plot_quality(
-                found, size=f"{name} of the adapter", quality=quality, references={"majority": majority}
-            )
+            axes = plots.plot_quality(found, size=f"{name} of the adapter", quality=quality)
             plots.save_figure(axes, out / f"{name}.png")

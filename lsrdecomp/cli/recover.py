@@ -88,12 +88,14 @@ def _draw(found: Recovery, out: Path) -> None:
             drawn = recover_table.paths(found, task, size)
             if not drawn:
                 continue
-            axes = plots.plot_paths(
-                {label: [plots.Point(*point) for point in points] for label, points in drawn.items()},
+            axes = plots.plot_stages(
+                {
+                    structure: {stage: [plots.Point(structure, *point) for point in points] for stage, points in path}
+                    for structure, path in drawn.items()
+                },
                 size=f"{size} of the adapter",
                 quality="share of the LoRA's gain (loss on dev)",
                 references={"the LoRA": 1.0, "no adapter": 0.0},
-                dashed=[label for label in drawn if label.endswith(", from scratch")],
             )
             axes.set_title(task, fontsize=10)
             plots.save_figure(axes, out / f"{task}-{size}.png")

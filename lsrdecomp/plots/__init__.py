@@ -9,5 +9,5 @@ from lsrdecomp.plots.pictures import plot_spectra as plot_spectra
 from lsrdecomp.plots.pictures import plot_sweeps as plot_sweeps
 from lsrdecomp.plots.pictures import save_figure as save_figure
 from lsrdecomp.plots.quality import Point as Point
-from lsrdecomp.plots.quality import plot_paths as plot_paths
 from lsrdecomp.plots.quality import plot_quality as plot_quality
+from lsrdecomp.plots.quality import plot_stages as plot_stages

@@ -175,20 +175,21 @@ def notes(found: Recovery) -> list[str]:
     ]
 
 
-def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, float, float, float | None]]]:
-    """Shares against "parameters" or "bytes" for a picture: one path for each structure and stage."""
-    drawn: dict[str, list[tuple[str, float, float, float | None]]] = {}
-    words = {"compressed": "", "recovered": " + recovery", "scratch": ", from scratch"}
+Sized = tuple[float, float, float | None]
+"""Size, mean share and its deviation."""
+
+
+def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, list[Sized]]]]:
+    """Shares against "parameters" or "bytes" for a picture: by structure, each stage with its points."""
+    words = {"compressed": "as compressed", "recovered": f"after {found.steps} steps", "scratch": "from scratch"}
+    drawn: dict[str, dict[str, list[Sized]]] = {}
     for line in found.lines:
-        if line.task != task or line.structure == LORA:
-            continue
-        for stage in STAGES:
+        for stage in STAGES if line.task == task and line.structure != LORA else ():
             share = line.share(stage)
             if share is not None:
-                name = line.label + words[stage]
-                point = (name, getattr(line, size), share.mean, share.deviation)
-                drawn.setdefault(name, []).append(point)
-    return drawn
+                points = drawn.setdefault(line.label, {}).setdefault(words[stage], [])
+                points.append((getattr(line, size), share.mean, share.deviation))
+    return {label: list(path.items()) for label, path in drawn.items()}
 
 
 def to_json(found: Recovery) -> dict[str, Any]:
