@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from adapters_support import kron_sum, tiny_bert, token_batch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.utils.peft_types import PeftType
 from test_adapters_layer import KINDS, closeness
 from torch import nn
@@ -121,6 +121,18 @@ def test_two_adapters_save_load_switch_and_delete(tmp_path, name):
     model.delete_adapter("default")
     model.set_adapter("second")
     assert torch.equal(logits(model), two)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_peft_converts_them_to_lora_of_full_rank(name):
+    config_cls, settings = CONFIGS[name]
+    model = get_peft_model(tiny_bert(), config_cls(target_modules=["query"], init_weights=False, **settings))
+    expected = logits(model)
+    config, tensors = convert_to_lora(model, rank=24)
+    lora = get_peft_model(tiny_bert(), config)
+    assert not set_peft_model_state_dict(lora, tensors).unexpected_keys
+    torch.testing.assert_close(logits(lora), expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(expected, logits(tiny_bert()), rtol=1e-2, atol=1e-2)
 
 
 def test_krona_is_one_kronecker_product():
