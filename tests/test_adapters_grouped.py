@@ -240,19 +240,39 @@ def test_lone_adapters_are_formed_in_the_precision_of_their_layer(autocast):
     assert_equal(ours, theirs, 3e-2)
 
 
-def test_gradients_reach_distributed_data_parallel(tmp_path):
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_reach_distributed_data_parallel():
     model = adapted()
     expected = results(apart(model))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(model)
-        for _ in range(2):  # the reducer rebuilds its buckets after the first pass
-            ours = results(parallel)
-        assert_equal({name.removeprefix("module."): value for name, value in ours.items()}, expected)
-    finally:
-        torch.distributed.destroy_process_group()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):  # the reducer rebuilds its buckets after the first pass
+        ours = results(parallel)
+    assert_equal({name.removeprefix("module."): value for name, value in ours.items()}, expected)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("nested", [False, True])
+def test_sharded_models_group_what_is_gathered_and_leave_the_rest(nested):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = adapted(), init_device_mesh("cpu", (1,))
+    expected = results(apart(model))
+    for layer in model.base_model.model.bert.encoder.layer if nested else ():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ours = results(model)
+    assert_equal({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in ours.items()}, expected)
 
 
 def several() -> PeftModel:
