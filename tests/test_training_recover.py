@@ -114,6 +114,14 @@ def test_every_run_of_a_seed_has_the_same_head_and_does_not_train_it(done, first
     assert all(np.array_equal(heads[0], head) for head in heads[1:])
 
 
+def test_nothing_was_trained_on_what_rates_are_chosen_on(done, first):
+    counts = set()
+    for name in ("head", "lora", "lsr-64/scratch/rate-0.01", "direct-64/recovered/rate-0.05"):
+        record = json.loads((first.place.directory / name / "record.json").read_text())
+        counts.add((record["train_examples"], record["validation"]["examples"]))
+    assert counts == {(180, 20)}  # of 200
+
+
 def test_the_table_counts_shares_of_what_the_lora_gained(done):
     found = recover_table.read_recovery(done[1], done[2])
     assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [("embedded", 0, 4), ("embedded", 1, 4)]
@@ -138,6 +146,18 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
     for name in ("finetune.finetune", "recover.squeeze", "recover.evaluate", "recover.calibrate"):
         monkeypatch.setattr(f"lsrdecomp.training.{name}", refuse)
     recover(done[1], done[2], search=SMALL)
+
+
+def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
+    monkeypatch.setattr("lsrdecomp.training.recover.squeeze", None)
+    file, _, out = done
+    text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0\nstructures = []")
+    other = file.with_name("other.toml")
+    other.write_text(text.replace('structures = ["lsr", "direct", "lora-int8"]\nscratch = ["lsr"]', "scratch = []"))
+    recover(read_suite(other), out)
+    found = recover_table.read_recovery(read_suite(other), out)
+    assert found.lines == ()
+    assert "too little to speak of shares" in recover_table.notes(found)[1]
 
 
 def test_a_kill_between_writing_and_recording_is_mended(done, first, monkeypatch):

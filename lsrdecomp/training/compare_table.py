@@ -10,8 +10,7 @@ from typing import Any
 
 from lsrdecomp.training.compare import Cell, Results
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""A head and rows of text."""
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # a head and rows of text
 
 CONFIDENCE = 0.95
 

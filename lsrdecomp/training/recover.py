@@ -157,13 +157,17 @@ def recover(
     """
     plan = recover_plan(suite)
     say: Notice = on_step if on_step is not None else lambda words: None
-    for job in jobs(suite, plan, out):
+    everything = jobs(suite, plan, out)
+    for job in everything:
         say(f"{job.task}, seed {job.seed}: head and LoRA")
         for run in (job.head(), job.lora()):
             do_runs([run], retry=retry, on_run=on_run)
             found = outcome(run)
             if isinstance(found, Failure):
                 raise LsrError(f"{run.directory}: {found.kind}: {found.message}; do it again with retry")
+    for job in everything:
+        if (gain(job) or 0.0) < plan.least_gain:
+            continue
         say(f"{job.task}, seed {job.seed}: calibration")
         _calibrate(job)
         _train(job, "lora", WHOLE, retry, on_run)
@@ -171,6 +175,14 @@ def recover(
             say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
             if _squeezed(job, structure, budget, search) and STRUCTURES[structure].trained:
                 _train(job, structure, budget, retry, on_run)
+
+
+def gain(job: Job) -> float | None:
+    """Nats that the LoRA gained on dev over its head alone; None before it is trained, or if its loss was lost."""
+    found = outcome(job.lora())
+    if not isinstance(found, Record) or found.start is None or None in (found.start.loss, found.dev.loss):
+        return None
+    return found.start.loss - found.dev.loss  # type: ignore[operator]
 
 
 def jobs(suite: Suite, plan: RecoverPlan, out: str | Path) -> list[Job]:

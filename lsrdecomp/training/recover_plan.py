@@ -25,6 +25,8 @@ class Structure:
     direct: bool = False
 
 
+NEVER = 10**6
+"""Evaluations without a smaller loss before a run stops."""
 ONLY_LOW_RANK = Search(orders=())
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
@@ -59,6 +61,8 @@ class RecoverPlan:
         The budget at which the rates of recovery and of training from scratch are chosen; the middle one if absent.
     samples : int
         Training examples for calibration.
+    least_gain : float
+        A LoRA that gains fewer nats on dev over its head alone is not compressed: shares of that would mean nothing.
     """
 
     budgets: tuple[int, ...]
@@ -69,6 +73,7 @@ class RecoverPlan:
     scratch: tuple[str, ...] = ("lsr", "svd-kfac")
     tune_budget: int | None = None
     samples: int = 512
+    least_gain: float = 0.01
 
     def __post_init__(self) -> None:
         for name in ("budgets", "structures", "scratch"):
@@ -80,6 +85,8 @@ class RecoverPlan:
         for name, values in counts.items():
             if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
                 raise SuiteError(f"recover.{name}: whole numbers of 1 or more, got {values}")
+        if isinstance(self.least_gain, bool) or not isinstance(self.least_gain, int | float) or self.least_gain <= 0:
+            raise SuiteError(f"recover.least_gain must be a number above 0, got {self.least_gain!r}")
         unknown = [name for name in (*self.structures, *self.scratch) if name not in STRUCTURES]
         if unknown:
             raise SuiteError(f"recover: no structure is called {unknown[0]!r}; there are: {', '.join(STRUCTURES)}")
@@ -120,18 +127,26 @@ def recover_plan(suite: Suite) -> RecoverPlan:
 
 def head_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int) -> FinetuneSettings:
     """Of the head alone, which all arms of a seed then share."""
-    return _settings(suite, task, {"method": "head", **plan.head, "seed": seed})
+    return _held_out(_settings(suite, task, {"method": "head", **plan.head, "seed": seed}))
 
 
 def lora_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str) -> FinetuneSettings:
     """Of the LoRA that is compressed."""
-    return _settings(suite, task, {"method": "lora", **plan.lora, "seed": seed, "head": head, "train_head": False})
+    own = {"method": "lora", **plan.lora, "seed": seed, "head": head, "train_head": False}
+    return _held_out(_settings(suite, task, own))
 
 
 def further_settings(suite: Suite, plan: RecoverPlan, task: str, **changes: Any) -> FinetuneSettings:
     """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
     own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
     return _settings(suite, task, {**own, **changes}, plain="init" in changes)
+
+
+def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
+    """Without the validation split: rates are chosen on it later, so nothing may have been trained on it."""
+    if settings.patience is not None:
+        return settings
+    return settings.replace(patience=NEVER, evaluate_every=settings.steps)
 
 
 def _settings(suite: Suite, task: str, own: Mapping[str, Any], *, plain: bool = False) -> FinetuneSettings:

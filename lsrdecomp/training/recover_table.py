@@ -93,6 +93,7 @@ class Recovery:
     commits: tuple[str, ...]
     versions: dict[str, str]
     steps: int
+    least_gain: float
 
 
 def read_recovery(suite: Suite, out: str | Path) -> Recovery:
@@ -103,7 +104,9 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
     gains = {job: gain for job, record in loras.items() if (gain := _gain(job, record)) is not None}
     lines = []
     for task in dict.fromkeys(job.task for job in gains):
-        own = {job: gain for job, gain in gains.items() if job.task == task}
+        own = {job: gain for job, gain in gains.items() if job.task == task and gain.of_loss >= plan.least_gain}
+        if not own:
+            continue
         first = next(iter(own))
         for structure, budget in [(LORA, WHOLE), *sorted(first.points(), key=_order(plan.structures))]:
             line = _line(own, structure, budget)
@@ -128,6 +131,7 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
         tuple(sorted({record.commit for record in records if record.commit})),
         dict(records[-1].versions) if records else {},
         plan.steps,
+        plan.least_gain,
     )
 
 
@@ -170,13 +174,12 @@ def notes(found: Recovery) -> list[str]:
         *(
             f"The LoRA of {gain.task}, seed {gain.seed}, gains {gain.of_loss:.4f} nats: too little to speak of shares."
             for gain in found.gains
-            if gain.of_loss < 0.01
+            if gain.of_loss < found.least_gain
         ),
     ]
 
 
-Sized = tuple[float, float, float | None]
-"""Size, mean share and its deviation."""
+Sized = tuple[float, float, float | None]  # size, mean share and its deviation
 
 
 def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, list[Sized]]]]:
