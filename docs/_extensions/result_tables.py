@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -58,7 +58,76 @@ def three_seeds(results: dict[str, Any]) -> Table:
     return head, table
 
 
+def comparison(results: dict[str, Any]) -> Table:
+    """Methods by tasks of one suite: scores in percent over seeds."""
+    lines = results["lines"]
+    tasks = {line["task"]: line for line in lines}
+    names = (f"{task} ({line['metric']}, %)" for task, line in tasks.items())
+    majority = [f"{100 * line['baseline']:.1f}" for line in tasks.values()]
+    rows = [("majority", "0", *majority)]
+    for method in dict.fromkeys(line["method"] for line in lines):
+        own = {line["task"]: line for line in lines if line["method"] == method}
+        cells = (_spread(own[task]["score"]["values"], 100, 1) if task in own else "–" for task in tasks)
+        rows.append((method, f"{next(iter(own.values()))['adapter_parameters']:,}", *cells))
+    return ("method", "parameters", *names), rows
+
+
+def recovery(results: dict[str, Any]) -> Table:
+    """Shares of the LoRA's gain: as compressed, after recovery, from scratch."""
+    stages = ("compressed", "recovered", "scratch")
+    head = ("task", "structure", "parameters", "bytes", "as compressed", "after recovery", "from scratch", "seeds")
+    rows = []
+    for line in results["lines"]:
+        shares = [line[stage]["share"] for stage in stages]
+        cells = (_spread(share, 1, 2) if share else "–" for share in shares)
+        sizes = (f"{line['parameters']:,.0f}", f"{line['bytes']:,.0f}")
+        rows.append((line["task"], line["label"], *sizes, *cells, str(max(map(len, shares)))))
+    return head, rows
+
+
+def _spread(values: list[float], scale: float, digits: int) -> str:
+    """Mean ± standard deviation."""
+    deviation = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * fmean(values):.{digits}f}{deviation}"
+
+
+def memory(results: dict[str, Any]) -> Table:
+    """Peak of a compression by number of blocks, what the process held before it taken off."""
+    head = ("blocks", "layers", "file", "peak of solving and writing", "in layers of the largest size")
+    rows = []
+    for run in sorted(results["runs"], key=lambda run: run["blocks"]):
+        peak = run["peak_after_writing"] - run["peak_after_import"]
+        share = peak / run["largest_layer_float64_bytes"]
+        sizes = (f"{run['source_bytes'] / 1e6:,.0f} MB", f"{peak / 1e6:.0f} MB", f"{share:.1f}")
+        rows.append((str(run["blocks"]), str(run["layers"]), *sizes))
+    return head, rows
+
+
+def layer_times(results: dict[str, Any]) -> Table:
+    """Seconds of one core for one layer of each size, and the same in readings with two thin QR factorizations."""
+    head = ("matrix", "reading and QR", "compressing", "ratio")
+    return head, [
+        (
+            f"{row['rows']} × {row['columns']}",
+            f"{row['read_and_qr_seconds']:.3f} s",
+            f"{row['compress_seconds']:.2f} s",
+            f"{row['ratio']:.0f}",
+        )
+        for row in results["times"]
+    ]
+
+
+def fleet(results: dict[str, Any]) -> Table:
+    """Adapters a second by runner."""
+    rates = results["throughput"]["adapters_per_second"]
+    return ("", *rates), [("adapters a second", *(f"{rate:.1f}" for rate in rates.values()))]
+
+
 TABLES = {
+    "memory": ("memory.json", memory),
+    "layer-times": ("memory.json", layer_times),
+    "fleet": ("fleet.json", fleet),
+    "compare-embedded": ("compare-embedded.json", comparison),
     "gauge": ("compression_frobenius.json", gauge),
     "rounding": ("compression_frobenius.json", rounding),
     "function": ("demo_function.json", function),
