@@ -201,7 +201,7 @@ def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
         "compress": (DEMO, "--out", tmp_path / "o", "--separation-rank", 2),
         "verify": (DEMO, DEMO),
         "export": (DEMO, "--out", tmp_path / "o"),
-        "fleet": (tmp_path / "in", tmp_path / "o", "--plan", tmp_path / "plan.toml", "--workers", 1),
+        "fleet": (tmp_path / "in", tmp_path / "o", "--plan", tmp_path / "plan.toml", "--workers", 1, "--json", "-"),
     }.get(verb, (DEMO,))
     done = lsr(verb, *arguments, "--max-memory", "48KB")
     line = done.stdout if verb == "fleet" else done.stderr
