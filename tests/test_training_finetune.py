@@ -25,13 +25,13 @@ from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 from lsrdecomp.compression.run import compress  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
-from lsrdecomp.training.encoding import WholeBatches  # noqa: E402
+from lsrdecomp.training.encoding import Collator, WholeBatches  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
 from lsrdecomp.training.judging import judge  # noqa: E402
 from lsrdecomp.training.opening import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
-from lsrdecomp.training.tasks import TASKS  # noqa: E402
+from lsrdecomp.training.tasks import TASKS, Example  # noqa: E402
 from lsrdecomp.training.trainer import rates  # noqa: E402
 
 WEIGHTS = "adapter_model.safetensors"
@@ -287,10 +287,22 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
         finetune(common.replace(target_modules=("nothing_like_it",)), tmp_path / "no")
     with pytest.raises(SettingsError, match="c3a"):
         finetune(common.replace(method="c3a", options={"block_size": 7}), tmp_path / "no")
+    with pytest.raises(SettingsError, match="nowhere is not supported"):
+        finetune(common.replace(report_to=("nowhere",)), tmp_path / "no")
+    if not torch.cuda.is_available():
+        with pytest.raises(SettingsError, match="device is cuda, but torch sees none"):
+            finetune(common.replace(device="cuda"), tmp_path / "no")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(LsrError, match=r"qlsr holds the base in 4 bits .*lsrdecomp\[quantized\]"):
         finetune(common.replace(method="qlsr"), tmp_path / "no")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_are_cut_to_what_the_base_can_read(common, place):
+    opened = open_model(common, place.model, TASKS["embedded"], 1)
+    long = Example(((" ".join(["3"] * 90), None),), 3.0)
+    assert Collator(opened.tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
+    assert Collator(opened.tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
 
 
 def test_judging_by_definition():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
@@ -44,6 +45,8 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
         If transformers refuses a setting, such as bfloat16 on a device without it.
     """
     processes = PartialState().num_processes
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device is cuda, but torch sees none here; auto takes what there is")
     measure = settings.evaluate_every or epoch
     early: dict[str, Any] = {
         "eval_strategy": "steps",

@@ -84,14 +84,14 @@ class Collator:
     tokenizer
         Of the base.
     max_length : int
-        Tokens of a row; longer ones are cut.
+        Tokens of a row; longer ones are cut, and what the base cannot read in any case.
     regression : bool
         Whether labels are scores, float32, and not classes, int64.
     """
 
     def __init__(self, tokenizer: Any, max_length: int, *, regression: bool) -> None:
         self.tokenizer = tokenizer
-        self.max_length = max_length
+        self.max_length = min(max_length, tokenizer.model_max_length)
         self.regression = regression
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:

@@ -95,7 +95,12 @@ def finetune(
     if state.is_main_process:
         _enter(run, settings, resume)
     state.wait_for_everyone()
-    record = _train(settings, material, opened, run, on_step)
+    try:
+        record = _train(settings, material, opened, run, on_step)
+    except BaseException:
+        if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
+            shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
+        raise
     if state.is_main_process:
         record.write(run)
         shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
@@ -166,16 +171,19 @@ def _train(
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
     adapter_parameters, head_parameters = counts(opened)
-    trainer = AdapterTrainer(
-        opened,
-        settings,
-        args,
-        collator=_collator(settings, material, opened),
-        sampler=sampler,
-        callbacks=callbacks,
-        train_dataset=material.train,
-        eval_dataset=material.validation or None,
-    )
+    try:
+        trainer = AdapterTrainer(
+            opened,
+            settings,
+            args,
+            collator=_collator(settings, material, opened),
+            sampler=sampler,
+            callbacks=callbacks,
+            train_dataset=material.train,
+            eval_dataset=material.validation or None,
+        )
+    except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
+        raise SettingsError(str(error)) from error
     trainer.remove_callback(PrinterCallback)
     start = _judged(trainer, material.task, material.dev) if settings.measure_start else None
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
