@@ -57,7 +57,8 @@ def rewritten(row: Any) -> Any | None:
         return None
     name, small, large = SCALED[KIND]
     words = [cell for cell in cells if isinstance(cell, str)]
-    settings = {name: large if "EmbConv1D" in words else small, **divisors(words)}
+    behind_embedding = {"EmbConv1D"} if KIND != "kadaptation" else {"EmbConv1D", "lora+trainable_tokens"}
+    settings = {name: large if behind_embedding & set(words) else small, **divisors(words)}
     cells = [{**settings, **cell} if isinstance(cell, dict) else cell for cell in cells]
     if KIND != "lsr":  # where a row says how it is tuned, the test goes on to add weighted adapters
         cells = [KIND if cell == "lora" else cell for cell in cells]
