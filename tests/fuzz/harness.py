@@ -5,10 +5,14 @@ Also replays a find: python tests/fuzz/harness.py READER crash-file
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import warnings
 from pathlib import Path
+
+FOLDER = "LSRDECOMP_FUZZ_FOLDER"
+"""Where run.py wants the files: libFuzzer ends the process before anything could be tidied."""
 
 INSTRUMENTED = ["lsrdecomp", "json", "tomllib", "zipfile", "torch._weights_only_unpickler"]
 
@@ -25,7 +29,7 @@ def main(arguments: list[str]) -> None:
         if READERS[name].torch:
             import torch  # noqa: F401
     chosen = READERS[name]
-    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=os.environ.get(FOLDER, memory_folder())) as folder:
         if not any(not option.startswith("-") and Path(option).is_file() for option in options):
             corpus = Path(folder) / "seeds"
             corpus.mkdir()

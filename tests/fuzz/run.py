@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -23,9 +24,13 @@ sys.path.insert(0, str(HERE))
 
 def guided(name: str, executions: int, finds: Path, seed: int) -> tuple[int, bool]:
     """Executions done, and whether something was found."""
+    from harness import FOLDER, memory_folder
+
     command = [sys.executable, str(HERE / "harness.py"), name, f"-runs={executions}", f"-seed={seed}"]
     command += [f"-artifact_prefix={finds}/{name}-", "-print_final_stats=1"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        environment = {**os.environ, FOLDER: folder}
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
     counted = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     if done.returncode != 0:
         sys.stderr.write(done.stdout[-3000:] + done.stderr[-5000:])
