@@ -1,4 +1,4 @@
-"""Settings of a run: what is impossible is refused by name, without torch; and a method's name becomes a PEFT config."""
+"""Settings of a run: what is impossible is refused by name, without torch; a method's name becomes a PEFT config."""
 
 from __future__ import annotations
 
