@@ -88,55 +88,65 @@ def killed(folder: Path, out: Path, count: int) -> dict[str, Any]:
     return {"recorded_at_kills": recorded, "outcomes": len(names), "names": len(set(names))}
 
 
+def throughputs(work: Path, adapters: int, rounds: int) -> dict[str, Any]:
+    """Rates of each runner, the best of some rounds."""
+    make_fleet(work / "timed", adapters)
+    make_fleet(work / "few", 8)
+    runners: dict[str, Callable[[], Any]] = {
+        "in this process": lambda: lambda jobs, plan: (run_job(job, plan) for job in jobs),
+        "1 worker": lambda: joblib_runner(1),
+        "2 workers": lambda: joblib_runner(2),
+    }
+    found: dict[str, list[float]] = {label: [] for label in runners}
+    for turn in range(rounds):
+        for label, runner in runners.items():
+            shutil.rmtree(work / f"out {label}", ignore_errors=True)
+            throughput(work / "few", work / f"warm {turn} {label}", runner())
+            found[label].append(throughput(work / "timed", work / f"out {label}", runner()))
+        print({label: round(values[-1], 2) for label, values in found.items()}, flush=True)
+    rates = {label: max(values) for label, values in found.items()}
+    same = [digests(work / f"out {label}") for label in runners]
+    return {
+        "timed": adapters,
+        "adapters_per_second": rates,
+        "rounds": found,
+        "two_workers_over_one": rates["2 workers"] / rates["1 worker"],
+        "same_bytes_with_every_runner": same[0] == same[1] == same[2],
+    }
+
+
+def resumed(work: Path, adapters: int) -> dict[str, Any]:
+    """Three kills against an undisturbed run."""
+    make_fleet(work / "in", adapters)
+    calm = run_fleet(work / "in", work / "calm", PLAN, runner=joblib_runner(2))
+    kills = killed(work / "in", work / "killed", adapters)
+    wanted, found = digests(work / "calm"), digests(work / "killed")
+    return {
+        "adapters": adapters,
+        "done_undisturbed": summary(calm)["done"],
+        "kills": kills,
+        "files": len(wanted),
+        "killed_run_has_the_bytes_of_the_calm_one": wanted == found,
+    }
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adapters", type=int, default=1000)
-    parser.add_argument("--timed", type=int, default=80, help="adapters of a round of throughput")
+    parser.add_argument("--adapters", type=int, default=1000, help="adapters of the run that is killed; 0: none")
+    parser.add_argument("--timed", type=int, default=80, help="adapters of a round of throughput; 0: none")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fleet.json")
     options = parser.parse_args()
+    record = json.loads(options.out.read_text()) if options.out.exists() else {}
+    record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
+    record |= {"cores": os.cpu_count(), "layers_of_each": [LAYERS, SIZE, SIZE, RANK], "plan": PLAN.to_json()}
     with tempfile.TemporaryDirectory(dir=options.work) as name:
-        work = Path(name)
-        make_fleet(work / "timed", options.timed)
-        make_fleet(work / "few", 8)
-        runners: dict[str, Callable[[], Any]] = {
-            "in this process": lambda: lambda jobs, plan: (run_job(job, plan) for job in jobs),
-            "1 worker": lambda: joblib_runner(1),
-            "2 workers": lambda: joblib_runner(2),
-        }
-        rounds: dict[str, list[float]] = {label: [] for label in runners}
-        for turn in range(options.rounds):
-            for label, runner in runners.items():
-                shutil.rmtree(work / f"out {label}", ignore_errors=True)
-                throughput(work / "few", work / f"warm {turn} {label}", runner())
-                rounds[label].append(throughput(work / "timed", work / f"out {label}", runner()))
-            print({label: round(values[-1], 2) for label, values in rounds.items()}, flush=True)
-        rates = {label: max(values) for label, values in rounds.items()}
-        print("rounds are over", flush=True)
-        same = [digests(work / f"out {label}") for label in runners]
-        make_fleet(work / "in", options.adapters)
-        calm = run_fleet(work / "in", work / "calm", PLAN, runner=joblib_runner(2))
-        kills = killed(work / "in", work / "killed", options.adapters)
-        wanted, found = digests(work / "calm"), digests(work / "killed")
-        record = {
-            "versions": {"python": platform.python_version(), "numpy": np.__version__},
-            "cores": os.cpu_count(),
-            "adapters": options.adapters,
-            "timed": options.timed,
-            "layers_of_each": [LAYERS, SIZE, SIZE, RANK],
-            "adapters_per_second": rates,
-            "rounds": rounds,
-            "two_workers_over_one": rates["2 workers"] / rates["1 worker"],
-            "two_workers_over_this_process": rates["2 workers"] / rates["in this process"],
-            "same_bytes_with_every_runner": same[0] == same[1] == same[2],
-            "done_undisturbed": summary(calm)["done"],
-            "kills": kills,
-            "files": len(wanted),
-            "killed_run_has_the_bytes_of_the_calm_one": wanted == found,
-        }
-        shutil.rmtree(work / "in")
+        if options.timed:
+            record["throughput"] = throughputs(Path(name), options.timed, options.rounds)
+        if options.adapters:
+            record["resumed"] = resumed(Path(name), options.adapters)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
 
