@@ -260,6 +260,12 @@ def test_the_embedded_task_is_compared(place, file, tmp_path, workers):
     assert len(lsr.score.values) == 2
 
 
+def test_results_name_no_place_on_this_machine(file, tmp_path):
+    suite = read_suite(file(), {"model": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"})
+    assert suite.told == {"model": "encoder/model", "patience": 2}
+    assert read_suite(file()).told == {"model": "embedded", "patience": 2}
+
+
 def test_some_of_the_tasks(file):
     text = SUITE.replace("[tasks.embedded]", '[tasks.embedded]\n[tasks.CB]\ndata = "d"')
     assert list(read_suite(file(text), tasks=["CB"]).tasks) == ["CB"]

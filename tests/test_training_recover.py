@@ -151,9 +151,10 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
     monkeypatch.setattr("lsrdecomp.training.recover.squeeze", None)
     file, _, out = done
-    text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0\nstructures = []")
+    text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
-    other.write_text(text.replace('structures = ["lsr", "direct", "lora-int8"]\nscratch = ["lsr"]', "scratch = []"))
+    wanted = 'structures = ["lsr", "direct", "lora-int8"]\nscratch = ["lsr"]', 'structures = ["svd"]\nscratch = []'
+    other.write_text(text.replace(*wanted))
     recover(read_suite(other), out)
     found = recover_table.read_recovery(read_suite(other), out)
     assert found.lines == ()

@@ -128,6 +128,7 @@ TABLES = {
     "layer-times": ("memory.json", layer_times),
     "fleet": ("fleet.json", fleet),
     "compare-embedded": ("compare-embedded.json", comparison),
+    "recover-embedded": ("recover-embedded.json", recovery),
     "gauge": ("compression_frobenius.json", gauge),
     "rounding": ("compression_frobenius.json", rounding),
     "function": ("demo_function.json", function),

@@ -236,7 +236,7 @@ def to_json(results: Results) -> dict[str, Any]:
         "seeds": list(suite.seeds),
         "rates": list(suite.rates),
         "tune_seeds": suite.tune_seeds,
-        "common": {name: value for name, value in suite.common.items() if name != "data"},
+        "common": suite.told,
         "tasks": {task: dict(settings) for task, settings in suite.tasks.items()},
         "methods": {arm.label: dict(arm.settings) for arm in suite.arms},
         "skipped": dict(results.skipped),

@@ -198,13 +198,12 @@ def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, li
 def to_json(found: Recovery) -> dict[str, Any]:
     """Suite, gains and lines as plain values."""
     suite = found.suite
-    common = {name: value for name, value in suite.common.items() if name != "data"}
     gains = [{name: getattr(gain, name) for name in Gain.__slots__} for gain in found.gains]
     return {
         "title": suite.title,
         "seeds": list(suite.seeds),
         "rates": list(suite.rates),
-        "common": common,
+        "common": suite.told,
         "tasks": {task: dict(settings) for task, settings in suite.tasks.items()},
         "recover": dict(suite.recover),
         "versions": found.versions,

@@ -102,6 +102,13 @@ class Suite:
         except SettingsError as error:
             raise SuiteError(f"[common], [tasks.{task}] and [methods.{arm.label!r}] together: {error}") from error
 
+    @property
+    def told(self) -> dict[str, Any]:
+        """The common settings as results may tell them: without places on this machine."""
+        told = {name: value for name, value in self.common.items() if name != "data"}
+        model = Path(str(told.get("model", "")))
+        return told | {"model": "/".join(model.parts[-2:])} if model.is_absolute() else told
+
     def missing(self) -> dict[str, str]:
         """Tasks whose files are not at hand, and the first that is missing."""
         found = {}
