@@ -100,10 +100,7 @@ def _serve() -> None:
             pid = os.fork()
             if pid == 0:
                 _child(order, str(notes))
-            if "seconds" in order:
-                time.sleep(order["seconds"])
-                os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
+            status = _killed_after(pid, order["seconds"]) if "seconds" in order else os.waitpid(pid, 0)[1]
             time.sleep(0.0 if order.get("whole", True) else 0.3)
             _end_group(pid)
             answer = {"code": os.waitstatus_to_exitcode(status), "seconds": time.perf_counter() - begun}
@@ -111,6 +108,19 @@ def _serve() -> None:
             errors = notes.with_suffix(".err")
             answer["stderr"] = errors.read_text(errors="replace")[-2000:] if errors.exists() else ""
             print(json.dumps(answer), flush=True)
+
+
+def _killed_after(pid: int, seconds: float) -> int:
+    """How a process ended that is killed unless it ends before."""
+    ended, status = 0, 0
+    while not ended and seconds > 0.0:
+        time.sleep(min(seconds, 0.01))
+        seconds -= 0.01
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return status
 
 
 def _end_group(group: int) -> None:

@@ -96,10 +96,10 @@ def outputs(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in found.items() if name != MANIFEST and "/." not in name}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(210, marks=LONG)])
-def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(("kills", "count"), [(2, 6), pytest.param(210, 24, marks=LONG)])
+def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Path, kills: int, count: int) -> None:
     pytest.importorskip("joblib")
-    folder, plan = make_fleet(tmp_path / "in", 24), tmp_path / "plan.toml"
+    folder, plan = make_fleet(tmp_path / "in", count), tmp_path / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
     begun = time.perf_counter()
     assert run("fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1)["code"] == 0
@@ -115,7 +115,7 @@ def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Pat
                 seconds = chance.uniform(0.0 if attempt == 0 else 0.5 * usual, 1.1 * usual)
                 order = {"seconds": seconds, "whole": chance.random() < 0.75}
             else:
-                order = {"step": chance.randrange(60, 1500), "here": True}
+                order = {"step": chance.randrange(60, 60 + 60 * count), "here": True}
             end = run("fleet", folder, out, "--plan", plan, "--workers", 1, **order)
             assert end["code"] in (0, -9), end["stderr"]
             killed += end["code"] == -9
@@ -134,7 +134,7 @@ def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Pat
         assert run("fleet", folder, out, "--plan", plan, here=True)["code"] == 0
         assert outputs(out) == calm
         names = [outcome["name"] for outcome in _recorded(out)]
-        assert len(names) == len(set(names)) == 24
+        assert len(names) == len(set(names)) == count
 
 
 def _recorded(out: Path) -> list[dict[str, object]]:
