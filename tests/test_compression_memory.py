@@ -50,9 +50,9 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
 @pytest.mark.parametrize(
     ("plan", "share"),
     [
-        (CompressionPlan(separation_rank=2, storage="float16"), 0.1),
-        (CompressionPlan(separation_rank=2, storage="int4"), 0.1),
-        (CompressionPlan(rtol=0.1), 0.1),  # every layer is kept: its factors are as large as the layer
+        (CompressionPlan(separation_rank=2, storage="float16"), 0.2),
+        (CompressionPlan(separation_rank=2, storage="int4"), 0.2),
+        (CompressionPlan(rtol=0.1), 0.2),  # every layer is kept: its factors are as large as the layer
         (CompressionPlan(ratio=4, storage="float16"), 0.5),  # a table of prices for every layer
     ],
     ids=["terms", "terms-int4", "rtol", "ratio"],
