@@ -127,6 +127,8 @@ TABLES = {
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
     "fleet": ("fleet.json", fleet),
+    "compare-sst2": ("compare-glue-short.json", comparison),
+    "recover-sst2": ("recover-sst2.json", recovery),
     "compare-embedded": ("compare-embedded.json", comparison),
     "recover-embedded": ("recover-embedded.json", recovery),
     "gauge": ("compression_frobenius.json", gauge),
