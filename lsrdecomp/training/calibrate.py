@@ -15,8 +15,6 @@ one step of the power iteration that leads to the nearest Kronecker product of t
 adapter's change acts on all of them alike. Since the trace is exact, half the squared norm has the right expectation
 for a random D of independent entries, and layers can be compared. The scale is shared out so that tr C = E‖x_t‖².
 
-References
-----------
 .. [1] J. Martens and R. Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, 2015.
 .. [2] D. Morwani et al., A new perspective on Shampoo's preconditioner, 2024.
 """
