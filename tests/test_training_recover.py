@@ -44,6 +44,7 @@ dev_examples = 100
 [tasks.embedded]
 [recover]
 budgets = [64, 256]
+judged = [128]
 tune_budget = 64
 steps = 3
 lora = {{ rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
@@ -98,6 +99,17 @@ def test_rates_are_chosen_with_the_first_seed_at_one_budget(done):
     assert len(tried(0, "lora", "recovered")) == 2
 
 
+def test_further_budgets_are_judged_and_not_trained_on(done):
+    for seed in (0, 1):
+        point = done[2] / "embedded" / f"seed-{seed}" / "lsr-128"
+        assert json.loads((point / "squeezed.json").read_text())["scores"]["loss"] > 0
+        assert not (point / "recovered").exists()
+        assert not (point / "scratch").exists()
+    found = recover_table.read_recovery(done[1], done[2])
+    (line,) = (line for line in found.lines if (line.structure, line.budget) == ("lsr", 128))
+    assert [len(line.stages[stage]) for stage in recover_table.STAGES] == [2, 0, 0]
+
+
 def test_the_rate_is_that_of_least_validation_loss(done, first):
     losses = {}
     for rate in (1e-2, 5e-2):
@@ -126,7 +138,7 @@ def test_the_table_counts_shares_of_what_the_lora_gained(done):
     found = recover_table.read_recovery(done[1], done[2])
     assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [("embedded", 0, 4), ("embedded", 1, 4)]
     lines = {(line.structure, line.budget): line for line in found.lines}
-    assert set(lines) == {("lora", 0), ("lora-int8", 0)} | {(s, b) for s in ("lsr", "direct") for b in (64, 256)}
+    assert set(lines) == {("lora", 0), ("lora-int8", 0)} | {(s, b) for s in ("lsr", "direct") for b in (64, 128, 256)}
     gain, judged = found.gains[0], lines["lsr", 256].stages["recovered"][0]
     assert judged.share == pytest.approx((gain.loss_before - judged.loss) / (gain.loss_before - gain.loss))
     assert [one.share for one in lines["lora", 0].stages["compressed"]] == [1.0, 1.0]
@@ -176,7 +188,7 @@ def test_the_command_line_draws_what_is_there(done, tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "LSR, K-FAC norm" in shown.stdout
-    assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 6
+    assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 8
     assert (done[2] / "embedded-parameters.png").stat().st_size > 5000
     assert "| embedded | direct Kronecker sum |" in (done[2] / "table.md").read_text()
 
@@ -237,6 +249,8 @@ def test_shape_settings_name_the_layers_that_are_kept(first):
         ("tune_budget = 64", "tune_budget = 65", "tune_budget 65 is not one of the budgets"),
         ("samples = 64", "sample = 64", "no key is called sample"),
         ('"lsr", "direct"', '"lsr", "tucker"', "no structure is called 'tucker'"),
+        ("judged = [128]", "judged = [64]", "beside the budgets"),
+        ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),
         ('scratch = ["lsr"]', 'scratch = ["lora-int8"]', "lora-int8 is not among the structures"),
         ("rate = 5e-2, steps = 20", "rate = -1.0", r"\[recover\] together: rate must be"),
         ("[recover]\n", "[other]\n", "unknown key 'other'"),

@@ -96,7 +96,8 @@ class Job:
 
     def points(self) -> list[tuple[str, int]]:
         """Structures with their budgets, the one at which rates are chosen first."""
-        budgets = sorted(self.plan.budgets, key=lambda budget: budget != self.plan.tuned_at)
+        trained = sorted(self.plan.budgets, key=lambda budget: budget != self.plan.tuned_at)
+        budgets = [*trained, *self.plan.judged]
         return [
             (name, budget)
             for name in self.plan.structures
@@ -173,7 +174,8 @@ def recover(
         _train(job, "lora", WHOLE, retry, on_run)
         for structure, budget in job.points():
             say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
-            if _squeezed(job, structure, budget, search) and STRUCTURES[structure].trained:
+            further = STRUCTURES[structure].trained and budget not in job.plan.judged
+            if _squeezed(job, structure, budget, search) and further:
                 _train(job, structure, budget, retry, on_run)
 
 

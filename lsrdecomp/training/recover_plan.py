@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -32,10 +32,12 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
         "lsr": Structure("LSR, K-FAC norm", functional=True),
         "lsr-int8": Structure("LSR in int8, K-FAC norm", functional=True, storage="int8", trained=False),
+        "lsr-int4": Structure("LSR in int4, K-FAC norm", functional=True, storage="int4", trained=False),
         "svd": Structure("truncated SVD, Frobenius norm", search=ONLY_LOW_RANK),
         "svd-kfac": Structure("truncated SVD, K-FAC norm", functional=True, search=ONLY_LOW_RANK),
         "direct": Structure("direct Kronecker sum", functional=True, direct=True),
         "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", budgeted=False, trained=False),
+        "lora-int4": Structure("LoRA in int4", search=ONLY_LOW_RANK, storage="int4", budgeted=False, trained=False),
     }
 )
 """`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""
@@ -59,6 +61,8 @@ class RecoverPlan:
         Keys of `STRUCTURES`; those that are also trained from scratch.
     tune_budget : int, optional
         The budget at which the rates of recovery and of training from scratch are chosen; the middle one if absent.
+    judged : tuple of int
+        Further budgets, at which each structure is judged as compressed and not trained on.
     samples : int
         Training examples for calibration.
     least_gain : float
@@ -72,19 +76,22 @@ class RecoverPlan:
     structures: tuple[str, ...] = ("lsr", "svd-kfac", "svd", "lora-int8")
     scratch: tuple[str, ...] = ("lsr", "svd-kfac")
     tune_budget: int | None = None
+    judged: tuple[int, ...] = ()
     samples: int = 512
     least_gain: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("budgets", "structures", "scratch"):
+        for name in ("budgets", "judged", "structures", "scratch"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, list | tuple):
                 raise SuiteError(f"recover.{name} must be a list, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         counts = {"steps": [self.steps], "budgets": list(self.budgets), "samples": [self.samples]}
         for name, values in counts.items():
-            if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
+            if not values or not _counts(values):
                 raise SuiteError(f"recover.{name}: whole numbers of 1 or more, got {values}")
+        if not _counts(self.judged) or set(self.judged) & set(self.budgets):
+            raise SuiteError(f"recover.judged: whole numbers of 1 or more beside the budgets, got {list(self.judged)}")
         if isinstance(self.least_gain, bool) or not isinstance(self.least_gain, int | float) or self.least_gain <= 0:
             raise SuiteError(f"recover.least_gain must be a number above 0, got {self.least_gain!r}")
         unknown = [name for name in (*self.structures, *self.scratch) if name not in STRUCTURES]
@@ -140,6 +147,10 @@ def further_settings(suite: Suite, plan: RecoverPlan, task: str, **changes: Any)
     """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
     own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
     return _settings(suite, task, {**own, **changes}, plain="init" in changes)
+
+
+def _counts(values: Iterable[Any]) -> bool:
+    return all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in values)
 
 
 def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
