@@ -36,8 +36,8 @@ class BatchedKrylov:
     ----------
     tolerance : float
         Allowed excess of each error over the optimum, relative.
-    oversampling : int
-        Columns of a block beyond the terms asked for.
+    columns : int
+        Those of a block are the least multiple of this that holds the terms asked for.
     seed : int
         Of the random start, which all matrices share.
     max_steps : int
@@ -45,9 +45,9 @@ class BatchedKrylov:
     """
 
     tolerance: float = 1e-4
-    oversampling: int = 8
+    columns: int = 16
     seed: int = 0
-    max_steps: int = 8
+    max_steps: int = 10
 
     def solve(self, matrices: Any, shape: KroneckerShape, *, rank: int) -> tuple[Solution, ...]:
         """Solve for ``rank`` terms each.
@@ -73,7 +73,8 @@ class BatchedKrylov:
             raise ShapeError(f"a batch of rearranged matrices has two factors; {shape} has {shape.order}")
         batch = as_batch(matrices)
         shape.check(tuple(batch.shape[1:]))
-        rank, block = min(rank, shape.max_separation_rank), rank + self.oversampling
+        rank = min(rank, shape.max_separation_rank)
+        block = -(-rank // self.columns) * self.columns
         alone = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance)
         if 3 * block > shape.max_separation_rank:
             return tuple(alone.solve(Dense(batch[i, :, :]), shape, rank=rank) for i in range(batch.shape[0]))
