@@ -49,7 +49,7 @@ tune_budget = 64
 steps = 3
 lora = {{ rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
 head = {{ rate = 3e-2, steps = 40 }}
-structures = ["lsr", "direct", "lora-int8"]
+structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
 scratch = ["lsr"]
 samples = 64
 """
@@ -96,7 +96,8 @@ def test_rates_are_chosen_with_the_first_seed_at_one_budget(done):
         assert len(tried(0, point, "recovered")) == 1
     assert tried(0, "direct-64", "scratch") == []
     assert tried(0, "lora-int8", "recovered") == []
-    assert len(tried(0, "lora", "recovered")) == 2
+    for whole in ("lora", "lsr-paper"):
+        assert [len(tried(seed, whole, "recovered")) for seed in (0, 1)] == [2, 1]
 
 
 def test_further_budgets_are_judged_and_not_trained_on(done):
@@ -138,12 +139,14 @@ def test_the_table_counts_shares_of_what_the_lora_gained(done):
     found = recover_table.read_recovery(done[1], done[2])
     assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [("embedded", 0, 4), ("embedded", 1, 4)]
     lines = {(line.structure, line.budget): line for line in found.lines}
-    assert set(lines) == {("lora", 0), ("lora-int8", 0)} | {(s, b) for s in ("lsr", "direct") for b in (64, 128, 256)}
+    whole = {("lora", 0), ("lsr-paper", 0), ("lora-int8", 0)}
+    assert set(lines) == whole | {(s, b) for s in ("lsr", "direct") for b in (64, 128, 256)}
     gain, judged = found.gains[0], lines["lsr", 256].stages["recovered"][0]
     assert judged.share == pytest.approx((gain.loss_before - judged.loss) / (gain.loss_before - gain.loss))
     assert [one.share for one in lines["lora", 0].stages["compressed"]] == [1.0, 1.0]
     assert lines["lora-int8", 0].stages["compressed"][0].share == pytest.approx(1.0, abs=0.05)
     assert lines["lora-int8", 0].bytes < lines["lora", 0].bytes / 3
+    assert lines["lsr-paper", 0].parameters == 4 * 2 * 16 * (8 * 2 + 8 * 2)
     for structure in ("lsr", "direct"):
         assert lines[structure, 64].parameters <= 64 * 4 < lines[structure, 256].parameters <= 256 * 4
     head, rows = recover_table.table(found)
@@ -165,7 +168,7 @@ def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
-    wanted = 'structures = ["lsr", "direct", "lora-int8"]\nscratch = ["lsr"]', 'structures = ["svd"]\nscratch = []'
+    wanted = 'structures = ["lsr", "direct", "lsr-paper", "lora-int8"]\nscratch = ["lsr"]', 'structures = ["svd"]\nscratch = []'
     other.write_text(text.replace(*wanted))
     recover(read_suite(other), out)
     found = recover_table.read_recovery(read_suite(other), out)
@@ -188,7 +191,7 @@ def test_the_command_line_draws_what_is_there(done, tmp_path):
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
     assert "LSR, K-FAC norm" in shown.stdout
-    assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 8
+    assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 9
     assert (done[2] / "embedded-parameters.png").stat().st_size > 5000
     assert "| embedded | direct Kronecker sum |" in (done[2] / "table.md").read_text()
 

@@ -200,7 +200,8 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
     ``kind`` is "recovery" or "scratch". A rate at which the run failed is out of question.
     """
     first = replace(job, seed=job.suite.seeds[0])
-    budget = job.plan.tuned_at if structure != "lora" else WHOLE
+    budgeted = structure != "lora" and STRUCTURES[structure].budgeted
+    budget = job.plan.tuned_at if budgeted else WHOLE
     losses: dict[float, float] = {}
     for rate in sorted(job.suite.rates):
         try:

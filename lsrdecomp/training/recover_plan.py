@@ -20,24 +20,32 @@ class Structure:
     functional: bool = False  # errors count in the K-FAC norm
     search: Search = field(default_factory=Search)
     storage: str = "float32"
-    budgeted: bool = True  # False: all of the LoRA's parameters, in fewer bits
+    goal: Mapping[str, Any] | None = None  # of the plan of compression, in place of a budget
     trained: bool = True  # its factors can be trained on: it is recovered, and trained from scratch
     direct: bool = False
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether its size is one of the plan's budgets."""
+        return self.goal is None
 
 
 NEVER = 10**6
 """Evaluations without a smaller loss before a run stops."""
 ONLY_LOW_RANK = Search(orders=())
+ALL_RANKS = {"ratio": 1.0}
+PAPER = {"separation_rank": 16, "inner_shape": (2, 2)}  # LSR-Adapt, section 4; the most even sizes
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
         "lsr": Structure("LSR, K-FAC norm", functional=True),
         "lsr-int8": Structure("LSR in int8, K-FAC norm", functional=True, storage="int8", trained=False),
         "lsr-int4": Structure("LSR in int4, K-FAC norm", functional=True, storage="int4", trained=False),
+        "lsr-paper": Structure("LSR, 16 terms, r = 2·2, K-FAC norm", functional=True, goal=PAPER),
         "svd": Structure("truncated SVD, Frobenius norm", search=ONLY_LOW_RANK),
         "svd-kfac": Structure("truncated SVD, K-FAC norm", functional=True, search=ONLY_LOW_RANK),
         "direct": Structure("direct Kronecker sum", functional=True, direct=True),
-        "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", budgeted=False, trained=False),
-        "lora-int4": Structure("LoRA in int4", search=ONLY_LOW_RANK, storage="int4", budgeted=False, trained=False),
+        "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", goal=ALL_RANKS, trained=False),
+        "lora-int4": Structure("LoRA in int4", search=ONLY_LOW_RANK, storage="int4", goal=ALL_RANKS, trained=False),
     }
 )
 """`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""

@@ -119,7 +119,7 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
         for structure in (LORA, *plan.structures)
         for kind in KINDS
         if (kind == "recovery" or structure in plan.scratch)
-        and (structure == LORA or (STRUCTURES[structure].trained and STRUCTURES[structure].budgeted))
+        and (structure == LORA or STRUCTURES[structure].trained)
         and (rate := chosen_rate(job, structure, kind)) is not None
     }
     records = list(loras.values())

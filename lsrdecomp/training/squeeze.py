@@ -93,8 +93,7 @@ def squeeze(
         parameters = sum(candidate.parameters for candidate in chosen.values())
         done = Squeezed(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
     else:
-        goal: dict[str, Any] = {"parameters": total} if structure.budgeted else {"ratio": 1.0}
-        plan = CompressionPlan(**goal, storage=structure.storage)
+        plan = CompressionPlan(**(structure.goal or {"parameters": total}), storage=structure.storage)
         wide = search if search is not None and structure.search.orders else structure.search
         result = compress(checkpoint, plan, statistics=own, search=wide)
         result.save(out)
