@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from lsrdecomp.codes import pack, unpack
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
-from lsrdecomp.compression.spectral import GAUSSIAN, bit_ladder, spectral_code, water_filled_candidates
+from lsrdecomp.compression.spectral import (
+    GAUSSIAN,
+    as_found_candidates,
+    bit_ladder,
+    spectral_code,
+    water_filled_candidates,
+)
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
@@ -125,6 +131,19 @@ def test_refitting_to_the_codes_pays(rng: np.random.Generator) -> None:
     refitted = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
     plain = layer.squared_error(spectral_code(layer, svd, bits, rounds=0).dequantized())
     assert refitted < plain
+
+
+def test_a_uniform_side_is_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
+    left, right = rng.standard_normal((400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
+    left[:, 2] = 0.0
+    layer = Layer("q", LowRank(left, right))
+    (found,) = as_found_candidates(layer)
+    assert found.bytes == 5 * (900 + 3) + 1
+    known = [c.squared_error for c in water_filled_candidates(layer) if c.bytes <= found.bytes]
+    assert found.squared_error < 0.7 * min(known)
+    assert found.codes is not None
+    assert layer.squared_error(found.codes().dequantized()) == found.squared_error
+    assert as_found_candidates(Layer("zero", LowRank(0.0 * left, right))) == []
 
 
 def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:

@@ -28,7 +28,7 @@ from lsrdecomp.compression.open_layers import Layer, batches
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.shelf import Shelf
-from lsrdecomp.compression.spectral import water_filled_candidates
+from lsrdecomp.compression.spectral import as_found_candidates, water_filled_candidates
 from lsrdecomp.shape import KroneckerShape
 
 Row = list[Candidate]
@@ -88,7 +88,7 @@ def _stored(layer: Layer, candidates: Sequence[Candidate], storages: Sequence[st
             if storage not in INTEGER_BITS or candidate.structure in ("LSR", "drop"):
                 found.append(stored_as(layer, candidate, storage))
     if any(storage in INTEGER_BITS for storage in storages):
-        found += water_filled_candidates(layer)
+        found += [*water_filled_candidates(layer), *as_found_candidates(layer)]
     return found
 
 

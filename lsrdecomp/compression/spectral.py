@@ -1,4 +1,4 @@
-"""Truncated SVD with its bits spread by reverse water-filling: the baseline that wins when bytes are counted.
+"""Low rank in few bits: truncated SVD by reverse water-filling, which wins when bytes are counted; the pair as found.
 
 Component k of the SVD, a column and a row, is stored in b_k-bit integers with one float16 scale. Bits go where they
 lower the expected error most; components below the water level get none [1]_.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -37,24 +37,32 @@ def water_filled_candidates(layer: Layer, points: int = 24) -> list[Candidate]:
     """SVD with bits spread over its components, at ``points`` sizes from the smallest useful one to eight bits each."""
     steps = bit_ladder(layer, *_spectrum(layer))
     places = sorted({round(q) for q in np.geomspace(1, len(steps), min(points, len(steps)))}) if steps else []
-    found = []
-    for place in places:
-        code = _code(layer, steps[place - 1])
-        rank = len(code.bits)
-        found.append(
-            Candidate(
-                "low rank",
-                ProductShape.low_rank(layer.shape, rank),
-                (1, 1),
-                rank * sum(layer.shape),
-                layer.squared_error(code.dequantized()),
-                "bits",
-                code.bytes,
-                partial(_form, layer, steps[place - 1]),
-                partial(_code, layer, steps[place - 1]),
-            )
-        )
-    return found
+    return [_candidate(layer, partial(_code, layer, steps[place - 1])) for place in places]
+
+
+def as_found_candidates(layer: Layer) -> list[Candidate]:
+    """The pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
+
+    LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
+    about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
+    """
+    return [_candidate(layer, partial(_code_as_found, layer))] if layer.squared_norm > 0.0 else []
+
+
+def _candidate(layer: Layer, make: Callable[[], SpectralCode]) -> Candidate:
+    code = make()
+    rank = len(code.bits)
+    return Candidate(
+        "low rank",
+        ProductShape.low_rank(layer.shape, rank),
+        (1, 1),
+        rank * sum(layer.shape),
+        layer.squared_error(code.dequantized()),
+        "bits",
+        code.bytes,
+        partial(_form, make),
+        make,
+    )
 
 
 def bit_ladder(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
@@ -146,5 +154,13 @@ def _code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
     return spectral_code(layer, _spectrum(layer), bits)
 
 
-def _form(layer: Layer, bits: Sequence[int]) -> SeparatedProduct:
-    return _code(layer, bits).dequantized()
+def _code_as_found(layer: Layer) -> SpectralCode:
+    left, right = (to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right))
+    sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
+    kept = np.flatnonzero(sizes[0] * sizes[1])
+    u, v = left[:, kept] / sizes[0][kept], right[kept, :] / sizes[1][kept, None]
+    return spectral_code(layer, (u, (sizes[0] * sizes[1])[kept], v), (MOST_BITS,) * len(kept))
+
+
+def _form(make: Callable[[], SpectralCode]) -> SeparatedProduct:
+    return make().dequantized()
