@@ -133,8 +133,8 @@ def test_refitting_to_the_codes_pays(rng: np.random.Generator) -> None:
     assert refitted < plain
 
 
-def test_a_uniform_side_is_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
-    left, right = rng.standard_normal((400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
+def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
+    left, right = rng.uniform(-1.0, 1.0, (400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
     left[:, 2] = 0.0
     layer = Layer("q", LowRank(left, right))
     (found,) = as_found_candidates(layer)
