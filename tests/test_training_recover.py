@@ -27,7 +27,7 @@ from lsrdecomp.solvers.pair import JointALS  # noqa: E402
 from lsrdecomp.training import recover_table  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.recover import chosen_rate, jobs, recover  # noqa: E402
-from lsrdecomp.training.recover_plan import STRUCTURES, recover_plan  # noqa: E402
+from lsrdecomp.training.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
 from lsrdecomp.training.squeeze import direct_sums, shape_settings, squeeze  # noqa: E402
 from lsrdecomp.training.suite import SuiteError, read_suite  # noqa: E402
 
@@ -168,8 +168,8 @@ def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
-    wanted = 'structures = ["lsr", "direct", "lsr-paper", "lora-int8"]\nscratch = ["lsr"]', 'structures = ["svd"]\nscratch = []'
-    other.write_text(text.replace(*wanted))
+    wanted = 'structures = ["lsr", "direct", "lsr-paper", "lora-int8"]\nscratch = ["lsr"]'
+    other.write_text(text.replace(wanted, 'structures = ["svd"]\nscratch = []'))
     recover(read_suite(other), out)
     found = recover_table.read_recovery(read_suite(other), out)
     assert found.lines == ()
@@ -243,6 +243,14 @@ def test_shape_settings_name_the_layers_that_are_kept(first):
     assert set(settings["options"]["shape_pattern"]) == {f"^{name}$" for name in settings["target_modules"]}
 
 
+def test_one_task_may_want_another_lora(tmp_path):
+    text = SUITE.format(model="embedded", data="d").replace("samples = 64", "lora_of.embedded = { rate = 0.25 }")
+    (tmp_path / "suite.toml").write_text(text)
+    suite = read_suite(tmp_path / "suite.toml")
+    settings = lora_settings(suite, recover_plan(suite), "embedded", 0, "head")
+    assert (settings.rate, settings.steps) == (0.25, 20)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -254,6 +262,7 @@ def test_shape_settings_name_the_layers_that_are_kept(first):
         ('"lsr", "direct"', '"lsr", "tucker"', "no structure is called 'tucker'"),
         ("judged = [128]", "judged = [64]", "beside the budgets"),
         ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),
+        ("samples = 64", "lora_of.CoIA = { steps = 5 }", "no task is called 'CoIA'"),
         ('scratch = ["lsr"]', 'scratch = ["lora-int8"]', "lora-int8 is not among the structures"),
         ("rate = 5e-2, steps = 20", "rate = -1.0", r"\[recover\] together: rate must be"),
         ("[recover]\n", "[other]\n", "unknown key 'other'"),

@@ -10,6 +10,7 @@ from typing import Any
 from lsrdecomp.compression.search import Search
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 from lsrdecomp.training.suite import Suite, SuiteError
+from lsrdecomp.training.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class RecoverPlan:
         Of recovery, and of training from scratch.
     lora : mapping
         Settings of the LoRA that is compressed, over those of the suite; its rate too.
+    lora_of : mapping
+        Some of them for single tasks, by the task.
     head : mapping
         Settings of the head alone, trained first and then kept.
     structures, scratch : tuple of str
@@ -81,6 +84,7 @@ class RecoverPlan:
     steps: int
     lora: Mapping[str, Any] = field(default_factory=dict)
     head: Mapping[str, Any] = field(default_factory=dict)
+    lora_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     structures: tuple[str, ...] = ("lsr", "svd-kfac", "svd", "lora-int8")
     scratch: tuple[str, ...] = ("lsr", "svd-kfac")
     tune_budget: int | None = None
@@ -133,6 +137,9 @@ def recover_plan(suite: Suite) -> RecoverPlan:
         what = f"no key is called {unknown[0]}" if unknown else f"{' and '.join(missing)} must be given"
         raise SuiteError(f"[recover]: {what}; known: {', '.join(known)}")
     plan = RecoverPlan(**suite.recover)
+    strange = [task for task in plan.lora_of if task not in TASKS]  # the suite may have been cut to some of its own
+    if strange:
+        raise SuiteError(f"recover.lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
     for task in suite.tasks:
         for seed in suite.seeds:
             head_settings(suite, plan, task, seed)
@@ -147,7 +154,7 @@ def head_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int) -> Fine
 
 def lora_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str) -> FinetuneSettings:
     """Of the LoRA that is compressed."""
-    own = {"method": "lora", **plan.lora, "seed": seed, "head": head, "train_head": False}
+    own = {"method": "lora", **plan.lora, **plan.lora_of.get(task, {}), "seed": seed, "head": head, "train_head": False}
     return _held_out(_settings(suite, task, own))
 
 
