@@ -2,8 +2,9 @@
 
     python benchmarks/compression_frobenius.py ADAPTER [ADAPTER ...] --out benchmarks/results/compression_frobenius.json
 
-Three questions, for every adapter: what joint least squares gains at the adapter's own rank with sixteen terms; how the
-whole family compares with truncated SVD at equal parameters, layer by layer; and at equal bytes, all layers together.
+Two questions, for every adapter: what joint least squares gains at the adapter's own rank with sixteen terms; and how
+the whole family compares with truncated SVD at equal parameters, layer by layer. `compression.py` spends one budget on
+all layers and compares with what people use.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
     solve_together,
 )
-from lsrdecomp.compression.fit import Budget, fit_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.search import Search, choose_configurations
@@ -43,8 +43,6 @@ TERMS = 16
 UNITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.33, 3.0, 4.0)
 """Parameters in units of one rank of truncated SVD, m + n."""
 STORAGES = ("float16", "bfloat16", "int8", "int4")
-BYTES = (8, 16, 32)
-"""How many times fewer bytes than the LoRA in float16."""
 
 
 def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
@@ -130,24 +128,6 @@ def polish(
     return better
 
 
-def equal_bytes(layers: Sequence[Layer], search: Search) -> list[dict[str, float]]:
-    """All layers under one byte budget, against truncated SVD in water-filled bits under the same."""
-    whole = 2 * sum(layer.parameters for layer in layers)
-    records = []
-    for times in BYTES:
-        fit = fit_layers(layers, Budget(bytes=whole / times), search=search, storages=("float16", "int8", "int4"))
-        records.append(
-            {
-                "times_smaller": times,
-                "bytes": fit.bytes,
-                "budget": whole / times,
-                "error": fit.relative_error,
-                "svd_water_filled": fit.low_rank_error if fit.low_rank_error is not None else 1.0,
-            }
-        )
-    return records
-
-
 def best_within(layer: Layer, candidates: Sequence[Candidate], budget: float) -> float:
     """Smallest relative error of at most ``budget`` parameters; one if nothing fits."""
     allowed = [c.squared_error for c in candidates if c.parameters <= budget]
@@ -208,7 +188,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")
     parser.add_argument("--layers", type=int, default=24, help="most layers of an adapter")
     parser.add_argument("--long", type=int, default=300, help="sweeps that count as the end")
-    parser.add_argument("--parts", default="rank,parameters,bytes", help="which questions to ask")
+    parser.add_argument("--parts", default="rank,parameters", help="which questions to ask")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     search = Search(seed=options.seed, probes=160, terms=32, polish=JointALS(sweeps=60))
@@ -222,8 +202,6 @@ def main() -> None:
         if "parameters" in options.parts:
             curve = equal_parameters(layers, search)
             found["equal_parameters"] = {"summary": staircase(curve), "layers": curve}
-        if "bytes" in options.parts:
-            found["equal_bytes"] = equal_bytes(layers, search)
         results[path.name] = found
         short = {key: value.get("summary") if isinstance(value, dict) else value for key, value in found.items()}
         print(path.name, json.dumps(short, default=float), file=sys.stderr, flush=True)
