@@ -46,7 +46,6 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
         "svd-kfac": Structure("truncated SVD, K-FAC norm", functional=True, search=ONLY_LOW_RANK),
         "direct": Structure("direct Kronecker sum", functional=True, direct=True),
         "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", goal=ALL_RANKS, trained=False),
-        "lora-int4": Structure("LoRA in int4", search=ONLY_LOW_RANK, storage="int4", goal=ALL_RANKS, trained=False),
     }
 )
 """`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""
