@@ -23,6 +23,9 @@ Array: TypeAlias = Any
 
 Namespace: TypeAlias = Any
 
+ROW_ENTRIES = 2**17
+"""Entries of a block of rows in a QR factorization without Q: 1 MiB in float64."""
+
 
 def namespace(*arrays: Array) -> Namespace:
     """The array API namespace that all ``arrays`` share."""
@@ -125,8 +128,27 @@ def like(values: np.ndarray, array: Array) -> Array:
     return xp.asarray(values, dtype=array.dtype, device=device(array))
 
 
-def triangular_factor(array: Array) -> Array:
-    """R of a thin QR factorization; Q is not formed where the library can do without (NumPy, torch), half the cost."""
+def triangular_factor(*arrays: Array) -> Array:
+    """R of a thin QR factorization of arrays (…, m, n_i), side by side.
+
+    Rows go through in blocks, each below the R of those before: as stable as one factorization [1]_, in the memory of a
+    block. Q is not formed where the library can do without (NumPy, torch), half the cost.
+
+    .. [1] J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and sequential QR and LU
+       factorizations, SIAM J. Sci. Comput. 34 (2012). doi:10.1137/080731992
+    """
+    xp, first = namespace(*arrays), arrays[0]
+    rows, width = int(first.shape[-2]), sum(int(array.shape[-1]) for array in arrays)
+    height = max(8 * width, ROW_ENTRIES // max(1, width * math.prod(first.shape[:-2])))
+    triangle: list[Array] = []
+    for start in range(0, max(rows, 1), height):
+        parts = [array[..., start : min(start + height, rows), :] for array in arrays]
+        block = xp.concat(parts, axis=-1) if len(parts) > 1 else parts[0]
+        triangle = [_triangle(xp.concat([*triangle, block], axis=-2) if triangle else block)]
+    return triangle[0]
+
+
+def _triangle(array: Array) -> Array:
     if array_api_compat.is_numpy_array(array):
         return np.linalg.qr(array, mode="r")
     xp = namespace(array)

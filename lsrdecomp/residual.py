@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, namespace, norm
+from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, triangular_factor
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import khatri_rao
 
@@ -47,6 +47,16 @@ def residual_norm(shape: tuple[int, int], rows: Callable[[slice], Array], approx
     check_sizes(shape, approximation.shape)
     block = rows_of(approximation)
     return norm_of_parts(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape))
+
+
+def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
+    """A small matrix with the singular values of B Aᴴ − B̂ Âᴴ for ``lefts`` (B, B̂), ``rights`` (A, Â); or of B Aᴴ alone.
+
+    Shapes (…, m, r), (…, m, r̂) and (…, n, r), (…, n, r̂); cost O((m + n)(r + r̂)²), without a copy of any of them.
+    """
+    columns, rows, r = triangular_factor(*lefts), triangular_factor(*rights), lefts[0].shape[-1]
+    core = columns[..., :, :r] @ adjoint(rows[..., :, :r])
+    return core if len(lefts) == 1 else core - columns[..., :, r:] @ adjoint(rows[..., :, r:])
 
 
 def norm_of_parts(parts: Any) -> float:

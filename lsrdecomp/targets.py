@@ -16,12 +16,11 @@ from lsrdecomp.arrays import (
     norm,
     require_finite,
     require_matrix,
-    triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import rearrange
 from lsrdecomp.residual import Approximation as Approximation
-from lsrdecomp.residual import check_sizes, residual_norm
+from lsrdecomp.residual import check_sizes, pair_core, residual_norm
 from lsrdecomp.shape import KroneckerShape
 
 
@@ -232,8 +231,7 @@ class LowRank:
 
     @cached_property
     def norm(self) -> float:
-        left, right = (triangular_factor(as_double(f)) for f in (self.left, adjoint(self.right)))
-        return norm(left @ adjoint(right))
+        return norm(pair_core([as_double(self.left)], [adjoint(as_double(self.right))]))
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
@@ -269,13 +267,10 @@ class LowRank:
         2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries themselves.
         """
         check_sizes(self.shape, approximation.shape)
-        xp = namespace(self.left, self.right)
-        if hasattr(approximation, "to_lora"):
-            left, right = (as_double(f) for f in approximation.to_lora())
-            columns = triangular_factor(xp.concat((as_double(self.left), left), axis=1))
-            rows = triangular_factor(adjoint(xp.concat((as_double(self.right), -right), axis=0)))
-            return norm(columns @ adjoint(rows))
         left, right = as_double(self.left), as_double(self.right)
+        if hasattr(approximation, "to_lora"):
+            other_left, other_right = (as_double(f) for f in approximation.to_lora())
+            return norm(pair_core([left, other_left], [adjoint(right), adjoint(other_right)]))
         return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)
 
 

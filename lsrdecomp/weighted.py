@@ -5,6 +5,7 @@ from __future__ import annotations
 from lsrdecomp.arrays import Array, as_double, namespace, norm, triangular_factor
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.residual import pair_core
 from lsrdecomp.targets import Approximation, LowRank
 from lsrdecomp.weights import NormWeights
 
@@ -72,6 +73,12 @@ def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> Low
 
 def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
     """`weighted_svd` of pairs (…, m, r), (…, r, n) in double precision, with weights batched alike."""
+    columns, sigma, rows = weighted_gauge(left, right, weights)
+    return left @ columns, sigma, rows @ right
+
+
+def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
+    """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) for which (B S, σ, T A) is `weighted_svd` of the pair."""
     xp = namespace(left, right)
     triangle = triangular_factor(weights.output.root(left))
     other = triangular_factor(weights.input.root(xp.matrix_transpose(right)))
@@ -79,22 +86,25 @@ def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[
     floor = int(left.shape[-1]) * unit_roundoff("float64") * xp.max(sigma, axis=-1, keepdims=True)
     kept = sigma > floor
     inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
-    columns = left @ (xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :]))
-    rows = ((inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle) @ right
+    columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
+    rows = (inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle
     return columns, xp.where(kept, sigma, xp.zeros_like(sigma)), rows
 
 
 def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
     """‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
-    xp = namespace(left, right)
-    columns = triangular_factor(weights.output.root(left))
-    rows = triangular_factor(weights.input.root(xp.matrix_transpose(right)))
-    return xp.linalg.matrix_norm(columns @ xp.matrix_transpose(rows))
+    return _core_norms([left], [right], weights)
 
 
 def pair_residual_norms(
     left: Array, right: Array, other_left: Array, other_right: Array, weights: NormWeights
 ) -> Array:
     """‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
-    xp = namespace(left, right)
-    return pair_norms(xp.concat((left, other_left), axis=-1), xp.concat((right, -other_right), axis=-2), weights)
+    return _core_norms([left, other_left], [right, other_right], weights)
+
+
+def _core_norms(lefts: list[Array], rights: list[Array], weights: NormWeights) -> Array:
+    xp = namespace(*lefts, *rights)
+    columns = [weights.output.root(left) for left in lefts]
+    rows = [weights.input.root(xp.matrix_transpose(right)) for right in rights]
+    return xp.linalg.matrix_norm(pair_core(columns, rows))

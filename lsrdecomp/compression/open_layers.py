@@ -23,8 +23,8 @@ class HasWeights(Protocol):
     def weights(self) -> NormWeights: ...
 
 
-PAIR_ENTRIES = 2**21
-"""Numbers of the pairs solved together, and of those kept open: 16 MiB in float64, or one layer if that is larger."""
+PAIR_ENTRIES = 2**20
+"""Numbers of the pairs solved together, and of those kept open: 8 MiB in float64, or one layer if that is larger."""
 
 DENSE_ENTRIES = 2**23
 """The same for the dense weights of their norms."""

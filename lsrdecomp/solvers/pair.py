@@ -218,6 +218,8 @@ def _stacked_pairs(targets: Sequence[LowRank]) -> tuple[Array, Array]:
     xp = namespace(*(target.left for target in targets))
     lefts = [zero_padded(as_double(target.left), 1, rank) for target in targets]
     rights = [zero_padded(as_double(target.right), 0, rank) for target in targets]
+    if len(targets) == 1:  # a view, where stacking would copy the largest arrays there are
+        return lefts[0][None, ...], rights[0][None, ...]
     return xp.stack(lefts, axis=0), xp.stack(rights, axis=0)
 
 

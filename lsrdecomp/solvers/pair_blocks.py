@@ -58,10 +58,10 @@ class Side:
         cross : Array, shape (L, m, r)
             K.
         """
-        tensor, gram_tensor = rearranged(cross, self.shape), rearranged(gram, self._inner)
+        cross, gram_tensor = rearranged(cross, self.shape), rearranged(gram, self._inner)
         stacks = list(stacks)
         for i in range(self.shape.order):
-            right_hand = mttkrp(tensor, stacks, i)
+            right_hand = mttkrp(cross, stacks, i)
             penalty = self._penalty(stacks, gram, i)
             if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
                 normal = normal_matrix(self.reordered[i], self.shape, stacks, i, gram)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, namespace
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
 from lsrdecomp.solvers.pair_blocks import Side
-from lsrdecomp.solvers.pair_start import gauge_pair, side_terms
+from lsrdecomp.solvers.pair_start import gauge_turns, side_terms
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
-from lsrdecomp.weights import NormWeights
+from lsrdecomp.weights import NormWeights, Weight
 
 Pair = tuple[Stacks, Stacks]
 
@@ -64,11 +63,14 @@ class PairProblem:
         r = self.shape.inner_rank
         plain = NormWeights.frobenius(self.shape.matrix_shape)
         found: list[Pair] = []
+        given = self.left, namespace(self.right).matrix_transpose(self.right)
         for gauge in [plain] if self.norms.is_frobenius else [self.norms, plain]:
-            pair = gauge_pair(self.left, self.right, r, gauge)
+            turns = gauge_turns(self.left, self.right, r, gauge)
             for white in (False,) if self.norms.is_frobenius else (True, False):
-                sides = self._sides(pair, ranks)
-                out, into = (side_terms(x, side.shape, k, side.traces if white else None) for x, side, k in sides)
+                sides = zip(given, turns, (self.out_side, self.in_side), ranks, strict=True)
+                out, into = (
+                    side_terms(x, turn, side.shape, k, side.traces if white else None) for x, turn, side, k in sides
+                )
                 found.append((out, into))
         return found
 
@@ -97,51 +99,49 @@ class PairProblem:
                 reached = xp.where(nearer, error, reached)
         return best, nearest
 
-    def _sides(self, pair: tuple[Array, Array], ranks: tuple[int, int]) -> Iterator[tuple[Array, Side, int]]:
-        yield pair[0], self.out_side, ranks[0]
-        yield namespace(pair[1]).matrix_transpose(pair[1]), self.in_side, ranks[1]
-
     def sweep(self, pair: Pair) -> tuple[Pair, Array]:
         """Every block of both sides once; the new pair and the square root of its steering energy."""
         xp = namespace(self.left)
         out_stacks, in_stacks = pair
         inner = summed(in_stacks, self.in_side.shape)  # Âᵀ
-        gram = xp.matrix_transpose(inner) @ self.norms.input.apply(inner)
-        cross = self.weighted_left @ (xp.matrix_transpose(self.weighted_right) @ inner)
-        out_stacks = self.out_side.update(out_stacks, self._penalised(gram, in_stacks, self.in_side), cross)
+        gram = self._penalised(_gram(inner, self.norms.input), in_stacks, self.in_side)
+        seen = xp.matrix_transpose(self.weighted_right) @ inner
+        del inner
+        out_stacks = self.out_side.update(out_stacks, gram, self.weighted_left @ seen)
 
         outer = summed(out_stacks, self.out_side.shape)  # B̂
-        gram = xp.matrix_transpose(outer) @ self.norms.output.apply(outer)
-        cross = self.weighted_right @ (xp.matrix_transpose(self.weighted_left) @ outer)
-        in_stacks = self.in_side.update(in_stacks, self._penalised(gram, out_stacks, self.out_side), cross)
+        gram, out_norm = _gram(outer, self.norms.output), xp.linalg.matrix_norm(outer)
+        seen = xp.matrix_transpose(self.weighted_left) @ outer
+        del outer
+        penalised = self._penalised(gram, out_stacks, self.out_side)
+        in_stacks = self.in_side.update(in_stacks, penalised, self.weighted_right @ seen)
 
         inner = summed(in_stacks, self.in_side.shape)
-        overlap = xp.sum(cross * inner, axis=(1, 2))
-        squared = xp.sum(gram * (xp.matrix_transpose(inner) @ self.norms.input.apply(inner)), axis=(1, 2))
-        energy = self.energy - 2.0 * overlap + squared
-        return self.even((out_stacks, in_stacks)), xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
+        overlap = xp.sum(seen * (xp.matrix_transpose(self.weighted_right) @ inner), axis=(1, 2))
+        energy = self._energy(overlap, gram, _gram(inner, self.norms.input))
+        return _even((out_stacks, in_stacks), out_norm, xp.linalg.matrix_norm(inner)), energy
 
     def steering(self, pair: Pair) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem from inner products: cheap, and exact to `RESOLUTION`."""
         xp = namespace(self.left)
-        outer, inner = summed(pair[0], self.out_side.shape), summed(pair[1], self.in_side.shape)
-        seen = xp.matrix_transpose(self.weighted_left) @ outer, xp.matrix_transpose(self.weighted_right) @ inner
-        grams = (
-            xp.matrix_transpose(outer) @ self.norms.output.apply(outer),
-            xp.matrix_transpose(inner) @ self.norms.input.apply(inner),
-        )
-        energy = self.energy - 2.0 * xp.sum(seen[0] * seen[1], axis=(1, 2)) + xp.sum(grams[0] * grams[1], axis=(1, 2))
+        seen, grams = [], []
+        for stacks, side, given in zip(
+            pair, (self.out_side, self.in_side), (self.weighted_left, self.weighted_right), strict=True
+        ):
+            formed = summed(stacks, side.shape)
+            seen.append(xp.matrix_transpose(given) @ formed)
+            grams.append(_gram(formed, side.weight))
+        return self._energy(xp.sum(seen[0] * seen[1], axis=(1, 2)), grams[0], grams[1])
+
+    def _energy(self, overlap: Array, out_gram: Array, in_gram: Array) -> Array:
+        xp = namespace(overlap)
+        energy = self.energy - 2.0 * overlap + xp.sum(out_gram * in_gram, axis=(1, 2))
         return xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
 
     def even(self, pair: Pair) -> Pair:
         """Both sides with equal Frobenius norms; the product stays."""
-        xp = namespace(self.left)
-        out_norm = xp.linalg.matrix_norm(summed(pair[0], self.out_side.shape))
-        in_norm = xp.linalg.matrix_norm(summed(pair[1], self.in_side.shape))
-        positive = xp.logical_and(out_norm > 0, in_norm > 0)
-        ratio = xp.where(positive, xp.sqrt(safe_ratio(in_norm, out_norm)), xp.ones_like(out_norm))
-        ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
-        return scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)
+        sides = zip(pair, (self.out_side, self.in_side), strict=True)
+        return _even(pair, *(namespace(self.left).linalg.matrix_norm(summed(x, side.shape)) for x, side in sides))
 
     def errors(self, pair: Pair) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem, from formed residuals."""
@@ -156,3 +156,15 @@ class PairProblem:
         xp, r = namespace(gram), gram.shape[1]
         amount = self.ridge * xp.sum(term_norms(stacks) ** 2, axis=1) * side.traces.mean / r
         return gram + amount[:, None, None] * identity_like(gram)
+
+
+def _gram(formed: Array, weight: Weight) -> Array:
+    return namespace(formed).matrix_transpose(formed) @ weight.apply(formed)
+
+
+def _even(pair: Pair, out_norm: Array, in_norm: Array) -> Pair:
+    xp = namespace(out_norm)
+    positive = xp.logical_and(out_norm > 0, in_norm > 0)
+    ratio = xp.where(positive, xp.sqrt(safe_ratio(in_norm, out_norm)), xp.ones_like(out_norm))
+    ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
+    return scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)

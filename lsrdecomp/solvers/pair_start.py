@@ -5,28 +5,30 @@ from __future__ import annotations
 from lsrdecomp.arrays import Array, namespace, zero_padded
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import Stacks, rearranged
+from lsrdecomp.solvers.leading import leading_triples
 from lsrdecomp.solvers.partial_traces import PartialTraces, along_rows, kron_apply
-from lsrdecomp.weighted import weighted_pair_svd
+from lsrdecomp.weighted import weighted_gauge
 from lsrdecomp.weights import NormWeights
 
 
-def gauge_pair(left: Array, right: Array, rank: int, weights: NormWeights) -> tuple[Array, Array]:
-    """The pairs U√σ (L, m, rank), √σ Vᵀ (L, rank, n) of the singular gauge in the norm, truncated or padded."""
+def gauge_turns(left: Array, right: Array, rank: int, weights: NormWeights) -> tuple[Array, Array]:
+    """S, T (L, r, rank) that turn a pair into U√σ = B S, V√σ = Aᵀ T of its singular gauge, truncated or padded."""
     xp = namespace(left, right)
-    u, sigma, vh = weighted_pair_svd(left, right, weights)
-    root = xp.sqrt(sigma)
-    left, right = u * root[:, None, :], root[:, :, None] * vh
-    left, right = zero_padded(left, 2, rank), zero_padded(right, 1, rank)
-    return left[:, :, :rank], right[:, :rank, :]
+    columns, sigma, rows = weighted_gauge(left, right, weights)
+    root = xp.sqrt(sigma)[:, None, :]
+    turns = [zero_padded(turn * root, 2, rank)[:, :, :rank] for turn in (columns, xp.matrix_transpose(rows))]
+    return turns[0], turns[1]
 
 
-def side_terms(side: Array, shape: KroneckerShape, rank: int, traces: PartialTraces | None = None) -> Stacks:
-    """Orthogonal Kronecker terms of each side (L, m, r); with ``traces`` orthogonal in their Kronecker norm."""
+def side_terms(
+    side: Array, turn: Array, shape: KroneckerShape, rank: int, traces: PartialTraces | None = None
+) -> Stacks:
+    """Orthogonal Kronecker terms of each ``side @ turn`` (L, m, r); with ``traces`` orthogonal in their norm."""
     if traces is None:
-        return orthogonal_terms(rearranged(side, shape), rank)
+        return orthogonal_terms(rearranged(side @ turn, shape), rank)
     roots, inverses = traces.roots()
-    white = kron_apply(roots, side, shape.rows)
-    return along_rows(orthogonal_terms(rearranged(white, shape), rank), inverses)
+    white = rearranged(kron_apply(roots, side @ turn, shape.rows), shape)
+    return along_rows(orthogonal_terms(white, rank), inverses)
 
 
 def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
@@ -43,10 +45,8 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     xp = namespace(tensor)
     batch, p = tensor.shape[0], tensor.shape[1]
     rest = tuple(tensor.shape[2:])
-    flat = xp.reshape(tensor, (batch, p, -1))
-    u, sigma, vh = xp.linalg.svd(flat, full_matrices=False)
-    kept = min(rank, int(sigma.shape[1]))
-    u, sigma, vh = u[:, :, :kept], sigma[:, :kept], vh[:, :kept, :]
+    u, sigma, vh = leading_triples(xp.reshape(tensor, (batch, p, -1)), rank)
+    kept = int(sigma.shape[1])
     if len(rest) == 1:
         root = xp.sqrt(sigma)[:, None, :]
         return [zero_padded(stack, 2, rank) for stack in (u * root, xp.matrix_transpose(vh) * root)]

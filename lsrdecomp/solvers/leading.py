@@ -1,0 +1,53 @@
+"""The first few singular triples of a batch of matrices, in little memory beside them where they are large."""
+
+from __future__ import annotations
+
+from lsrdecomp.arrays import Array, namespace, triangular_factor, zero_padded
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.solvers.krylov import BlockGolubKahan
+from lsrdecomp.targets import Dense
+
+SMALL = 2**17
+"""Entries of a matrix up to which its SVD is taken as it is."""
+
+NARROW = 512
+"""Columns up to which the SVD of R of a QR factorization is taken instead, above that a Krylov space."""
+
+
+EXCESS = 1e-6
+
+
+def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
+    """U (L, p, k), σ (L, k) and Vᵀ (L, k, q) of the k = min(rank, p, q) largest singular values of real matrices.
+
+    A full SVD takes about six times the memory of a square matrix. A large narrow one is taken apart through R instead:
+    X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is wide too goes to `BlockGolubKahan`, if few
+    triples are asked for: by its certificate their error is at most `EXCESS` above the optimum, relative.
+    """
+    xp = namespace(matrices)
+    p, q = (int(size) for size in matrices.shape[1:])
+    rank = min(rank, p, q)
+    if p < q:
+        v, sigma, uh = leading_triples(xp.matrix_transpose(matrices), rank)
+        return xp.matrix_transpose(uh), sigma, xp.matrix_transpose(v)
+    if q > NARROW and 8 * rank <= q:
+        each = [_alone(matrices[i, :, :], rank) for i in range(int(matrices.shape[0]))]
+        u, sigma, vh = (xp.stack(part, axis=0) for part in zip(*each, strict=True))
+        return u, sigma, vh
+    if p * q <= SMALL:
+        u, sigma, vh = xp.linalg.svd(matrices, full_matrices=False)
+        return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
+    _, sigma, vh = xp.linalg.svd(triangular_factor(matrices), full_matrices=False)
+    sigma, vh = sigma[:, :rank], vh[:, :rank, :]
+    kept = sigma > q * unit_roundoff("float64") * xp.max(sigma, axis=1, keepdims=True)
+    inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    return matrices @ (xp.matrix_transpose(vh) * inverse[:, None, :]), sigma, vh
+
+
+def _alone(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
+    xp, (p, q) = namespace(matrix), matrix.shape
+    shape = KroneckerShape(((int(p), 1), (1, int(q))))  # its rearrangement is the matrix itself
+    found = BlockGolubKahan(tolerance=EXCESS).solve(Dense(matrix), shape, rank=rank).approximation
+    u, vh = (zero_padded(xp.reshape(f, (f.shape[0], -1)), 0, rank) for f in found.factors)
+    return xp.matrix_transpose(u), zero_padded(found.weights, 0, rank), vh
