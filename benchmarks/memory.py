@@ -5,7 +5,8 @@ python benchmarks/memory.py [--work DIR] [--blocks 8 16 32 80] [--full 1 2 4] [-
 Blocks have seven modules at full width (8192 and 28672, grouped keys and values 1024, r = 64, bfloat16): 80 of them are
 1.66 GB. Each number of blocks is one process, so that peaks are its own. ``--blocks`` solves for `TERMS` terms with one
 sweep, which needs the memory of thirty, ``--full`` with all sweeps; ``--searched`` runs the routes that search for
-shapes (a tolerance for every layer, one budget over all) with a short search, since a full one takes days here.
+shapes (a tolerance for every layer, one budget over all) with a short search, since a full one takes days here. What
+was measured before and is not measured again stays in the results.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -72,8 +72,9 @@ def make_adapter(folder: Path, blocks: int) -> Path:
 
 
 def peak() -> int:
-    """Bytes this process held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Bytes this process held at most; of Linux, where ``ru_maxrss`` would count what the parent held as well."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def measure(adapter: Path, plan: str) -> dict[str, Any]:
@@ -136,6 +137,10 @@ def child(adapter: Path, job: str) -> Any:
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def _order(run: dict[str, Any]) -> tuple[str, int]:
+    return run["route"], run["blocks"]
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -143,6 +148,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="*", default=[8, 16, 32, 80])
     parser.add_argument("--full", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--searched", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--times", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "memory.json")
     parser.add_argument("--child", nargs=2, metavar=("ADAPTER", "JOB"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -150,9 +156,10 @@ def main() -> None:
         adapter, job = Path(options.child[0]), options.child[1]
         print(json.dumps(times(adapter) if job == "times" else measure(adapter, job)))
         return
-    runs: list[dict[str, Any]] = []
-    record: dict[str, Any] = {"versions": {"python": platform.python_version(), "numpy": np.__version__}, "runs": runs}
-    jobs = [(1, "times"), *((n, "terms") for n in options.blocks), *((n, "terms-full") for n in options.full)]
+    record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
+    record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
+    jobs = [(1, "times")] if options.times else []
+    jobs += [*((n, "terms") for n in options.blocks), *((n, "terms-full") for n in options.full)]
     jobs += [(n, plan) for n in options.searched for plan in ("rtol", "ratio")]
     for blocks, job in jobs:
         with tempfile.TemporaryDirectory(dir=options.work) as folder:
@@ -160,7 +167,8 @@ def main() -> None:
         if job == "times":
             record["times"] = found
         else:
-            runs.append({"route": job, "blocks": blocks, **found})
+            others = [run for run in record["runs"] if (run["route"], run["blocks"]) != (job, blocks)]
+            record["runs"] = sorted([*others, {"route": job, "blocks": blocks, **found}], key=_order)
         print(blocks, job, json.dumps(found), flush=True)
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
