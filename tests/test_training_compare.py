@@ -193,6 +193,12 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
         ("[tasks.embedded]", "", r"a suite needs tables \[tasks"),
         ("rates = [1e-3", "rates = [nan", "rates: nan is not a number"),
         ("[common]", "[common", "suite.toml"),
+        ("seeds = [0, 1, 2]", "seeds = [0.5]", "seeds: 0.5 is not a whole number of 0 or more"),
+        ("seeds = [0, 1, 2]", "seeds = [true]", "seeds: True is not a whole number"),
+        ("seeds = [0, 1, 2]", "recover = 3", "recover must be a table"),
+        ("[tasks.embedded]", "[tasks]\nembedded = 3", "tasks.embedded must be a table of settings"),
+        ("patience = 2", "patience = 2\nseed = 1", "common: seed is the suite's"),
+        ("options = { r = 1 }", 'task = "RTE"', "methods.LoRA r=1: task is the suite's"),
     ],
 )
 def test_a_suite_that_cannot_be_is_refused(old, new, message, file):
@@ -200,6 +206,19 @@ def test_a_suite_that_cannot_be_is_refused(old, new, message, file):
     with pytest.raises(SuiteError, match=message) as found:
         read_suite(path)
     assert str(path) in str(found.value)
+
+
+def test_a_method_overrides_its_task_and_a_task_what_is_common(file):
+    text = 'title = "Three"\n' + SUITE.replace(
+        "[tasks.embedded]", "batch = 8\nwarmup = 0.2\n[tasks.embedded]\nbatch = 16"
+    )
+    suite = read_suite(file(text.replace('method = "lsr"', 'method = "lsr"\nbatch = 24')), {"warmup": 0.3})
+    settings = [suite.settings(arm, "embedded", 0.01, 2) for arm in suite.arms]
+    assert [(each.batch, each.warmup, each.patience, each.rate, each.seed) for each in settings] == [
+        (16, 0.3, 2, 0.01, 2),
+        (24, 0.3, 2, 0.01, 2),
+    ]
+    assert suite.title == "Three"
 
 
 def test_two_methods_cannot_share_a_directory(file):

@@ -45,6 +45,15 @@ def test_settings_survive_json():
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
         ({"method": "head", "train_head": False}, "leaves nothing to train"),
         ({"options": [1]}, "options must be a table"),
+        ({"model": ""}, "model must be a text that is not empty"),
+        ({"model": None}, "model must be a text that is not empty, got None"),
+        ({"init": "a", "head": "b"}, "init brings its own head"),
+        ({"rate": True}, "rate must be a number above 0, got True"),
+        ({"warmup": -0.1}, "warmup must be at least 0 and below 1, got -0.1"),
+        ({"max_length": 1}, "max_length must be a whole number, 2 or more, got 1"),
+        ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing must be true or false, got 1"),
+        ({"target_modules": ["query", 1]}, "target_modules must be a list of names"),
     ],
 )
 def test_an_impossible_setting_is_named(values, message):
@@ -53,8 +62,28 @@ def test_an_impossible_setting_is_named(values, message):
 
 
 def test_model_and_task_must_be_given():
-    with pytest.raises(SettingsError, match="model must be given"):
-        FinetuneSettings.from_mapping({"task": "embedded"})
+    for name in EMBEDDED:
+        with pytest.raises(SettingsError, match=f"^{name} must be given"):
+            FinetuneSettings.from_mapping({key: value for key, value in EMBEDDED.items() if key != name})
+
+
+def test_settings_stay_as_they_were_checked():
+    options = {"r": 2}
+    settings = FinetuneSettings.from_mapping({**EMBEDDED, "options": options})
+    options["r"] = 3
+    assert settings.options["r"] == 2
+    with pytest.raises(TypeError):
+        settings.options["r"] = 3
+
+
+def test_what_json_cannot_hold_is_not_written():
+    with pytest.raises(ValueError, match="JSON"):
+        FinetuneSettings.from_mapping({**EMBEDDED, "options": {"lsr_alpha": float("nan")}}).to_json()
+
+
+def test_nothing_logged_and_nothing_saved_are_counts_of_zero():
+    settings = FinetuneSettings.from_mapping({**EMBEDDED, "log_every": 0, "save_every": 0, "seed": 0})
+    assert (settings.log_every, settings.save_every) == (0, 0)
 
 
 def test_only_kronecker_methods_from_scratch_hurry_what_starts_at_zero():
