@@ -24,6 +24,7 @@ from lsrdecomp.compression.layer import layer_product  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 from lsrdecomp.compression.run import compress  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.training.arguments import common_arguments  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.encoding import Collator, WholeBatches  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
@@ -365,3 +366,13 @@ def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
     assert [loss for _, loss in two.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-5)
     assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
     assert two.dev.metrics == one.dev.metrics
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-autocast"])
+def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    settings = FinetuneSettings.from_mapping({"model": "embedded", "task": "embedded", "precision": precision})
+    assert settings.device == "auto"
+    assert common_arguments(settings, tmp_path)["use_cpu"]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not common_arguments(settings, tmp_path)["use_cpu"]

@@ -26,7 +26,8 @@ def common_arguments(settings: FinetuneSettings, place: Path) -> dict[str, Any]:
         "per_device_eval_batch_size": EVALUATION_BATCH,
         "seed": settings.seed,
         "bf16": settings.precision != "float32",
-        "use_cpu": settings.device == "cpu",
+        # Without this, transformers refuses bfloat16 where there is only a CPU.
+        "use_cpu": settings.device == "cpu" or (settings.device == "auto" and not torch.accelerator.is_available()),
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "label_names": ["labels"],
