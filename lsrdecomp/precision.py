@@ -84,8 +84,8 @@ def round_to(array: Array, storage: str) -> Array:
         return round_to(xp.real(array), storage) + 1j * round_to(xp.imag(array), storage)
     if unit_roundoff(array.dtype) >= target.unit_roundoff and dtype_name(array) == target.name:
         return array
-    if 0 not in array.shape and float(xp.max(xp.abs(array))) > target.largest:
-        largest = float(xp.max(xp.abs(array)))
+    largest = max(float(xp.max(array)), -float(xp.min(array))) if 0 not in array.shape else 0.0
+    if largest > target.largest:
         raise PrecisionError(
             f"{storage}: the entry {largest:.3g} lies above the largest number {target.largest:.5g}; "
             "scale the matrix, or store it as bfloat16 or float32"

@@ -249,6 +249,8 @@ def _unit(factor: Array) -> tuple[Array, Array]:
     peak = xp.max(xp.abs(flat), axis=1)
     safe = xp.where(peak > 0, peak, xp.ones_like(peak))
     scaled = flat / safe[:, None]
-    length = xp.sqrt(xp.sum(xp.abs(scaled) ** 2, axis=1))
+    squares = xp.abs(scaled) ** 2 if is_complex(scaled) else scaled * scaled
+    length = xp.sqrt(xp.sum(squares, axis=1))
+    del squares
     length = xp.where(peak > 0, length, xp.ones_like(length))
     return xp.reshape(scaled / length[:, None], (s, m, n)), peak * length

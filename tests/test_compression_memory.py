@@ -66,6 +66,21 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, mo
     assert few < 40 * LAYER
 
 
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [(CompressionPlan(separation_rank=2, storage="float16"), 3.0), (CompressionPlan(ratio=4, storage="float16"), 5.0)],
+    ids=["terms", "ratio"],
+)
+def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
+    """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
+    monkeypatch.setattr("lsrdecomp.arrays.ROW_ENTRIES", 2**12)
+    monkeypatch.setattr("lsrdecomp.solvers.leading.NARROW", 64)
+    monkeypatch.setattr("lsrdecomp.solvers.leading.SMALL", 2**12)
+    m, n, r = 4096, 2048, 16
+    adapter = directory(tmp_path / "adapter", pair("layers.0.q", m, n, r), r=r)
+    assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18
+
+
 def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path, monkeypatch):
     plan = CompressionPlan(rtol=0.9, storage="int8")
     compress(open_checkpoint(adapters[6]), plan, search=SEARCH).save(tmp_path / "held")

@@ -39,7 +39,7 @@ def write_lsr(
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
-    Layers are taken one at a time, so an iterator keeps memory to one layer and 64 MiB. A ``scale`` other than 1 is
+    Layers are taken one at a time, so an iterator keeps memory to one layer and 8 MiB. A ``scale`` other than 1 is
     multiplied into the first factor of B before rounding; with 1, factors already in ``storage`` keep their bits.
 
     Parameters

@@ -31,7 +31,7 @@ except ImportError:  # no such locks outside POSIX: leftovers of killed runs the
     fcntl = None  # type: ignore[assignment]
 
 WEIGHTS = "adapter_model.safetensors"
-IN_MEMORY = 64 * 2**20
+IN_MEMORY = 8 * 2**20
 LEFTOVER_AGE = 60.0  # seconds
 
 
@@ -110,7 +110,7 @@ def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = Fals
 
 
 class TensorWriter:
-    """Gathers tensors one by one and writes a safetensors file; beyond 64 MiB they wait on disk, not in memory.
+    """Gathers tensors one by one and writes a safetensors file; beyond 8 MiB they wait on disk, not in memory.
 
     Parameters
     ----------

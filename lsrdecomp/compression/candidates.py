@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from lsrdecomp.arrays import namespace
 from lsrdecomp.codes import CodedProduct
 from lsrdecomp.compression.open_layers import Layer, batches
 from lsrdecomp.compression.quantize import stored_product
@@ -66,7 +65,7 @@ def keep(layer: Layer) -> Candidate:
 
 def low_rank_candidates(layer: Layer, most: float = float("inf")) -> list[Candidate]:
     """The best approximation of every rank in the layer's norm, of at most ``most`` parameters; built on demand."""
-    tails, step = tail_norms(layer.svd[1]), sum(layer.shape)
+    tails, step = tail_norms(layer.gauge[1]), sum(layer.shape)
     found = []
     for rank in range(1, len(tails)):
         if rank * step > most:
@@ -200,9 +199,7 @@ def _whole(layer: Layer) -> SeparatedProduct:
 
 
 def _truncated(layer: Layer, rank: int) -> SeparatedProduct:
-    u, sigma, vh = layer.svd
-    root = namespace(sigma).sqrt(sigma[:rank])
-    return low_rank_product(u[:, :rank] * root, root[:, None] * vh[:rank, :])
+    return low_rank_product(*layer.truncated(rank))
 
 
 def _itself(form: F) -> F:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
-from lsrdecomp.arrays import Array
+from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.targets import LowRank
-from lsrdecomp.weighted import weighted_norm, weighted_residual_norm, weighted_svd
+from lsrdecomp.weighted import weighted_gauge, weighted_norm, weighted_residual_norm
 from lsrdecomp.weights import NormWeights
 
 if TYPE_CHECKING:
@@ -69,9 +69,16 @@ class Layer:
         return self.weights if self.weights is not None else NormWeights.frobenius(self.shape)
 
     @cached_property
-    def svd(self) -> tuple[Array, Array, Array]:
-        """(U, σ, Vᵀ) in the layer's norm."""
-        return weighted_svd(self.pair, self.norms)
+    def gauge(self) -> tuple[Array, Array, Array]:
+        """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
+        return weighted_gauge(as_double(self.pair.left), as_double(self.pair.right), self.norms)
+
+    def truncated(self, rank: int) -> tuple[Array, Array]:
+        """U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
+        pair, (columns, sigma, rows) = self.pair, self.gauge
+        root = namespace(sigma).sqrt(sigma[:rank])
+        left, right = as_double(pair.left), as_double(pair.right)
+        return left @ (columns[:, :rank] * root), (root[:, None] * rows[:rank, :]) @ right
 
     @cached_property
     def squared_norm(self) -> float:
@@ -146,8 +153,8 @@ class StoredLayer(Layer):
         return self._open().norms if self._weighted else NormWeights.frobenius(self.shape)
 
     @property
-    def svd(self) -> tuple[Array, Array, Array]:
-        return self._open().svd
+    def gauge(self) -> tuple[Array, Array, Array]:
+        return self._open().gauge
 
 
 class Desk:

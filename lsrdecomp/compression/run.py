@@ -121,7 +121,7 @@ def compress(
     Notes
     -----
     Layers are read as they are needed, so many at a time as fit in 8 MiB (`open_layers.PAIR_ENTRIES`), at least one.
-    What they became waits in memory up to 32 MiB and then in a temporary file. With a budget over all layers, prices of
+    What they became waits in memory up to 8 MiB and then in a temporary file. With a budget over all layers, prices of
     all candidates are held too, and the factors of those that took long to find wait in that file.
 
     Raises

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lsrdecomp.errors import CheckpointError
 
-IN_MEMORY = 32 * 2**20
+IN_MEMORY = 8 * 2**20
 """Bytes held before the shelf moves to disk."""
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.codes import Codes, SpectralCode
 from lsrdecomp.compression.candidates import Candidate
 from lsrdecomp.compression.open_layers import Layer
@@ -146,8 +146,8 @@ def _step(k: int, b: int, sigma: Doubles, noise: Doubles) -> tuple[float, int, i
 
 
 def _spectrum(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
-    u, sigma, vh = layer.svd
-    return to_numpy(u), to_numpy(sigma), to_numpy(vh)
+    pair, (columns, sigma, rows) = layer.pair, layer.gauge
+    return to_numpy(as_double(pair.left) @ columns), to_numpy(sigma), to_numpy(rows @ as_double(pair.right))
 
 
 def _code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
