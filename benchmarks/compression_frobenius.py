@@ -55,14 +55,16 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
         end = solve_together(group, shape, (TERMS, TERMS), JointALS(sweeps=long, tolerance=1e-7))
         for layer, solution, last in zip(group, short, end, strict=True):
             steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
-            given = FactorwiseSVD(layer.pair, shape, gauge="given").truncate(TERMS)
+            given, balanced = (
+                FactorwiseSVD(layer.pair, shape, gauge).truncate(TERMS) for gauge in ("given", "balanced")
+            )
             canonical = solution.product.canonical()
             record = {
                 "rank": pair.rank,
                 "rows": pair.shape[0],
                 "columns": pair.shape[1],
                 "given_gauge": layer.pair.residual_norm(given) / layer.pair.norm,
-                "svd_gauge": solution.start_error,
+                "svd_gauge": layer.pair.residual_norm(balanced) / layer.pair.norm,
                 "joint": solution.relative_error,
                 "joint_end": last.relative_error,
                 "largest_rise": float(np.max(np.diff(steering))),

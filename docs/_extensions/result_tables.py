@@ -32,6 +32,56 @@ def rounding(results: dict[str, Any]) -> Table:
     return ("", *kinds), [("added to the error, at most", *worst)]
 
 
+def at_parameters(results: dict[str, Any]) -> Table:
+    """Error over all layers at equal parameters, all in float16: the median of the adapters of rank 8 and more."""
+    resized = ("SVD, same energy", "SVD, same ratio", "SVD, same rank", "PEFT convert_to_lora")
+    arms = ("ours, float16", "low rank, float16", "ours, Kronecker only, float16", *resized, "LoKr")
+    return _by_budget(results, arms, ("1/2", "1/4", "1/8", "1/16", "1/48"))
+
+
+def at_bytes(results: dict[str, Any]) -> Table:
+    """The same at equal bytes."""
+    ours = ("ours, bits chosen", "low rank, bits chosen", "ours, Kronecker only, bits chosen", "ours, float16")
+    integers = ("LoRA int8", "LoRA NF4", "LoRA int4")
+    arms = (*ours, "SVD, same rank, int8 or int4", *integers, "SVD, same rank", "LoKr")
+    return _by_budget(results, arms, (*integers, "1/8", "1/16", "1/32"))
+
+
+def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[str, ...]) -> Table:
+    adapters = [one for one in results["adapters"].values() if min(one["ranks"]) >= 8]
+    rows = []
+    for arm in arms:
+        cells = []
+        for budget in budgets:
+            wanted = (arm, budget)
+            found = [row["error"] for a in adapters for row in a["rows"] if (row["arm"], row["budget"]) == wanted]
+            cells.append(f"{median(found):.3f}" if len(found) == len(adapters) else "–")
+        rows.append((arm, *cells))
+    return ("", *(budget.replace("LoRA", "as") for budget in budgets)), rows
+
+
+def by_adapter(results: dict[str, Any]) -> Table:
+    """Each adapter at a quarter of the parameters, and at the bytes of the LoRA in four and in eight bits."""
+    columns = (
+        ("ours, float16", "1/4"),
+        ("PEFT convert_to_lora", "1/4"),
+        ("LoKr", "1/4"),
+        ("ours, bits chosen", "LoRA int4"),
+        ("LoRA int4", "LoRA int4"),
+        ("ours, bits chosen", "LoRA int8"),
+        ("LoRA int8", "LoRA int8"),
+    )
+    rows = []
+    for name, adapter in results["adapters"].items():
+        errors = {(row["arm"], row["budget"]): row["error"] for row in adapter["rows"]}
+        ranks = adapter["ranks"]
+        rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        cells = (f"{errors[column]:.3f}" if column in errors else "–" for column in columns)
+        rows.append((name, str(adapter["layers"]), rank, *cells))
+    head = (f"{arm}, {budget.replace('LoRA', 'as')}" for arm, budget in columns)
+    return ("adapter", "layers", "rank", *head), rows
+
+
 def function(results: dict[str, Any]) -> Table:
     """Share of the demo adapter's held-out gain that is kept, by structure and size."""
     names = {
@@ -133,6 +183,9 @@ TABLES = {
     "recover-embedded": ("recover-embedded.json", recovery),
     "gauge": ("compression_frobenius.json", gauge),
     "rounding": ("compression_frobenius.json", rounding),
+    "compression-parameters": ("compression.json", at_parameters),
+    "compression-bytes": ("compression.json", at_bytes),
+    "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
     "three-seeds": ("functional.json", three_seeds),
 }
