@@ -1,14 +1,16 @@
 """One of several processes that train a small adapted BERT together, its parameters sharded over them (FSDP2).
 
-``python sharded_worker.py RANK PROCESSES FOLDER`` leaves, for every case of `CASES`, losses and gradients of each rank
-and the adapter as rank 0 saved it. `train` is also what one process alone does.
+``python sharded_worker.py RANK PROCESSES FOLDER`` leaves, for every case of `CASES`, losses, gradients and figures of
+layers of each rank, and the adapter as rank 0 saved it. `train` is also what one process alone does.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lsrdecomp.adapters import LsrConfig
+from lsrdecomp.training.spectra import layer_figures
 
 STEPS, ROWS = 4, 8
+PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -80,18 +84,22 @@ def train(model: nn.Module, rank: int = 0, processes: int = 1) -> Iterator[tuple
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
-    mesh = init_device_mesh("cpu", (processes,))
-    for case in CASES:
-        model = adapted(case)
-        for block in model.base_model.model.bert.encoder.layer if case.blocks else ():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        save_file(dict(train(model, rank, processes)), folder / f"{case.name}.{rank}.safetensors")
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if rank == 0:
-            model.save_pretrained(str(folder / case.name), state_dict=state)
-    dist.destroy_process_group()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=PATIENCE)
+    try:
+        mesh = init_device_mesh("cpu", (processes,))
+        for case in CASES:
+            model = adapted(case)
+            for block in model.base_model.model.bert.encoder.layer if case.blocks else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            save_file(dict(train(model, rank, processes)), folder / f"{case.name}.{rank}.safetensors")
+            (folder / f"{case.name}.{rank}.json").write_text(json.dumps(list(layer_figures(model))))
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if rank == 0:
+                model.save_pretrained(str(folder / case.name), state_dict=state)
+    finally:  # the other process hears of a failure at once
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

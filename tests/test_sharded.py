@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+pytest.importorskip("sklearn")
 
 import sharded_worker  # noqa: E402
 from peft import PeftModel, get_peft_model_state_dict  # noqa: E402
@@ -18,6 +20,12 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.training.arguments import check_sharding  # noqa: E402
+from lsrdecomp.training.embedded import embedded  # noqa: E402
+from lsrdecomp.training.finetune import finetune  # noqa: E402
+from lsrdecomp.training.record import read_record  # noqa: E402
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
+from lsrdecomp.training.spectra import layer_figures  # noqa: E402
 
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-12, 1e-11)}  # of losses and gradients, relative
 
@@ -27,15 +35,16 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What two processes left that trained every case together."""
+    """What two processes left that trained every case together: this one, and another."""
     place = tmp_path_factory.mktemp("sharded")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, sharded_worker.__file__]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([*command, str(rank), "2", str(place)], **streams) for rank in range(2)]
-    for process in processes:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+    command = [sys.executable, sharded_worker.__file__, "1", "2", str(place)]
+    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        sharded_worker.main(0, 2, place)
+    finally:
+        _, errors = other.communicate()
+    assert other.returncode == 0, errors
     return place
 
 
@@ -62,6 +71,16 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
             assert distance(found, expected, gradients) < of_gradients
     assert len({float(expected[f"{step} loss"]) for step in names}) == len(names)
 
+    figures = list(layer_figures(alone))
+    for rank in range(2):
+        found = json.loads((folder / f"{case.name}.{rank}.json").read_text())
+        assert [each["layer"] for each in found] == [each["layer"] for each in figures]
+        for ours, theirs in zip(found, figures, strict=True):
+            assert ours["norm"] == pytest.approx(theirs["norm"], rel=of_gradients)
+            for side in ("lsr_A", "lsr_B"):
+                assert ours[side]["weights"] == pytest.approx(theirs[side]["weights"], rel=of_gradients)
+                assert ours[side]["condition"] == pytest.approx(theirs[side]["condition"], rel=of_gradients)
+
     saved = folder / case.name
     opened = PeftModel.from_pretrained(sharded_worker.tiny_bert(), str(saved))
     ours, theirs = get_peft_model_state_dict(opened), get_peft_model_state_dict(alone)
@@ -69,3 +88,56 @@ def test_two_processes_are_one_at_the_same_global_batch(folder: Path, case):
     assert distance(ours, theirs, list(theirs)) < 1e-6
     if "use_dora" not in case.settings:
         assert open_checkpoint(saved).adapter_parameters == sum(t.numel() for n, t in theirs.items() if ".lsr_" in n)
+
+
+def test_what_sharding_cannot_do_is_refused():
+    settings = FinetuneSettings("embedded", "embedded")
+    check_sharding(2, settings)
+    with pytest.raises(SettingsError, match="launch with --fsdp_version 2"):
+        check_sharding(1, settings)
+    with pytest.raises(SettingsError, match="leave measure_start out"):
+        check_sharding(2, settings.replace(measure_start=True))
+
+
+def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`finetune` by accelerate, its model sharded over two processes."""
+    options = {
+        "fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_reshard_after_forward": "true",
+        "fsdp_transformer_layer_cls_to_wrap": "BertLayer", "num_processes": 2, "num_machines": 1,
+        "main_process_port": 0, "mixed_precision": "no", "dynamo_backend": "no",
+    }  # fmt: skip
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp"]
+    launch += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    script = Path(__file__).with_name("sharded_finetune.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(tmp_path: Path):
+    place = embedded(tmp_path / "embedded", steps=80)
+    settings = FinetuneSettings(
+        str(place.model), "embedded", str(place.data), method="lsr", rate=0.01, steps=8, device="cpu", log_every=2,
+        dev_examples=120, save_every=4,
+    )  # fmt: skip
+    (tmp_path / "settings.json").write_text(json.dumps(settings.to_json()))
+    one = finetune(settings, tmp_path / "one")
+    assert launched(tmp_path / "settings.json", tmp_path / "two", 6).returncode != 0
+    assert not (tmp_path / "two").exists()
+    assert (tmp_path / ".two.run" / "checkpoints" / "checkpoint-4").is_dir()
+    done = launched(tmp_path / "settings.json", tmp_path / "two")
+    assert done.returncode == 0, done.stderr
+    two = read_record(tmp_path / "two")
+    assert (two.processes, two.steps, two.file_bytes) == (2, 8, one.file_bytes)
+    assert [loss for _, loss in two.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-5)
+    assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
+    ours, theirs = (load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("two", "one"))
+    assert ours.keys() == theirs.keys()
+    assert distance(ours, theirs, list(theirs)) < 1e-5
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "layers.jsonl").read_text().splitlines()]
+        for name in ("two", "one")
+    )
+    assert [(each["step"], each["layer"]) for each in ours] == [(each["step"], each["layer"]) for each in theirs]
+    assert [each["norm"] for each in ours] == pytest.approx([each["norm"] for each in theirs], rel=1e-4, abs=1e-6)

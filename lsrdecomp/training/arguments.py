@@ -81,3 +81,21 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
         )
     except (ValueError, ImportError) as error:
         raise SettingsError(str(error)) from error
+
+
+def check_sharding(version: int, settings: FinetuneSettings) -> None:
+    """Refuse what is not to be had where accelerate shards the model over devices.
+
+    Raises
+    ------
+    SettingsError
+        For FSDP's first version, which holds an adapter and its frozen base in one flat parameter, and for
+        ``measure_start``.
+    """
+    if version != 2:
+        raise SettingsError(f"FSDP version {version} is not supported; launch with --fsdp_version 2")
+    if settings.measure_start:
+        raise SettingsError(
+            "measure_start judges the model before it is trained, but FSDP shards it together with its optimizer: "
+            "leave measure_start out, or launch without FSDP"
+        )

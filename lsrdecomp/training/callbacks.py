@@ -115,8 +115,10 @@ class LayerLog(TrainerCallback):
             self._append(state, model)
 
     def _append(self, state: Any, model: Any) -> None:
-        if not state.is_world_process_zero or model is None:
+        if model is None:
             return
-        lines = [json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)]
+        lines = [json.dumps({"step": state.global_step, **figures}) for figures in layer_figures(model)]  # collective
+        if not state.is_world_process_zero:
+            return
         with self.file.open("a", encoding="utf-8") as log:
             log.write("".join(f"{line}\n" for line in lines))

@@ -17,7 +17,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.training.arguments import CHECKPOINTS, common_arguments, training_arguments
+from lsrdecomp.training.arguments import CHECKPOINTS, check_sharding, common_arguments, training_arguments
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.encoding import Collator, WholeBatches, choices, length
 from lsrdecomp.training.judging import judge, peak_bytes, reset_peak
@@ -184,6 +184,8 @@ def _train(
         )
     except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
         raise SettingsError(str(error)) from error
+    if trainer.is_fsdp_enabled:
+        check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
     trainer.remove_callback(PrinterCallback)
     start = _judged(trainer, material.task, material.dev) if settings.measure_start else None
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)

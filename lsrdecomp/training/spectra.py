@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,16 +19,38 @@ def layer_figures(model: nn.Module, adapter: str = "default") -> Iterator[dict[s
     """One record per adapted layer: ``layer``, ``norm`` = ‖ΔW‖_F and, of each sum of Kronecker products in it, the
     ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F (None while the sum is zero).
 
-    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer nothing smaller.
+    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer nothing smaller. Where
+    parameters are sharded over processes (FSDP2), every process has to make this call: a layer's are gathered in turn.
     """
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module) and adapter in _adapters(module):
-            sums = {
-                part.removesuffix(f".{adapter}"): _sum_figures(child)
-                for part, child in module.named_modules()
-                if isinstance(child, KroneckerFactors) and part.endswith(f".{adapter}")
-            }
-            yield {"layer": name.removeprefix("base_model.model."), "norm": _norm(module, adapter), **sums}
+            with _gathered(module):
+                sums = {
+                    part.removesuffix(f".{adapter}"): _sum_figures(child)
+                    for part, child in module.named_modules()
+                    if isinstance(child, KroneckerFactors) and part.endswith(f".{adapter}")
+                }
+                norm = _norm(module, adapter)
+            yield {"layer": name.removeprefix("base_model.model."), "norm": norm, **sums}
+
+
+@contextmanager
+def _gathered(layer: nn.Module) -> Iterator[None]:
+    """While open, a layer holds its adapters' sharded parameters whole; its base layer stays as it is."""
+    sharded = [
+        (module._parameters, name, parameter)
+        for part, module in layer.named_modules()
+        if part.split(".")[0] != "base_layer"
+        for name, parameter in module._parameters.items()
+        if hasattr(parameter, "full_tensor")
+    ]
+    try:
+        for held, name, parameter in sharded:
+            held[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+        yield
+    finally:
+        for held, name, parameter in sharded:
+            held[name] = parameter
 
 
 def _adapters(module: Any) -> set[str]:

@@ -56,7 +56,7 @@ class AdapterTrainer(Trainer):
             found: nn.Module = self.model if model is None else model  # type: ignore[assignment]
             for name, parameter in found.named_parameters():
                 if parameter.requires_grad:
-                    groups.setdefault(self.rates[name.replace("_fsdp_wrapped_module.", "")], []).append(parameter)
+                    groups.setdefault(self.rates[name], []).append(parameter)
             self.optimizer = torch.optim.AdamW(
                 [{"params": parameters, "lr": rate} for rate, parameters in groups.items()], weight_decay=0.0
             )
