@@ -19,6 +19,7 @@ from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solution import Status
 from lsrdecomp.solvers.pair import JointALS, PairSolution
+from lsrdecomp.solvers.pair_start import along_the_first
 from lsrdecomp.targets import LowRank
 from lsrdecomp.weighted import weighted_residual_norm, weighted_truncation
 from lsrdecomp.weights import Dense, Diagonal, Identity, KroneckerWeight, LowRankPlusIdentity, NormWeights
@@ -111,6 +112,16 @@ def test_monotone_measured_and_equal_on_every_library(
     assert solution.relative_error == pytest.approx(reference.relative_error, rel=1e-9)
 
 
+def test_components_run_along_the_first_inner_factor(rng: np.random.Generator) -> None:
+    """Another gauge of the same pair: the product stays, and component k stands where k = a1 + r1 a2 + r1 r2 a3."""
+    left, right = rng.standard_normal((1, 7, 12)), rng.standard_normal((1, 12, 5))
+    inner = (3, 2, 2)
+    turned = along_the_first(left, inner), along_the_first(right.transpose(0, 2, 1), inner)
+    np.testing.assert_allclose(turned[0] @ turned[1].transpose(0, 2, 1), left @ right, atol=1e-13)
+    for place, (a1, a2, a3) in enumerate(np.ndindex(inner)):
+        assert np.array_equal(turned[0][:, :, place], left[:, :, a1 + 3 * a2 + 6 * a3])
+
+
 def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, NormWeights | None]:
     def moved(value: Any) -> Any:
         if isinstance(value, Dense):
@@ -150,7 +161,8 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
     transformed = LowRank(weights.output.root(target.left), weights.input.root(target.right.T).T)
     many = JointALS(sweeps=40, tolerance=0.0, trials=0)  # trials may end in another local optimum
     weighted = many.solve(target, SMALL, (3, 3), weights=weights)
-    plain = many.solve(transformed, SMALL, (3, 3))
+    identity = NormWeights(*(Dense(np.eye(size)) for size in SMALL.matrix_shape))  # starts as the other one does
+    plain = many.solve(transformed, SMALL, (3, 3), weights=identity)
     assert weighted.norm == pytest.approx(plain.norm, rel=1e-12)
     assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
 

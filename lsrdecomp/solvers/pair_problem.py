@@ -8,7 +8,7 @@ from lsrdecomp.arrays import Array, namespace
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
 from lsrdecomp.solvers.pair_blocks import Side
-from lsrdecomp.solvers.pair_start import gauge_turns, side_terms
+from lsrdecomp.solvers.pair_start import along_the_first, gauge_turns, side_terms
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
 from lsrdecomp.weights import NormWeights, Weight
 
@@ -58,7 +58,8 @@ class PairProblem:
     def starts(self, ranks: tuple[int, int]) -> list[Pair]:
         """Orthogonal terms of each side in a gauge of the pair: one, or four in a weighted norm.
 
-        The gauge of the norm and the Frobenius gauge, the sides whitened by the weights' partial traces or not.
+        The gauge of the norm and the Frobenius gauge, the sides whitened by the weights' partial traces or not. In the
+        Frobenius norm the components run `along_the_first` inner factor.
         """
         r = self.shape.inner_rank
         plain = NormWeights.frobenius(self.shape.matrix_shape)
@@ -66,6 +67,8 @@ class PairProblem:
         given = self.left, namespace(self.right).matrix_transpose(self.right)
         for gauge in [plain] if self.norms.is_frobenius else [self.norms, plain]:
             turns = gauge_turns(self.left, self.right, r, gauge)
+            if self.norms.is_frobenius:
+                turns = along_the_first(turns[0], self.shape.inner), along_the_first(turns[1], self.shape.inner)
             for white in (False,) if self.norms.is_frobenius else (True, False):
                 sides = zip(given, turns, (self.out_side, self.in_side), ranks, strict=True)
                 out, into = (

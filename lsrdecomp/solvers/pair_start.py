@@ -20,6 +20,17 @@ def gauge_turns(left: Array, right: Array, rank: int, weights: NormWeights) -> t
     return turns[0], turns[1]
 
 
+def along_the_first(turns: Array, inner: tuple[int, ...]) -> Array:
+    """Components (L, R, r) in a new order: ascending along the first inner factor, then along the second, ….
+
+    The other order is as good a gauge. On real adapters this one starts nearer, by up to a tenth, and joint least
+    squares ends as near or nearer on average (ranks 4 to 16), single layers by a tenth; fewer linger on the way.
+    """
+    xp, d = namespace(turns), len(inner)
+    grid = xp.reshape(turns, (*turns.shape[:2], *reversed(inner)))
+    return xp.reshape(xp.permute_dims(grid, (0, 1, *range(d + 1, 1, -1))), turns.shape)
+
+
 def side_terms(
     side: Array, turn: Array, shape: KroneckerShape, rank: int, traces: PartialTraces | None = None
 ) -> Stacks:
