@@ -231,6 +231,13 @@ def test_training_from_scratch_has_the_shapes_of_the_compressed_form(done, first
         assert counts["recovered"] == counts["scratch"]
 
 
+def test_shape_settings_keep_to_the_layers_of_the_compressed_form(first, tmp_path):
+    config = json.loads((first.place.point("lsr-paper", 0) / "adapter" / "adapter_config.json").read_text())
+    assert config["shape_pattern"] == {}  # all layers alike: modules are named by their endings alone
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1, 3]}))
+    assert shape_settings(tmp_path, "lsr")["layers"] == [1, 3]
+
+
 def test_a_budget_below_the_smallest_direct_sum_is_refused(first, tmp_path):
     with pytest.raises(BudgetError, match="the smallest direct sum has"):
         squeeze(first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none")

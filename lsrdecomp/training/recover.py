@@ -115,7 +115,7 @@ class Job:
         """The run that trains the same shapes from scratch."""
         point = self.place.point(structure, budget)
         shapes = shape_settings(point / ADAPTER, "direct" if structure == "direct" else "lsr")
-        settings = self._further(rate, head=str(self.place.head / ADAPTER), layers=None, **shapes)
+        settings = self._further(rate, head=str(self.place.head / ADAPTER), **shapes)
         return Run(settings, point / "scratch" / f"rate-{rate:g}")
 
     def _further(self, rate: float, **changes: object) -> FinetuneSettings:

@@ -132,7 +132,8 @@ def shape_settings(directory: Path, method: str) -> dict[str, Any]:
     """Settings of a run that trains an adapter of the shapes of this one from scratch."""
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     options = {name: config[name] for name in SHAPES[method] if config.get(name) is not None}
-    return {"method": method, "options": options, "target_modules": config["target_modules"]}
+    layers = config.get("layers_to_transform")
+    return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}
 
 
 def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Candidate], out: Path) -> None:
