@@ -135,6 +135,34 @@ def recovery(results: dict[str, Any]) -> Table:
     return head, rows
 
 
+def three_tasks(results: dict[str, Any]) -> Table:
+    """Shares of the LoRA's gain on each task, as compressed and, behind the arrow, after recovery; and from scratch."""
+    lines = {(line["structure"], line["budget"], line["task"]): line for line in results["lines"]}
+    matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
+    rows = []
+    order = list(dict.fromkeys(structure for structure, _, _ in lines))
+    for structure, budget in sorted({key[:2] for key in lines}, key=lambda key: (order.index(key[0]), key[1])):
+        own = {task: lines[structure, budget, task] for task in matrices if (structure, budget, task) in lines}
+        line = next(iter(own.values()))
+        size = (f"{each / matrices[line['task']]:,.0f}" for each in (line["parameters"], line["bytes"]))
+        cells = (_arrow(own[task]) if task in own else "–" for task in matrices)
+        rows.append((line["label"], *size, *cells))
+    for (_, budget, _), line in lines.items():
+        if line["scratch"]["share"] and not any(row[0] == SCRATCH and row[1] == str(budget) for row in rows):
+            own = {task: lines.get((line["structure"], budget, task)) for task in matrices}
+            shares = (each["scratch"]["share"] if each else [] for each in own.values())
+            rows.append((SCRATCH, str(budget), str(4 * budget), *(_spread(s, 1, 2) if s else "–" for s in shares)))
+    return ("structure", "numbers a matrix", "bytes a matrix", *matrices), rows
+
+
+SCRATCH = "the LSR shapes from scratch"
+
+
+def _arrow(line: dict[str, Any]) -> str:
+    stages = (line[stage]["share"] for stage in ("compressed", "recovered"))
+    return " → ".join(_spread(share, 1, 2) for share in stages if share)
+
+
 def _spread(values: list[float], scale: float, digits: int) -> str:
     """Mean ± standard deviation."""
     deviation = f" ± {scale * stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -178,7 +206,8 @@ TABLES = {
     "layer-times": ("memory.json", layer_times),
     "fleet": ("fleet.json", fleet),
     "compare-sst2": ("compare-glue-short.json", comparison),
-    "recover-sst2": ("recover-sst2.json", recovery),
+    "recover-minilm": ("recover-minilm.json", three_tasks),
+    "recover-paper": ("recover-paper.json", recovery),
     "compare-embedded": ("compare-embedded.json", comparison),
     "recover-embedded": ("recover-embedded.json", recovery),
     "gauge": ("compression_frobenius.json", gauge),
