@@ -52,7 +52,7 @@ def resized(layers: Sequence[Layer], ranks: Sequence[int], note: str) -> Outcome
     """Truncated SVD in float16, singular values in the first factor, as kohya's resize_lora and PEFT write it."""
     forms = [
         low_rank_product(half(u[:, :k] * sigma[:k]), half(vh[:k]))
-        for (u, sigma, vh), k in zip((layer.svd for layer in layers), ranks, strict=True)
+        for (u, sigma, vh), k in zip((layer.pair.svd for layer in layers), ranks, strict=True)
     ]
     size = sum(k * sum(layer.shape) for layer, k in zip(layers, ranks, strict=True))
     return Outcome(forms, size, HALF * size, note)
@@ -68,14 +68,14 @@ def same_rank(layers: Sequence[Layer], budget: float) -> Outcome | None:
 
 def same_energy(layers: Sequence[Layer], budget: float) -> Outcome | None:
     """PEFT's conversion with a float as rank, kohya's ``sv_fro``: the least rank that keeps a share of ‖ΔW‖²."""
-    shares = [np.cumsum(sigma**2) / np.sum(sigma**2) for sigma in (layer.svd[1] for layer in layers)]
+    shares = [np.cumsum(sigma**2) / np.sum(sigma**2) for sigma in (layer.pair.svd[1] for layer in layers)]
     return by_level(layers, [share[:-1] for share in shares], budget)
 
 
 def same_ratio(layers: Sequence[Layer], budget: float) -> Outcome | None:
     """kohya's ``sv_ratio``: the singular values above a share of the largest one."""
     with np.errstate(divide="ignore"):
-        return by_level(layers, [sigma[0] / sigma[1:] for sigma in (layer.svd[1] for layer in layers)], budget)
+        return by_level(layers, [sigma[0] / sigma[1:] for sigma in (layer.pair.svd[1] for layer in layers)], budget)
 
 
 def by_level(layers: Sequence[Layer], levels: Sequence[np.ndarray], budget: float) -> Outcome | None:
@@ -243,7 +243,7 @@ def resized_integers_arm(layers: Sequence[Layer]) -> Arm:
     table: list[tuple[float, Outcome]] = []
     for rank in range(1, max(layer.rank for layer in layers) + 1):
         pairs = []
-        for u, sigma, vh in (layer.svd for layer in layers):
+        for u, sigma, vh in (layer.pair.svd for layer in layers):
             root = np.sqrt(sigma[:rank])
             pairs.append((u[:, :rank] * root, root[:, None] * vh[:rank]))
         for name, quantizer in (("int8", INT8), ("int4", INT4)):

@@ -40,7 +40,7 @@ def test_one_threshold_gives_the_ranks_of_the_tools(arms: ModuleType, rule: str,
     layers = some_layers(rng)
     unit = 2 * sum(sum(layer.shape) for layer in layers)
     assert getattr(arms, rule)(layers, unit - 1) is None
-    sigmas = [layer.svd[1] for layer in layers]
+    sigmas = [layer.pair.svd[1] for layer in layers]
 
     def ranks_at(threshold: float) -> list[int]:
         if rule == "same_energy":  # PEFT's _find_cutoff_index, kohya's index_sv_fro at its square
@@ -75,7 +75,7 @@ def test_first_columns_of_a_conversion_are_the_smaller_conversion(arms: ModuleTy
     layer = some_layers(rng)[0]
     (b, a), (less_b, less_a) = arms.peft_conversion(layer, 4), arms.peft_conversion(layer, 2)
     np.testing.assert_allclose(less_b @ less_a, b[:, :2] @ a[:2], atol=1e-5 * layer.pair.norm)
-    sigma = layer.svd[1]
+    sigma = layer.pair.svd[1]
     assert np.linalg.norm(layer.pair.to_matrix() - b @ a) ** 2 == pytest.approx(np.sum(sigma[4:] ** 2), rel=1e-3)
 
 
