@@ -11,12 +11,13 @@ References
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import array_api_compat
 import numpy as np
 
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.errors import LsrError, PrecisionError, ShapeError
 
 Array: TypeAlias = Any
 """An array of any library of the array API standard."""
@@ -117,6 +118,37 @@ def to_numpy(array: Array) -> np.ndarray:
     if array_api_compat.is_torch_array(array):
         return np.asarray(array.detach().cpu().numpy())
     return np.asarray(array)
+
+
+def placed(value: Any, device: str | None) -> Any:
+    """The same with every array in it as a torch tensor on ``device``, or as a NumPy array for None.
+
+    Goes through lists, tuples and dataclasses. Raises `LsrError` as `check_device`.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(placed(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: placed(getattr(value, field.name), device) for field in fields(value)})
+    if not array_api_compat.is_array_api_obj(value):
+        return value
+    if device is None:
+        return to_numpy(value)
+    import torch
+
+    return torch.as_tensor(value, device=device)
+
+
+def check_device(device: str) -> None:
+    """Raise `LsrError`, saying why, unless torch is there and computes in float64 on ``device``."""
+    try:
+        import torch
+
+        float(torch.ones(1, dtype=torch.float64, device=device))
+    except ImportError as error:
+        raise LsrError(f"device {device!r} needs torch: pip install 'lsrdecomp[torch]'") from error
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LsrError(f"torch cannot compute in float64 on device {device!r}: {reason}") from error
 
 
 def like(values: np.ndarray, array: Array) -> Array:

@@ -31,6 +31,7 @@ class Job:
     source: str
     out: str
     max_memory: int | None = None  # as for `open_checkpoint`
+    device: str | None = None  # as for `compress`; set by the runner
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def run_fleet(
 def run_job(job: Job, plan: CompressionPlan) -> Outcome:
     """Compress one adapter; every fault becomes an outcome of one line."""
     try:
-        result = compress(open_checkpoint(job.source, max_memory=job.max_memory), plan)
+        result = compress(open_checkpoint(job.source, max_memory=job.max_memory), plan, device=job.device)
         total = result.totals
         figures = total.parameters_before, total.parameters, total.relative_error
         if not result.met:

@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lsrdecomp import runners
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.errors import CheckpointError
-from lsrdecomp.fleet import MANIFEST, Broken, find_adapters, run_fleet, run_job, summary
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.fleet import MANIFEST, Broken, Job, Outcome, find_adapters, run_fleet, run_job, summary
 
 joblib = pytest.importorskip("joblib")
 from lsrdecomp.runners import joblib_runner, ray_runner  # noqa: E402 - after the skip
@@ -212,3 +214,62 @@ def test_two_ray_nodes_write_the_bytes_of_joblib(fleet, undisturbed, tmp_path):
 
         ray.shutdown()
         cluster.shutdown()
+
+
+def test_workers_solve_on_the_device_that_is_asked_for(fleet, tmp_path):
+    def with_torch(jobs, plan):
+        return (run_job(replace(job, device="cpu"), plan) for job in jobs)
+
+    run_fleet(fleet, tmp_path / "calm", PLAN, runner=with_torch)
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(2, "cpu"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+
+
+def test_jobs_take_the_gpus_of_a_host_in_turn(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(runners, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runners._devices(-1, "cuda", 3) == (6, ["cuda:0", "cuda:1"])
+    assert runners._devices(4, "cuda", 3) == (4, ["cuda:0", "cuda:1"])
+    assert runners._devices(-1, "cuda:1", 3) == (-1, ["cuda:1"])
+    assert runners._devices(-1, None, 1) == (-1, [None])
+    jobs = [Job(str(k), "nowhere", "nowhere") for k in range(3)]
+    monkeypatch.setattr(runners, "run_job", device_of)
+    assert sorted(found.message for found in joblib_runner(2, "cuda")(jobs, PLAN)) == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+def device_of(job, plan):
+    return Outcome(job.name, "done", job.device)
+
+
+def test_a_device_that_is_not_there_stops_a_fleet_before_it_starts(fleet, tmp_path):
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("here is a CUDA device")
+    with pytest.raises(LsrError, match="cannot compute in float64 on device 'cuda'"):
+        run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(2, "cuda"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
+    """Ray believes in a GPU that is not there; a job that has its share of it then fails on its own, in one line."""
+    ray = pytest.importorskip("ray")
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("here is a CUDA device")
+    ray.init(num_cpus=2, num_gpus=gpus)
+    try:
+        runner = ray_runner(device="cuda", per_gpu=2)
+        if gpus == 0:
+            with pytest.raises(LsrError, match="no node of the Ray cluster has a GPU"):
+                run_fleet(fleet, tmp_path / "out", PLAN, runner=runner)
+        else:
+            outcomes = run_fleet(fleet, tmp_path / "out", PLAN, runner=runner)
+            assert summary(outcomes)["failed"] == 9
+            assert all("cannot compute in float64 on device 'cuda'" in outcome.message for outcome in outcomes)
+            mine = run_fleet(fleet, tmp_path / "cpu", PLAN, runner=ray_runner(device="cpu"))
+            assert summary(mine)["done"] == 9
+            run_fleet(fleet, tmp_path / "joblib", PLAN, runner=joblib_runner(2, "cpu"))
+            assert contents(tmp_path / "cpu") == contents(tmp_path / "joblib")
+    finally:
+        ray.shutdown()

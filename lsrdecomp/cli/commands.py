@@ -15,7 +15,7 @@ from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
-from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, Storage
+from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.curves import adapter_curves
@@ -64,6 +64,7 @@ def compress(
         Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
     ] = None,
     storage: Storage = "float32",
+    device: SolveDevice = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     name: Name = None,
@@ -96,7 +97,7 @@ def compress(
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     with tables.steps() as step:
         statistics = None if calibrated is None else read_statistics(calibrated)
-        result = compress_checkpoint(checkpoint, plan, statistics=statistics, on_step=step)
+        result = compress_checkpoint(checkpoint, plan, statistics=statistics, device=device, on_step=step)
     tables.show(json, tables.layers_table(result.layers, result.totals))
     if not result.met:
         total = result.totals

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile, MaxMemory
+from lsrdecomp.cli.options import JsonFile, MaxMemory, SolveDevice
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet import Outcome, find_adapters, run_fleet, summary
@@ -21,8 +21,10 @@ def fleet(
     indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
     outdir: Annotated[Path, typer.Argument(help="Where each is written, at the same relative place.")],
     plan: Annotated[Path, typer.Option(help="TOML file with a table [compress]: the options of compress.")],
-    workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor.")] = -1,
+    workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
     ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
+    device: SolveDevice = None,
+    per_gpu: Annotated[int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")] = 1,
     retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
     json: JsonFile = None,
     max_memory: MaxMemory = None,
@@ -32,7 +34,7 @@ def fleet(
     Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
     """
     compression = read_plan(plan)
-    runner = joblib_runner(workers) if ray is None else ray_runner(ray)
+    runner = joblib_runner(workers, device, per_gpu) if ray is None else ray_runner(ray, device=device, per_gpu=per_gpu)
     with tables.progress(len(find_adapters(indir)), "adapters") as advance:
         outcomes = run_fleet(
             indir,

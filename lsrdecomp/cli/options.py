@@ -28,6 +28,9 @@ Storage = Annotated[
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Weight file to take where the directory has several.")]
 Alpha = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib).")]
+SolveDevice = Annotated[
+    str | None, typer.Option("--device", help="Solve with torch on cuda, cuda:1, cpu, …; absent, with NumPy.")
+]
 MaxMemory = Annotated[
     int | None,
     typer.Option(

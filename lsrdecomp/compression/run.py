@@ -27,6 +27,7 @@ from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.compression.size import fill
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.product import SeparatedProduct
+from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.weights import NormWeights
 
 EMPTY_FILE = 512
@@ -93,6 +94,7 @@ def compress(
     *,
     statistics: Mapping[str, HasWeights | NormWeights] | None = None,
     search: Search | None = None,
+    device: str | None = None,
     on_layer: Callable[[LayerReport], Any] | None = None,
     on_step: Callable[[str], Any] | None = None,
 ) -> Compression:
@@ -108,6 +110,8 @@ def compress(
         what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
         How far to look for shapes; with ``separation_rank`` only its solver counts.
+    device : str, optional
+        Where torch does the joint least squares, such as ``"cuda"``; absent, NumPy. Last digits depend on it.
     on_layer : callable, optional
         Called with each `LayerReport` at the end.
     on_step : callable, optional
@@ -130,9 +134,13 @@ def compress(
         Naming file and tensor, if the numbers of a layer cannot be used.
     BudgetError
         If the budget cannot be met, saying what can be reached; if ``kl`` is asked without statistics.
+    LsrError
+        If torch cannot compute in float64 on ``device``.
     """
     if plan.kl is not None and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+    if search is not None and device is not None:
+        search = search.on(device)
     layers = stored_layers(checkpoint, statistics)
     shelf = Shelf()
 
@@ -151,9 +159,10 @@ def compress(
         return finished(enumerate(fitted.candidate for fitted in fit.layers), fit.low_rank_error)
 
     if plan.separation_rank is not None:
-        solver = None if search is None else search.solver
+        solver = JointALS(device=device) if search is None else search.solver
         result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0], solver))
     else:
+        search = search or Search().on(device)
         prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, shelf=shelf, on_step=on_step)
         if plan.bytes is None:
             result = under(plan.budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import mul
 
 import numpy as np
@@ -62,6 +62,11 @@ class Search:
     direct: bool = False
     seed: int = 0
 
+    def on(self, device: str | None) -> Search:
+        """The same with joint least squares on a device of torch; see `JointALS`."""
+        solver, polish = (replace(one, device=device) for one in (self.solver, self.polish))
+        return replace(self, solver=solver, polish=polish)
+
 
 def choose_configurations(layers: Sequence[Layer], search: Search, most: float) -> list[Configuration]:
     """The shapes to solve for layers of one kind, of at most ``most`` parameters each, ascending."""
@@ -70,7 +75,7 @@ def choose_configurations(layers: Sequence[Layer], search: Search, most: float) 
         return probes
     # Strided, so that the probed layers come from all depths of the network.
     some = layers[:: max(1, len(layers) // search.probe_layers)][: search.probe_layers]
-    solver = JointALS(sweeps=search.probe_sweeps, cg_steps=search.solver.cg_steps, ridge=search.solver.ridge, trials=0)
+    solver = replace(search.solver, sweeps=search.probe_sweeps, trials=0)
     losses = np.zeros(len(probes))
     for part in batches(some):
         for place, (shape, ranks) in enumerate(probes):

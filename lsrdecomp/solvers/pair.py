@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lsrdecomp.arrays import Array, as_double, is_complex, namespace, zero_padded
+from lsrdecomp.arrays import Array, as_double, check_device, is_complex, namespace, placed, zero_padded
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
@@ -62,6 +62,9 @@ class JointALS:
         Stop when a sweep lowers the error of no problem by more than this fraction.
     trials : int
         Sweeps from each of the four starts of a weighted norm before the nearest goes on alone.
+    device : str, optional
+        Where torch solves, such as ``"cuda"``, in float64; what it found comes back as NumPy arrays. Absent: where the
+        targets lie, with their own library.
     """
 
     sweeps: int = 30
@@ -69,6 +72,7 @@ class JointALS:
     ridge: float = 0.0
     tolerance: float = 1e-5
     trials: int = 2
+    device: str | None = None
 
     def solve(
         self,
@@ -122,6 +126,8 @@ class JointALS:
             If shapes, weights and targets disagree, or the order is below two.
         PrecisionError
             For complex targets.
+        LsrError
+            If torch cannot compute in float64 on the solver's device.
 
         Notes
         -----
@@ -132,9 +138,13 @@ class JointALS:
         ranks = _clipped(ranks, shape)
         norms = _stacked_norms(targets, weights)
         left, right = _stacked_pairs(targets)
+        given = None if starts is None else _given(starts, shape, ranks, len(targets))
+        if self.device is not None:  # stacked before, so that roots of dense weights are taken once and stay cached
+            check_device(self.device)
+            left, right, norms, given = placed((left, right, norms, given), self.device)
         problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
         size = pair_norms(left, right, norms)
-        begun = problem.starts(ranks) if starts is None else [_given(starts, shape, ranks, len(targets))]
+        begun = problem.starts(ranks) if given is None else [given]
         first, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
         pair = problem.even(first)
         history: list[Array] = []
@@ -157,6 +167,8 @@ class JointALS:
         pair = chosen(better, pair[0], first[0]), chosen(better, pair[1], first[1])
         errors = namespace(left).where(better, errors, reached)
         status = Status.rank_reached if settled or self.sweeps == 0 else Status.sweep_limit
+        if self.device is not None:
+            pair, errors, start_errors, size, history = placed((pair, errors, start_errors, size, history), None)
         return _solutions(pair, shape, errors, start_errors, size, history, status)
 
 
