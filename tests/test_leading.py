@@ -19,7 +19,7 @@ def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.nda
     return np.asarray((u * sigma) @ np.swapaxes(v, 1, 2))
 
 
-@pytest.mark.parametrize("way", ["whole", "through R", "krylov"])
+@pytest.mark.parametrize("way", ["whole", "through R", "krylov", "iteration"])
 @pytest.mark.parametrize(("p", "q"), [(90, 60), (60, 90)])
 @pytest.mark.parametrize("terms", [60, 3], ids=["full rank", "fewer terms than asked for"])
 def test_every_way_finds_the_best_truncation(
@@ -27,6 +27,7 @@ def test_every_way_finds_the_best_truncation(
 ) -> None:
     monkeypatch.setattr(leading, "SMALL", 2**17 if way == "whole" else 1)
     monkeypatch.setattr(leading, "NARROW", 8 if way == "krylov" else 512)
+    monkeypatch.setattr(leading, "OVERSAMPLING", 8 if way == "iteration" else 60)
     rank, matrices = 5, spectrum(rng, 2, p, q, 0.8 ** np.arange(terms))
     u, sigma, vh = (to_numpy(part) for part in leading_triples(xp.asarray(matrices), rank))
     assert (u.shape, sigma.shape, vh.shape) == ((2, p, rank), (2, rank), (2, rank, q))
@@ -39,6 +40,15 @@ def test_every_way_finds_the_best_truncation(
     for side in (np.swapaxes(u, 1, 2), vh):
         rows = side[:, :kept, :]
         assert rows @ np.swapaxes(rows, 1, 2) == pytest.approx(np.stack([np.eye(kept)] * 2), abs=1e-9)
+
+
+def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(rng: np.random.Generator) -> None:
+    matrices = spectrum(rng, 3, 200, 150, 1.0 / np.arange(1.0, 151.0))
+    u, sigma, vh = leading_triples(matrices, 12)
+    found = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
+    best = np.linalg.norm(1.0 / np.arange(13.0, 151.0))
+    assert np.all(found >= best * (1.0 - 1e-12))
+    assert np.all(found <= best * (1.0 + 2e-3))
 
 
 @pytest.mark.parametrize("rows", [3, 40, 100])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, settled
 from lsrdecomp.compression.fit import prepare
 from lsrdecomp.compression.html_report import summary_html
-from lsrdecomp.compression.layer import at_given_terms, layer_product, stored_factors, stored_layers
+from lsrdecomp.compression.layer import SOLVER, at_given_terms, layer_product, stored_factors, stored_layers
 from lsrdecomp.compression.open_layers import HasWeights, Layer
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
@@ -27,7 +27,6 @@ from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.compression.size import fill
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.product import SeparatedProduct
-from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.weights import NormWeights
 
 EMPTY_FILE = 512
@@ -159,7 +158,7 @@ def compress(
         return finished(enumerate(fitted.candidate for fitted in fit.layers), fit.low_rank_error)
 
     if plan.separation_rank is not None:
-        solver = JointALS(device=device) if search is None else search.solver
+        solver = replace(SOLVER, device=device) if search is None else search.solver
         result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0], solver))
     else:
         search = search or Search().on(device)
@@ -268,7 +267,9 @@ def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, f
     norm, size = layer.pair.norm, math.sqrt(layer.squared_norm)
     error = math.sqrt(best.squared_error)
     product = None if best.build is None else _product(best)
-    frobenius = norm if product is None else layer.pair.residual_norm(product)
+    frobenius = error
+    if functional:
+        frobenius = norm if product is None else layer.pair.residual_norm(product)
     in_norm = error / size if size > 0.0 else error
     return LayerReport(
         name=layer.name,

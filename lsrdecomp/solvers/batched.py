@@ -25,8 +25,16 @@ def rearranged(matrices: Array, shape: KroneckerShape) -> Array:
 
 
 def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
-    """Σ_k of the Kronecker products of each problem, formed: (L, m, n)."""
+    """Σ_k of the Kronecker products of each problem, formed: (L, m, n).
+
+    Of two factors as the transpose of an array (L, n, m), which needs no copy in another order of its entries.
+    """
     xp, d, batch = namespace(*stacks), shape.order, stacks[0].shape[0]
+    if d == 2:
+        first, second = _split_columns(stacks, shape)
+        slices = first[:, :, None, :, :] @ xp.matrix_transpose(second)[:, None, :, :, :]  # (L, n_1, n_2, m_1, m_2)
+        m, n = shape.matrix_shape
+        return xp.matrix_transpose(xp.reshape(slices, (batch, n, m)))
     tensor = stacks[0] @ xp.matrix_transpose(_khatri_rao(stacks[1:]))
     entries = xp.reshape(tensor, (batch, *(size for pair in shape.factors for size in pair)))
     rows_then_columns = (0, *range(1, 2 * d + 1, 2), *range(2, 2 * d + 1, 2))
@@ -41,6 +49,35 @@ def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
     sizes = tensor.shape[1:]
     flat = xp.reshape(flat, (tensor.shape[0], sizes[skip], math.prod(sizes[j] for j in others)))
     return flat @ _khatri_rao([stacks[j] for j in others])
+
+
+def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int], Array]:
+    """`mttkrp` of the rearranged matrices (L, m, n), a function of stacks and the one left out.
+
+    For two factors the matrices are not rearranged, but contracted slice by slice of their transpose.
+    """
+    if shape.order != 2:
+        tensor = rearranged(matrices, shape)
+        return lambda stacks, skip: mttkrp(tensor, stacks, skip)
+    xp, batch = namespace(matrices), matrices.shape[0]
+    slices = xp.reshape(xp.matrix_transpose(matrices), (batch, *shape.columns, *shape.rows))
+
+    def contracted(stacks: Stacks, skip: int) -> Array:
+        other = _split_columns(stacks, shape)[1 - skip]  # (L, n_j, m_j, s)
+        total: Array = 0.0
+        for k in range(shape.columns[1 - skip]):
+            part = slices[:, :, k, :, :] if skip == 0 else xp.matrix_transpose(slices[:, k, :, :, :])
+            total = total + part @ other[:, k, None, :, :]  # (L, n_i, m_i, s)
+        return xp.reshape(xp.permute_dims(total, (0, 2, 1, 3)), (*stacks[skip].shape[:2], total.shape[3]))
+
+    return contracted
+
+
+def _split_columns(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
+    """Stacks (L, m_i·n_i, s) as (L, n_i, m_i, s), views where the library allows."""
+    xp = namespace(*stacks)
+    split = (xp.reshape(x, (x.shape[0], *pair, x.shape[2])) for x, pair in zip(stacks, shape.factors, strict=True))
+    return [xp.permute_dims(x, (0, 2, 1, 3)) for x in split]
 
 
 def term_norms(stacks: Stacks) -> Array:

@@ -16,7 +16,6 @@ from lsrdecomp.solvers.batched import chosen, safe_ratio
 from lsrdecomp.solvers.pair_problem import Pair, PairProblem
 from lsrdecomp.solvers.pair_start import as_factors, as_stacks
 from lsrdecomp.targets import LowRank
-from lsrdecomp.weighted import pair_norms
 from lsrdecomp.weights import NormWeights, stack_weights
 
 LENGTHEN = 2.0
@@ -143,12 +142,12 @@ class JointALS:
             check_device(self.device)
             left, right, norms, given = placed((left, right, norms, given), self.device)
         problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
-        size = pair_norms(left, right, norms)
         begun = problem.starts(ranks) if given is None else [given]
-        first, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
+        first, reached, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
         pair = problem.even(first)
         history: list[Array] = []
-        settled, step = False, namespace(size).ones_like(size)
+        size = namespace(left).sqrt(problem.energy)
+        settled, step = False, namespace(left).ones_like(size)
         for index in range(1, self.sweeps + 1):
             before = pair
             pair, energy = problem.sweep(pair)
@@ -162,7 +161,7 @@ class JointALS:
             ):
                 settled = True
                 break
-        errors, reached = problem.errors(pair), problem.errors(first)
+        errors = problem.errors(pair)
         better = errors <= reached
         pair = chosen(better, pair[0], first[0]), chosen(better, pair[1], first[1])
         errors = namespace(left).where(better, errors, reached)

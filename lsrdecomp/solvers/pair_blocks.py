@@ -15,6 +15,7 @@ from lsrdecomp.solvers.batched import (
     Stacks,
     balanced_terms,
     conjugate_gradients,
+    contraction,
     damped,
     diagonal_matrix,
     mttkrp,
@@ -58,10 +59,10 @@ class Side:
         cross : Array, shape (L, m, r)
             K.
         """
-        cross, gram_tensor = rearranged(cross, self.shape), rearranged(gram, self._inner)
+        against, gram_tensor = contraction(cross, self.shape), rearranged(gram, self._inner)
         stacks = list(stacks)
         for i in range(self.shape.order):
-            right_hand = mttkrp(cross, stacks, i)
+            right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
             if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
                 normal = normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
@@ -136,7 +137,7 @@ class Side:
 
         def apply(x: Array) -> Array:
             formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
-            image = mttkrp(rearranged(self.weight.apply(formed @ gram), self.shape), stacks, i)
+            image = contraction(self.weight.apply(formed @ gram), self.shape)(stacks, i)
             return image + xp.reshape(xp.reshape(x, (batch, m, r * s)) * penalty[:, None, :], x.shape)
 
         residual = right_hand - apply(stacks[i])

@@ -10,7 +10,7 @@ from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio,
 from lsrdecomp.solvers.pair_blocks import Side
 from lsrdecomp.solvers.pair_start import along_the_first, gauge_turns, side_terms
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
-from lsrdecomp.weights import NormWeights, Weight
+from lsrdecomp.weights import Identity, NormWeights, Weight
 
 Pair = tuple[Stacks, Stacks]
 
@@ -77,21 +77,24 @@ class PairProblem:
                 found.append((out, into))
         return found
 
-    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array]:
+    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array, Array]:
         """Of several starts, the one that is nearest after ``trials`` sweeps, problem by problem.
 
         Returns
         -------
-        Pair, Array
-            The pair reached (a single start is returned as it is), and the error of the nearest start.
+        Pair, Array, Array
+            The pair reached (a single start is returned as it is), its error and that of the nearest start.
         """
         xp = namespace(self.left)
+        if len(starts) == 1:
+            error = self.errors(starts[0])
+            return starts[0], error, error
         errors = [self.errors(start) for start in starts]
         best, reached, nearest = starts[0], errors[0], errors[0]
         for start, begun in zip(starts, errors, strict=True):
             nearest = xp.minimum(nearest, begun)
             contenders = [(start, begun)]
-            if trials > 0 and len(starts) > 1:
+            if trials > 0:
                 pair, steering = self.even(start), begun
                 for _ in range(trials):
                     pair, steering = self.sweep(pair)
@@ -100,7 +103,7 @@ class PairProblem:
                 nearer = error < reached
                 best = chosen(nearer, contender[0], best[0]), chosen(nearer, contender[1], best[1])
                 reached = xp.where(nearer, error, reached)
-        return best, nearest
+        return best, self.errors(best), nearest
 
     def sweep(self, pair: Pair) -> tuple[Pair, Array]:
         """Every block of both sides once; the new pair and the square root of its steering energy."""
@@ -110,19 +113,21 @@ class PairProblem:
         gram = self._penalised(_gram(inner, self.norms.input), in_stacks, self.in_side)
         seen = xp.matrix_transpose(self.weighted_right) @ inner
         del inner
-        out_stacks = self.out_side.update(out_stacks, gram, self.weighted_left @ seen)
+        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, seen))
 
         outer = summed(out_stacks, self.out_side.shape)  # B̂
-        gram, out_norm = _gram(outer, self.norms.output), xp.linalg.matrix_norm(outer)
+        gram = _gram(outer, self.norms.output)
+        out_norm = _norms(outer, gram, self.norms.output)
         seen = xp.matrix_transpose(self.weighted_left) @ outer
         del outer
         penalised = self._penalised(gram, out_stacks, self.out_side)
-        in_stacks = self.in_side.update(in_stacks, penalised, self.weighted_right @ seen)
+        in_stacks = self.in_side.update(in_stacks, penalised, _by_columns(self.weighted_right, seen))
 
         inner = summed(in_stacks, self.in_side.shape)
         overlap = xp.sum(seen * (xp.matrix_transpose(self.weighted_right) @ inner), axis=(1, 2))
-        energy = self._energy(overlap, gram, _gram(inner, self.norms.input))
-        return _even((out_stacks, in_stacks), out_norm, xp.linalg.matrix_norm(inner)), energy
+        in_gram = _gram(inner, self.norms.input)
+        in_norm = _norms(inner, in_gram, self.norms.input)
+        return _even((out_stacks, in_stacks), out_norm, in_norm), self._energy(overlap, gram, in_gram)
 
     def steering(self, pair: Pair) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem from inner products: cheap, and exact to `RESOLUTION`."""
@@ -161,8 +166,20 @@ class PairProblem:
         return gram + amount[:, None, None] * identity_like(gram)
 
 
+def _by_columns(x: Array, y: Array) -> Array:
+    """x y as the transpose of an array that lies column by column, as `contraction` reads it."""
+    xp = namespace(x, y)
+    return xp.matrix_transpose(xp.matrix_transpose(y) @ xp.matrix_transpose(x))
+
+
 def _gram(formed: Array, weight: Weight) -> Array:
     return namespace(formed).matrix_transpose(formed) @ weight.apply(formed)
+
+
+def _norms(formed: Array, gram: Array, weight: Weight) -> Array:
+    """‖X‖_F of each side, from its Gram matrix where that is XᵀX."""
+    xp = namespace(gram)
+    return xp.sqrt(xp.linalg.trace(gram)) if isinstance(weight, Identity) else xp.linalg.matrix_norm(formed)
 
 
 def _even(pair: Pair, out_norm: Array, in_norm: Array) -> Pair:
