@@ -98,6 +98,22 @@ def test_a_rank_near_the_size_of_the_rearrangement(rng):
         assert Dense(matrix).residual_norm(solution.approximation) <= 1e-13
 
 
+def test_small_matrices_go_through_one_svd(xp, rng):
+    shape = KroneckerShape(((3, 2), (4, 5)))
+    few = np.zeros((2, 3, 4, 2, 5))
+    few[1] = np.einsum("ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))).transpose(0, 2, 1, 3)
+    batch = np.concatenate([rng.standard_normal((2, 12, 10)), few.reshape(2, 12, 10)])
+    found = BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+    assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
+    for matrix, one in zip(batch, found, strict=True):
+        best = SVD().solve(Dense(matrix), shape, rank=3).approximation
+        close(to_numpy(one.approximation.to_matrix()), best.to_matrix(), size=100, dtype="float64")
+        assert one.gap_kind is ErrorKind.bounded
+    batch[1, 2, 3] = np.nan
+    with pytest.raises(PrecisionError, match="1 of 480 entries are not finite"):
+        BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+
+
 def test_bad_batches_are_refused(rng):
     with pytest.raises(ShapeError, match=r"matrices of one size, got \[\(2, 2\), \(2, 3\)\]"):
         BatchedKrylov().solve([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)

@@ -22,6 +22,9 @@ from lsrdecomp.targets import Dense
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices that take their steps together: few enough to stay in a processor's cache."""
 
+SMALL = 64
+"""Terms that a matrix can have up to which its SVD is the faster way."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchedKrylov:
@@ -30,7 +33,8 @@ class BatchedKrylov:
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
     the input ends it, so what single precision costs is the square of its rounding. A matrix whose error is not within
     ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to be told from
-    ‖R‖² − Σσ², is solved again by `BlockGolubKahan` alone.
+    ‖R‖² − Σσ², is solved again by `BlockGolubKahan` alone. Small matrices, and those of which many terms are asked for,
+    go through one batched SVD instead.
 
     Parameters
     ----------
@@ -76,13 +80,12 @@ class BatchedKrylov:
         rank = min(rank, shape.max_separation_rank)
         block = -(-rank // self.columns) * self.columns
         alone = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance)
-        if 3 * block > shape.max_separation_rank:
-            return tuple(alone.solve(Dense(batch[i, :, :]), shape, rank=rank) for i in range(batch.shape[0]))
+        whole = shape.max_separation_rank < max(SMALL, 3 * block)
         height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
             part = batch[start : min(start + height, batch.shape[0]), :, :]
-            solutions += self._together(part, shape, rank, block, alone)
+            solutions += _whole(part, shape, rank) if whole else self._together(part, shape, rank, block, alone)
         return tuple(solutions)
 
     def _together(
@@ -106,16 +109,9 @@ class BatchedKrylov:
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
         good = usable & (excess <= self.tolerance) & (1.0 - captured > floor)
-        (m, n), (p, q) = shape.factors
-        left, right = xp.reshape(u, (-1, rank, m, n)), xp.reshape(vh, (-1, rank, p, q))
+        found = _separated(u, sigma, vh, shape)
         return [
-            Solution(
-                SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])),
-                Status.rank_reached,
-                sweeps,
-                float(excess[i]),
-                ErrorKind.estimated,
-            )
+            Solution(found[i], Status.rank_reached, sweeps, float(excess[i]), ErrorKind.estimated)
             if good[i]
             else alone.solve(Dense(originals[i, :, :]), shape, rank=rank)
             for i in range(batch.shape[0])
@@ -169,6 +165,27 @@ def as_batch(matrices: Any) -> Array:
     if batch.ndim != 3 or 0 in batch.shape:
         raise ShapeError(f"batch: expected shape (L, m, n) with entries, got {tuple(batch.shape)}")
     return batch
+
+
+def _whole(batch: Array, shape: KroneckerShape, rank: int) -> list[Solution]:
+    """Truncated SVDs in the precision of the input, without the terms that are rounding."""
+    require_finite(batch, "batch")
+    operators = rearranged(batch, shape)
+    u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
+    found = _separated(*_signed(u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]), shape)
+    values = to_numpy(sigma)
+    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
+    kept = np.sum(values[:, :rank] > floors[:, None], axis=1)
+    pairs = zip(found, kept, strict=True)
+    return [Solution(x.truncate(int(k)), Status.rank_reached, (), 0.0, ErrorKind.bounded) for x, k in pairs]
+
+
+def _separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
+    """Singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
+    xp, rank, ((m, n), (p, q)) = namespace(u), int(sigma.shape[1]), shape.factors
+    left, right = xp.reshape(u, (-1, rank, m, n)), xp.reshape(vh, (-1, rank, p, q))
+    every = range(int(sigma.shape[0]))
+    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in every]
 
 
 def _rayleigh_ritz(operators: Array, vectors: Array) -> tuple[Array, Array, Array]:
