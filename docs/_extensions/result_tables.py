@@ -195,6 +195,30 @@ def layer_times(results: dict[str, Any]) -> Table:
     ]
 
 
+def route_cost(results: dict[str, Any]) -> Table:
+    """Seconds of a route over all layers of an adapter, and of what any route has to do."""
+    found = results["frobenius"]
+    seconds = found["seconds"]
+    peer = [seconds[name] for name in ("read", "factorize", "write")]
+    head = ("layers", "reading", "thin QR, twice a layer", "writing", "compressing and writing that", "ratio")
+    ours = seconds["compress"] + seconds["save"]
+    cells = (f"{second:.2f} s" for second in (*peer, ours))
+    return head, [(str(found["layers"]), *cells, f"{found['ratio']:.0f}")]
+
+
+def kfac_cost(results: dict[str, Any]) -> Table:
+    """Seconds of one layer n × n in the K-FAC norm: a sweep, and the whole search; and the lines fitted to them."""
+    found = results["kfac"]
+    names = {"seconds_sweep": ("one sweep", 1e3, "ms"), "seconds_layer": ("the whole search", 1.0, "s")}
+    rows = []
+    for key, (label, scale, unit) in names.items():
+        fit = found["fits"][key]
+        model = f"{scale * fit['a']:.2g} + {1000 * scale * fit['b']:.2g} n/1000 {unit}"
+        cells = (f"{scale * row[key]:.0f} {unit}" for row in found["rows"])
+        rows.append((label, *cells, model, f"{100 * fit['worst']:.0f} %"))
+    return ("", *(f"n = {row['width']}" for row in found["rows"]), "fitted", "off by at most"), rows
+
+
 def fleet(results: dict[str, Any]) -> Table:
     """Adapters a second by runner."""
     rates = results["throughput"]["adapters_per_second"]
@@ -204,6 +228,8 @@ def fleet(results: dict[str, Any]) -> Table:
 TABLES = {
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
+    "route-cost": ("route_cost.json", route_cost),
+    "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
     "compare-sst2": ("compare-glue-short.json", comparison),
     "recover-minilm": ("recover-minilm.json", three_tasks),
