@@ -151,15 +151,18 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="CPU seconds for each other library and problem")
     parser.add_argument("--runs", type=int, default=3, help="runs of ALS, of which the median counts")
     parser.add_argument("--small", action="store_true", help="512 instead of 4096 rows")
+    parser.add_argument("--only", nargs="*", help="problems whose names contain one of these; others stay as stored")
     options = parser.parse_args()
-    rows = []
+    stored = RESULTS / "cp.json"
+    held = json.loads(stored.read_text())["rows"] if options.only and stored.exists() else []
+    rows = {row["problem"]: row for row in held}
     for case in cases(options.small):
-        rows.append(measure(*case, options.limit, options.runs))
-        print(json.dumps(rows[-1]), flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    record = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit, "rows": rows}
-    (RESULTS / "cp.json").write_text(json.dumps(record, indent=1) + "\n")
-    draw(rows, RESULTS / "cp.png")
+        if not options.only or any(word in case[0] for word in options.only):
+            run = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit}
+            rows[case[0]] = {**measure(*case, options.limit, options.runs), **run}
+            print(json.dumps(rows[case[0]]), flush=True)
+    stored.write_text(json.dumps({"rows": list(rows.values())}, indent=1) + "\n")
+    draw(list(rows.values()), RESULTS / "cp.png")
 
 
 if __name__ == "__main__":

@@ -169,15 +169,23 @@ def _spread(values: list[float], scale: float, digits: int) -> str:
     return f"{scale * fmean(values):.{digits}f}{deviation}"
 
 
+ROUTES = {
+    "terms": "given terms, one sweep",
+    "terms-full": "given terms",
+    "rtol": "tolerance for each layer",
+    "ratio": "one budget",
+}
+
+
 def memory(results: dict[str, Any]) -> Table:
-    """Peak of a compression by number of blocks, what the process held before it taken off."""
-    head = ("blocks", "layers", "file", "peak of solving and writing", "in layers of the largest size")
+    """Peak of a compression by route and number of blocks, what the process held before it taken off."""
+    head = ("route", "blocks", "layers", "file", "peak of solving and writing", "in layers of the largest size")
     rows = []
-    for run in sorted(results["runs"], key=lambda run: run["blocks"]):
+    for run in sorted(results["runs"], key=lambda run: (list(ROUTES).index(run["route"]), run["blocks"])):
         peak = run["peak_after_writing"] - run["peak_after_import"]
         share = peak / run["largest_layer_float64_bytes"]
         sizes = (f"{run['source_bytes'] / 1e6:,.0f} MB", f"{peak / 1e6:.0f} MB", f"{share:.1f}")
-        rows.append((str(run["blocks"]), str(run["layers"]), *sizes))
+        rows.append((ROUTES[run["route"]], str(run["blocks"]), str(run["layers"]), *sizes))
     return head, rows
 
 
@@ -193,6 +201,23 @@ def layer_times(results: dict[str, Any]) -> Table:
         )
         for row in results["times"]
     ]
+
+
+def cp(results: dict[str, Any]) -> Table:
+    """CPU seconds of other libraries to the error of ours, in ours; where they gave up, how long and how far."""
+    head = ("problem", "error of ALS", "in float16", "γ", "TensorLy takes", "pyttb takes")
+    rows = []
+    for row in results["rows"]:
+        ours = row["ALS"]
+        cells = (f"{ours[key]:.1e}" for key in ("error", "error in float16"))
+        others = (
+            f"{row[name]['ratio']:.2g} times"
+            if row[name]["reached"]
+            else f"over {row[name]['ratio']:.2g} times ({row[name]['error']:.1e} then)"
+            for name in ("tensorly", "pyttb")
+        )
+        rows.append((row["problem"], *cells, f"{ours['condition']:.1f}", *others))
+    return head, rows
 
 
 def route_cost(results: dict[str, Any]) -> Table:
@@ -228,6 +253,7 @@ def fleet(results: dict[str, Any]) -> Table:
 TABLES = {
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
+    "cp": ("cp.json", cp),
     "route-cost": ("route_cost.json", route_cost),
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
