@@ -257,7 +257,7 @@ TABLES = {
     "route-cost": ("route_cost.json", route_cost),
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
-    "compare-sst2": ("compare-glue-short.json", comparison),
+    "compare-glue": ("compare-glue-short.json", comparison),
     "recover-minilm": ("recover-minilm.json", three_tasks),
     "recover-paper": ("recover-paper.json", recovery),
     "compare-embedded": ("compare-embedded.json", comparison),
