@@ -63,7 +63,7 @@ def _child(order: dict[str, Any], notes: str) -> None:
         os.dup2(quiet, stream)
     os.dup2(os.open(notes + ".err", os.O_WRONLY | os.O_CREAT), 2)
     if order.get("here"):
-        lsrdecomp.cli.fleet.joblib_runner = lambda _: lambda jobs, plan: (run_job(job, plan) for job in jobs)
+        lsrdecomp.cli.fleet.joblib_runner = lambda *_: lambda jobs, plan: (run_job(job, plan) for job in jobs)
     if "step" in order:
         steps = 0
 
