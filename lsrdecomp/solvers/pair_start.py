@@ -45,8 +45,9 @@ def side_terms(
 def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     """The ``rank`` largest of mutually orthogonal rank-one terms of each tensor (L, p_1, …, p_d).
 
-    The first axis is split off by its `leading_triples` and each right singular vector is split in turn, so for two axes
-    this is close to the best approximation there is (Eckart–Young), and for more an orthogonal one: no cancellation, γ = 1.
+    The first axis is split off by its `leading_triples` and each right singular vector is split in turn, so for two
+    axes this is close to the best approximation there is (Eckart–Young), and for more an orthogonal one: no
+    cancellation, γ = 1.
 
     Returns
     -------
