@@ -47,7 +47,7 @@ MODULES = {
 
 
 def make_adapter(folder: Path, blocks: int, seed: int) -> Path:
-    """A PEFT directory; singular values of every layer fall by a fifth each, as published adapters' do or faster."""
+    """A PEFT directory; singular values of every layer fall by about a fifth each."""
     rng, decay = np.random.default_rng(seed), 0.8 ** np.arange(RANK)
     layers = (
         (

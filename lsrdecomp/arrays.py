@@ -123,7 +123,7 @@ def to_numpy(array: Array) -> np.ndarray:
 def placed(value: Any, device: str | None) -> Any:
     """The same with every array in it as a torch tensor on ``device``, or as a NumPy array for None.
 
-    Goes through lists, tuples and dataclasses. Raises `LsrError` as `check_device`.
+    Goes through lists, tuples and dataclasses. See `check_device` for one that is not there.
     """
     if isinstance(value, list | tuple):
         return type(value)(placed(item, device) for item in value)
