@@ -45,7 +45,7 @@ class BatchedKrylov:
     seed : int
         Of the random start, which all matrices share.
     max_steps : int
-        Most blocks in a space.
+        Most blocks in a space, three at least: the excess is told from what they gain.
     """
 
     tolerance: float = 1e-4
@@ -124,33 +124,35 @@ class BatchedKrylov:
         xp = namespace(operators)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
         size, _, columns = single.shape
-        values: Any = np.random.default_rng(self.seed).standard_normal((columns, block))
+        start: Any = np.random.default_rng(self.seed).standard_normal((columns, block))
         # Noise of the size of rounding fills the directions that a matrix of low rank lacks.
         noise = np.random.default_rng(self.seed + 1).standard_normal((single.shape[1], block))
         noise = like(noise * unit_roundoff("float32") / single.shape[1] ** 0.5, single)[None, :, :]
         size_of = like(norms, single)[:, None, None]
-        basis = xp.linalg.qr(single @ like(values, single)[None, :, :] + noise * size_of)[0]
+        basis = xp.linalg.qr(single @ like(start, single)[None, :, :] + noise * size_of)[0]
         images = adjoint(single) @ basis
         captured: list[np.ndarray] = []
         sweeps: list[Sweep] = []
         excess = np.full(size, math.inf)
-        for step in range(self.max_steps):
+        for step in range(max(3, self.max_steps)):
             if step:
                 rest = single @ images[:, :, -block:]
                 rest = rest - basis @ (adjoint(basis) @ rest) + noise * size_of**2
-                fresh = xp.linalg.qr(rest)[0]
-                fresh = xp.linalg.qr(fresh - basis @ (adjoint(basis) @ fresh))[0]
+                fresh = xp.linalg.qr(rest - basis @ (adjoint(basis) @ rest))[0]
                 basis = xp.concat((basis, fresh), axis=2)
                 images = xp.concat((images, adjoint(single) @ fresh), axis=2)
             gram = adjoint(images) @ images
-            spectrum = to_numpy(xp.linalg.eigvalsh(gram)).astype(np.float64)[:, -rank:]
+            if step < 2:  # never the last, so without vectors
+                values = xp.linalg.eigvalsh(gram)
+            else:
+                values, vectors = xp.linalg.eigh(gram)
+            spectrum = to_numpy(values).astype(np.float64)[:, -rank:]
             captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
             sweeps.append(Sweep(step, float(np.sqrt(np.max(1.0 - captured[-1])))))
             excess = _extrapolated_excess(captured)
             if np.all(excess <= self.tolerance) or basis.shape[2] + block > min(single.shape[1:]):
                 break
-        ritz = xp.linalg.eigh(gram)[1][:, :, -rank:]
-        return basis @ ritz, excess, tuple(sweeps)
+        return basis @ vectors[:, :, -rank:], excess, tuple(sweeps)
 
 
 def as_batch(matrices: Any) -> Array:
