@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array
+from lsrdecomp.arrays import Array, norm
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
@@ -68,10 +68,13 @@ class SeparatedProduct:
     def canonical(self) -> SeparatedProduct:
         """The same product with orthogonal terms on each side (γ = 1) and equal norms of the sides."""
         left, right = self.left.canonical(), self.right.canonical()
-        if not (left.norm > 0.0 and right.norm > 0.0):
+        sizes = norm(left.weights), norm(right.weights)  # of the sides, for their terms are orthogonal
+        if not min(sizes) > 0.0:
             return SeparatedProduct(left, right)
-        ratio = (right.norm / left.norm) ** 0.5
-        return SeparatedProduct(left * ratio, right * (1.0 / ratio))
+        ratio = (sizes[1] / sizes[0]) ** 0.5
+        return SeparatedProduct(
+            SeparatedMatrix(left.weights * ratio, left.factors), SeparatedMatrix(right.weights / ratio, right.factors)
+        )
 
     def round_to(self, storage: str) -> SeparatedProduct:
         """The product a reader of factors stored as ``storage`` gets."""

@@ -143,21 +143,22 @@ def direct_candidates(layer: Layer, shape: KroneckerShape, ranks: Iterable[int])
     return found
 
 
-def stored_as(layer: Layer, candidate: Candidate, storage: str) -> Candidate:
+def stored_as(layer: Layer, candidate: Candidate, storage: str, shelf: Shelf | None = None) -> Candidate:
     """The candidate in a storage type: its bytes counted, its factors rounded, its error measured anew.
 
-    A direct sum stays in floating types; integers for a low-rank pair are `spectral.water_filled_candidates`.
+    A direct sum stays in floating types; integers for a low-rank pair are `spectral.water_filled_candidates`. The
+    rounded factors are made again when they are wanted, or `settled` at once on a shelf.
     """
     if candidate.build is None:
         return replace(candidate, storage=storage)
     stored, size, codes = _rounded(candidate.build, storage)
     if candidate.structure != "LSR":
         size = math.ceil(candidate.parameters * precision(storage).bytes)
+    priced = replace(candidate, storage=storage, bytes=size, squared_error=layer.squared_error(stored))
+    if shelf is not None:
+        return _shelved(priced, stored, codes, shelf)
     return replace(
-        candidate,
-        storage=storage,
-        bytes=size,
-        squared_error=layer.squared_error(stored),
+        priced,
         build=partial(_rounded_form, candidate.build, storage),
         codes=None if codes is None else partial(_codes, candidate.build, storage),
     )
@@ -167,9 +168,15 @@ def settled(candidate: Candidate, shelf: Shelf) -> Candidate:
     """The candidate with its factors made once and put on the shelf: nothing is left to polish or to make again."""
     if candidate.build is None or candidate.settled:
         return candidate
-    codes = None if candidate.codes is None else shelf.put(candidate.codes())
-    build = shelf.put(candidate.build()) if codes is None else partial(_dequantized, codes)
-    return replace(candidate, build=build, codes=codes, exact=None, polished=True, settled=True)
+    if candidate.codes is not None:
+        return _shelved(candidate, None, candidate.codes(), shelf)
+    return _shelved(candidate, candidate.build(), None, shelf)
+
+
+def _shelved(candidate: Candidate, form: Form | None, codes: CodedProduct | None, shelf: Shelf) -> Candidate:
+    kept = None if codes is None else shelf.put(codes)
+    build = shelf.put(form) if kept is None else partial(_dequantized, kept)
+    return replace(candidate, build=build, codes=kept, exact=None, polished=True, settled=True)
 
 
 def _dequantized(codes: Callable[[], CodedProduct]) -> Form:

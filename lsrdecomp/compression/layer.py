@@ -19,6 +19,7 @@ from lsrdecomp.compression.open_layers import (
     make_layers,
     missing_statistics,
 )
+from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.product import SeparatedProduct, low_rank_product
 from lsrdecomp.separated import SeparatedMatrix
@@ -27,8 +28,8 @@ from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.targets import LowRank
 from lsrdecomp.weights import NormWeights
 
-SOLVER = JointALS(tolerance=1e-4)
-"""Of layers at given terms: ends after about ten sweeps, within a few thousandths of where thirty end."""
+SOLVER = JointALS(tolerance=5e-4)
+"""Of layers at given terms: ends after about eight sweeps, within some thousandths of where thirty end."""
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
@@ -85,12 +86,18 @@ def effective_rank(pair: LowRank | Layer) -> int:
 
 
 def at_given_terms(
-    layers: Sequence[Layer], terms: int, inner: tuple[int, ...] | None, storage: str, solver: JointALS | None = None
+    layers: Sequence[Layer],
+    terms: int,
+    inner: tuple[int, ...] | None,
+    storage: str,
+    solver: JointALS | None = None,
+    shelf: Shelf | None = None,
 ) -> Iterator[tuple[int, Candidate]]:
     """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
 
-    Yields place and candidate, layers of one kind together.
+    Yields place and candidate, layers of one kind together; their factors wait on the shelf.
     """
+    shelf = shelf or Shelf()
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
         shape = ProductShape.balanced(layer.shape, inner or balanced_split(effective_rank(layer)))
@@ -100,7 +107,7 @@ def at_given_terms(
             some = places[part]
             solved = solve_together([layers[i] for i in some], shape, (terms, terms), solver or SOLVER)
             for i, solution in zip(some, solved, strict=True):
-                yield i, stored_as(layers[i], lsr_candidate(solution), storage)
+                yield i, stored_as(layers[i], lsr_candidate(solution), storage, shelf)
 
 
 def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -159,7 +159,8 @@ def compress(
 
     if plan.separation_rank is not None:
         solver = replace(SOLVER, device=device) if search is None else search.solver
-        result = finished(at_given_terms(layers, plan.separation_rank, plan.inner_shape, plan.storages[0], solver))
+        terms, inner, storage = plan.separation_rank, plan.inner_shape, plan.storages[0]
+        result = finished(at_given_terms(layers, terms, inner, storage, solver, shelf))
     else:
         search = search or Search().on(device)
         prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, shelf=shelf, on_step=on_step)

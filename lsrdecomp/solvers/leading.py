@@ -32,8 +32,8 @@ def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
     A full SVD takes about six times the memory of a square matrix. A large narrow one is taken apart through R instead:
     X = Q R and R = W σ Vᵀ give U = X V σ⁻¹ without Q. A large one that is wide too goes to `BlockGolubKahan`, if few
     triples are asked for: by its certificate their error is at most `EXCESS` above the optimum, relative. Of any other
-    one few triples come from a few passes of subspace iteration [1]_, whose error is up to about 1e-3 above the optimum
-    where the spectrum falls slowly, at a tenth of the time of an SVD of 256 × 256.
+    one few triples come from a few passes of subspace iteration [1]_, whose error is up to about 3e-3 above the optimum
+    for noise and 1e-3 or less where the spectrum falls, at a tenth of the time of an SVD of 256 × 256.
 
     .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Review 53 (2011),
        algorithm 4.4. doi:10.1137/090771806
