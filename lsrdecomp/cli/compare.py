@@ -10,28 +10,22 @@ import typer
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import JsonFile
-from lsrdecomp.errors import LsrError
+from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
     from lsrdecomp.training.compare import Results
-    from lsrdecomp.training.suite import Suite
-
-Tasks = Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")]
-Data = Annotated[Path | None, typer.Option(help="Directory of the tasks' files, in place of the suite's.")]
-Model = Annotated[str | None, typer.Option(help="The base, in place of the suite's.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, …, in place of the suite's.")]
 
 
 def compare(
     suite: Annotated[Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
-    table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    out: Out,
+    table: Table = False,
     tasks: Tasks = None,
     data: Data = None,
     model: Model = None,
     device: Device = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
-    retry: Annotated[bool, typer.Option("--retry", help="Do failed runs again.")] = False,
+    retry: Retry = False,
     json: JsonFile = None,
 ) -> None:
     """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
@@ -39,11 +33,9 @@ def compare(
     Rates are chosen on a split of the training set. Finished runs are never redone. Writes table.md, and pictures where
     matplotlib is installed. Exit code 1 if a run failed.
     """
-    try:
+    with training_imports():
         from lsrdecomp.training.compare import compare as run
         from lsrdecomp.training.compare import read_results
-    except ImportError as error:
-        raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     chosen = open_suite(suite, tasks, data, model, device)
     if table:
         results = read_results(chosen, out)
@@ -53,15 +45,6 @@ def compare(
     show(results, out, json)
     if any(cell.failures for cell in results.cells):
         raise typer.Exit(1)
-
-
-def open_suite(path: Path, tasks: str | None, data: Path | None, model: str | None, device: str | None) -> Suite:
-    """A suite with what the command line says in place of its own."""
-    from lsrdecomp.training.suite import read_suite
-
-    given: dict[str, Any] = {"data": None if data is None else str(data), "model": model, "device": device}
-    some = None if tasks is None else [name.strip() for name in tasks.split(",")]
-    return read_suite(path, {name: value for name, value in given.items() if value is not None}, some)
 
 
 def show(results: Results, out: Path, json: Path | None) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.compare import Data, Device, Model, Tasks, open_suite
 from lsrdecomp.cli.options import JsonFile
-from lsrdecomp.errors import LsrError
+from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
     from lsrdecomp.training.recover_table import Recovery
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 def recover(
     suite: Annotated[Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)],
-    out: Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")],
-    table: Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")] = False,
+    out: Out,
+    table: Table = False,
     tasks: Tasks = None,
     data: Data = None,
     model: Model = None,
     device: Device = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Do failed runs again.")] = False,
+    retry: Retry = False,
     json: JsonFile = None,
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
@@ -33,12 +32,10 @@ def recover(
     Beside it the same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes
     table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed.
     """
-    try:
+    with training_imports():
         from lsrdecomp.training import recover as parts
         from lsrdecomp.training.recover_table import read_recovery
         from lsrdecomp.training.runs import Failure
-    except ImportError as error:
-        raise LsrError(f"training needs {error.name}: pip install 'lsrdecomp[finetune]'") from error
     chosen = open_suite(suite, tasks, data, model, device)
     failed: list[str] = []
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lsrdecomp.codes import CodedProduct
 from lsrdecomp.compression.open_layers import Layer, batches
-from lsrdecomp.compression.quantize import stored_product
+from lsrdecomp.compression.quantize import INTEGER_BITS, refitted_product, stored_product
 from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.decompose import choose_solver
 from lsrdecomp.precision import precision
@@ -156,7 +156,7 @@ def stored_as(layer: Layer, candidate: Candidate, storage: str, shelf: Shelf | N
         size = math.ceil(candidate.parameters * precision(storage).bytes)
     priced = replace(candidate, storage=storage, bytes=size, squared_error=layer.squared_error(stored))
     if shelf is not None:
-        return _shelved(priced, stored, codes, shelf)
+        return _shelved(priced, stored if codes is None else codes, shelf)
     return replace(
         priced,
         build=partial(_rounded_form, candidate.build, storage),
@@ -164,19 +164,36 @@ def stored_as(layer: Layer, candidate: Candidate, storage: str, shelf: Shelf | N
     )
 
 
+def refitted(layer: Layer, candidate: Candidate, storage: str, shelf: Shelf) -> Candidate:
+    """An LSR product in integer codes solved for in the layer's norm, or rounded as it is if that is nearer."""
+    rounded = stored_as(layer, candidate, storage)
+    assert candidate.exact is not None
+    codes = refitted_product(layer.pair, candidate.exact(), INTEGER_BITS[storage], layer.norms)
+    error = layer.squared_error(codes.dequantized())
+    if not error < rounded.squared_error:
+        return settled(rounded, shelf)
+    return _shelved(replace(rounded, bytes=codes.bytes, squared_error=error), codes, shelf)
+
+
 def settled(candidate: Candidate, shelf: Shelf) -> Candidate:
     """The candidate with its factors made once and put on the shelf: nothing is left to polish or to make again."""
     if candidate.build is None or candidate.settled:
         return candidate
-    if candidate.codes is not None:
-        return _shelved(candidate, None, candidate.codes(), shelf)
-    return _shelved(candidate, candidate.build(), None, shelf)
+    return _shelved(candidate, candidate.build() if candidate.codes is None else candidate.codes(), shelf)
 
 
-def _shelved(candidate: Candidate, form: Form | None, codes: CodedProduct | None, shelf: Shelf) -> Candidate:
-    kept = None if codes is None else shelf.put(codes)
-    build = shelf.put(form) if kept is None else partial(_dequantized, kept)
-    return replace(candidate, build=build, codes=kept, exact=None, polished=True, settled=True)
+def _shelved(candidate: Candidate, stored: Form | CodedProduct, shelf: Shelf) -> Candidate:
+    """The candidate with what is on disk, factors or codes, put on the shelf."""
+    kept: Any = shelf.put(stored)
+    coded = not isinstance(stored, Form)
+    return replace(
+        candidate,
+        build=partial(_dequantized, kept) if coded else kept,
+        codes=kept if coded else None,
+        exact=None,
+        polished=True,
+        settled=True,
+    )
 
 
 def _dequantized(codes: Callable[[], CodedProduct]) -> Form:

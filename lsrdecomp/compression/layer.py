@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.compression.candidates import Candidate, lsr_candidate, solve_together, stored_as
+from lsrdecomp.compression.candidates import Candidate, lsr_candidate, refitted, solve_together, stored_as
 from lsrdecomp.compression.open_layers import (
     Desk,
     HasWeights,
@@ -19,6 +19,7 @@ from lsrdecomp.compression.open_layers import (
     make_layers,
     missing_statistics,
 )
+from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.shelf import Shelf
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.product import SeparatedProduct, low_rank_product
@@ -107,7 +108,8 @@ def at_given_terms(
             some = places[part]
             solved = solve_together([layers[i] for i in some], shape, (terms, terms), solver or SOLVER)
             for i, solution in zip(some, solved, strict=True):
-                yield i, stored_as(layers[i], lsr_candidate(solution), storage, shelf)
+                store = refitted if storage in INTEGER_BITS else stored_as
+                yield i, store(layers[i], lsr_candidate(solution), storage, shelf)
 
 
 def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -14,6 +14,9 @@ from lsrdecomp.errors import PrecisionError
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
+from lsrdecomp.solvers.pair_rounding import onto_codes
+from lsrdecomp.targets import LowRank
+from lsrdecomp.weights import NormWeights
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """Bits of an integer code by the name of its storage."""
@@ -38,8 +41,27 @@ def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
         code, steps = nearest_codes(values.reshape(len(values), math.prod(values.shape[1:])), bits)
         codes.append(code.reshape(values.shape))
         scale = scale * steps
-    exponent = math.frexp(float(scale.max(initial=0.0)))[1]
-    return QuantizedMatrix(tuple(codes), np.ldexp(scale, -exponent).astype(np.float16), exponent, bits)
+    return _with_scales(tuple(codes), scale, bits)
+
+
+def _with_scales(codes: tuple[Codes, ...], scale: Doubles, bits: int) -> QuantizedMatrix:
+    exponent = math.frexp(float(np.abs(scale).max(initial=0.0)))[1]
+    return QuantizedMatrix(codes, np.ldexp(scale, -exponent).astype(np.float16), exponent, bits)
+
+
+def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms: NormWeights) -> QuantizedProduct:
+    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again, by `onto_codes`.
+
+    Of as many bytes as `quantized_product`, and seldom farther.
+    """
+    if 0 in product.separation_ranks:
+        return quantized_product(product, bits)
+    if product.left.order == 2:
+        product = product.canonical()
+    weights = None if norms.is_frobenius else norms
+    sides = onto_codes(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
+    left, right = (_with_scales(side.codes, side.scales, bits) for side in sides)
+    return QuantizedProduct(left, right)
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:

@@ -21,6 +21,7 @@ from lsrdecomp.compression.candidates import (
     low_rank_candidates,
     lsr_candidate,
     lsr_candidates,
+    refitted,
     solve_together,
     stored_as,
 )
@@ -129,5 +130,8 @@ def _polish_together(
         better = replace(lsr_candidate(solution, shelf), polished=True)
         for k, old in enumerate(table[i]):
             if old.structure == "LSR" and old.configuration == configuration and not old.polished:
-                new = stored_as(layers[i], better, old.storage)
+                if old.storage in INTEGER_BITS:
+                    new = refitted(layers[i], better, old.storage, shelf)
+                else:
+                    new = stored_as(layers[i], better, old.storage)
                 table[i][k] = new if new.squared_error <= old.squared_error else replace(old, polished=True)

@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lsrdecomp.arrays import Array, as_double, check_device, is_complex, namespace, placed, zero_padded
+from lsrdecomp.arrays import Array, check_device, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solution import Status, Sweep
 from lsrdecomp.solvers.batched import chosen, safe_ratio
+from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs
 from lsrdecomp.solvers.pair_problem import Pair, PairProblem
-from lsrdecomp.solvers.pair_start import as_factors, as_stacks
+from lsrdecomp.solvers.pair_start import as_factors
 from lsrdecomp.targets import LowRank
-from lsrdecomp.weights import NormWeights, stack_weights
+from lsrdecomp.weights import NormWeights
 
 LENGTHEN = 2.0
 """Growth of the extrapolated step after each success."""
@@ -135,9 +136,9 @@ class JointALS:
         """
         _check(targets, shape)
         ranks = _clipped(ranks, shape)
-        norms = _stacked_norms(targets, weights)
-        left, right = _stacked_pairs(targets)
-        given = None if starts is None else _given(starts, shape, ranks, len(targets))
+        norms = stacked_norms(targets, weights)
+        left, right = stacked_pairs(targets)
+        given = None if starts is None else given_pair(starts, shape, ranks, len(targets))
         if self.device is not None:  # stacked before, so that roots of dense weights are taken once and stay cached
             check_device(self.device)
             left, right, norms, given = placed((left, right, norms, given), self.device)
@@ -211,44 +212,6 @@ def _clipped(ranks: int | tuple[int, int], shape: ProductShape) -> tuple[int, in
     if out_rank < 1 or in_rank < 1:
         raise ShapeError(f"separation ranks must be positive, got {out_rank} and {in_rank}")
     return min(out_rank, shape.left.max_separation_rank), min(in_rank, shape.right.max_separation_rank)
-
-
-def _stacked_norms(targets: Sequence[LowRank], weights: Sequence[NormWeights] | None) -> NormWeights:
-    matrix_shape = targets[0].shape
-    if weights is None:
-        return NormWeights.frobenius(matrix_shape)
-    if len(weights) != len(targets):
-        raise ShapeError(f"{len(weights)} norms for {len(targets)} targets")
-    for norm in weights:
-        norm.check(matrix_shape)
-    return NormWeights(stack_weights([w.output for w in weights]), stack_weights([w.input for w in weights]))
-
-
-def _stacked_pairs(targets: Sequence[LowRank]) -> tuple[Array, Array]:
-    rank = max(target.rank for target in targets)
-    xp = namespace(*(target.left for target in targets))
-    lefts = [zero_padded(as_double(target.left), 1, rank) for target in targets]
-    rights = [zero_padded(as_double(target.right), 0, rank) for target in targets]
-    if len(targets) == 1:  # a view, where stacking would copy the largest arrays there are
-        return lefts[0][None, ...], rights[0][None, ...]
-    return xp.stack(lefts, axis=0), xp.stack(rights, axis=0)
-
-
-def _given(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int) -> Pair:
-    """Stacks of given starting products, padded with zero terms."""
-    if len(starts) != count:
-        raise ShapeError(f"{len(starts)} starts for {count} targets")
-    sides: list[list[list[Array]]] = [[], []]
-    for start in starts:
-        if start.product_shape != shape:
-            raise ShapeError(f"a start of shape {start.product_shape} for a solve of shape {shape}")
-        if any(given > asked for given, asked in zip(start.separation_ranks, ranks, strict=True)):
-            raise ShapeError(f"a start of {start.separation_ranks} terms for a solve with {ranks}")
-        for side, folded, rank in zip(sides, (start.left.folded(), start.right.mT.folded()), ranks, strict=True):
-            side.append([zero_padded(as_double(factor), 0, rank) for factor in folded])
-    xp = namespace(sides[0][0][0])
-    stacked = [as_stacks([xp.stack(column, axis=0) for column in zip(*side, strict=True)]) for side in sides]
-    return stacked[0], stacked[1]
 
 
 def _solutions(

@@ -6,6 +6,7 @@ stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor,
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, device, namespace
@@ -48,8 +49,8 @@ class Side:
         reordered = tuple(moved_first(weight, shape.rows, i) for i in range(shape.order))
         return cls(shape, weight, cg_steps, ridge, PartialTraces.of(weight, shape.rows, like), reordered)
 
-    def update(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
-        """Minimise over each stack in turn; the objective never rises.
+    def update(self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()) -> Stacks:
+        """Minimise over each stack in turn, those of ``fixed`` left out; the objective never rises.
 
         Parameters
         ----------
@@ -62,6 +63,8 @@ class Side:
         against, gram_tensor = contraction(cross, self.shape), rearranged(gram, self._inner)
         stacks = list(stacks)
         for i in range(self.shape.order):
+            if i in fixed:
+                continue
             right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
             if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
@@ -74,6 +77,19 @@ class Side:
             else:
                 stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
         return balanced_terms(stacks)
+
+    def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
+        """Minimise over one number for each term: its first stack is multiplied by it."""
+        xp, s = namespace(gram), int(stacks[0].shape[2])
+        batch, r = int(gram.shape[0]), int(gram.shape[1])
+        terms = [summed([stack[:, :, k : k + 1] for stack in stacks], self.shape) for k in range(s)]
+        columns = xp.concat(terms, axis=2)  # (L, m, s·r)
+        seen = xp.reshape(xp.matrix_transpose(columns) @ self.weight.apply(columns), (batch, s, r, s, r))
+        normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
+        right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
+        step = right_hand - xp.sum(normal, axis=2)
+        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
+        return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
     @property
     def _inner(self) -> KroneckerShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, namespace
@@ -105,15 +106,15 @@ class PairProblem:
                 reached = xp.where(nearer, error, reached)
         return best, self.errors(best), nearest
 
-    def sweep(self, pair: Pair) -> tuple[Pair, Array]:
-        """Every block of both sides once; the new pair and the square root of its steering energy."""
+    def sweep(self, pair: Pair, fixed: tuple[Container[int], Container[int]] = ((), ())) -> tuple[Pair, Array]:
+        """Every block of both sides once but those ``fixed``; the new pair, the square root of its steering energy."""
         xp = namespace(self.left)
         out_stacks, in_stacks = pair
         inner = summed(in_stacks, self.in_side.shape)  # Âᵀ
         gram = self._penalised(_gram(inner, self.norms.input), in_stacks, self.in_side)
         seen = xp.matrix_transpose(self.weighted_right) @ inner
         del inner
-        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, seen))
+        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, seen), fixed[0])
 
         outer = summed(out_stacks, self.out_side.shape)  # B̂
         gram = _gram(outer, self.norms.output)
@@ -121,13 +122,24 @@ class PairProblem:
         seen = xp.matrix_transpose(self.weighted_left) @ outer
         del outer
         penalised = self._penalised(gram, out_stacks, self.out_side)
-        in_stacks = self.in_side.update(in_stacks, penalised, _by_columns(self.weighted_right, seen))
+        in_stacks = self.in_side.update(in_stacks, penalised, _by_columns(self.weighted_right, seen), fixed[1])
 
         inner = summed(in_stacks, self.in_side.shape)
         overlap = xp.sum(seen * (xp.matrix_transpose(self.weighted_right) @ inner), axis=(1, 2))
         in_gram = _gram(inner, self.norms.input)
         in_norm = _norms(inner, in_gram, self.norms.input)
         return _even((out_stacks, in_stacks), out_norm, in_norm), self._energy(overlap, gram, in_gram)
+
+    def scaled(self, pair: Pair) -> Pair:
+        """Each term of the out side, then of the in side, times the number that serves best."""
+        xp, (out_stacks, in_stacks) = namespace(self.left), pair
+        inner = summed(in_stacks, self.in_side.shape)
+        seen = xp.matrix_transpose(self.weighted_right) @ inner
+        out_stacks = self.out_side.scaled(out_stacks, _gram(inner, self.norms.input), self.weighted_left @ seen)
+        outer = summed(out_stacks, self.out_side.shape)
+        seen = xp.matrix_transpose(self.weighted_left) @ outer
+        in_stacks = self.in_side.scaled(in_stacks, _gram(outer, self.norms.output), self.weighted_right @ seen)
+        return out_stacks, in_stacks
 
     def steering(self, pair: Pair) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem from inner products: cheap, and exact to `RESOLUTION`."""

@@ -167,9 +167,10 @@ def _suite(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> Suite:
         if not isinstance(table.get(name, {}), dict):
             raise SuiteError(f"{name} must be a table")
     tasks, methods = table.get("tasks", {}), table.get("methods", {})
-    for kind, group in (("common", {"common": table.get("common", {})}), ("tasks", tasks), ("methods", methods)):
+    _check_table("common", table.get("common", {}))
+    for kind, group in (("tasks", tasks), ("methods", methods)):
         for name, settings in group.items():
-            _check_table(kind, name, settings)
+            _check_table(f"{kind}.{name}", settings)
     arms = []
     for label, settings in methods.items():
         own = dict(settings)
@@ -189,12 +190,12 @@ def _suite(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> Suite:
     )
 
 
-def _check_table(kind: str, name: str, settings: Any) -> None:
+def _check_table(name: str, settings: Any) -> None:
     if not isinstance(settings, dict):
-        raise SuiteError(f"{kind}.{name} must be a table of settings")
+        raise SuiteError(f"{name} must be a table of settings")
     fixed = [key for key in GIVEN_BY_THE_GRID if key in settings]
     if fixed:
-        raise SuiteError(f"{kind}.{name}: {fixed[0]} is the suite's: rates and seeds are one grid for every method")
+        raise SuiteError(f"{name}: {fixed[0]} is the suite's: rates and seeds are one grid for every method")
 
 
 def _numbers(values: Any, name: str, *, whole: bool = False) -> Iterator[Any]:
