@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -120,6 +121,35 @@ def comparison(results: dict[str, Any]) -> Table:
         cells = (_spread(own[task]["score"]["values"], 100, 1) if task in own else "–" for task in tasks)
         rows.append((method, f"{next(iter(own.values()))['adapter_parameters']:,}", *cells))
     return ("method", "parameters", *names), rows
+
+
+def losses(results: dict[str, Any]) -> Table:
+    """Methods by tasks of one suite: loss on dev, score in percent, the rate that was chosen."""
+    lines = results["lines"]
+    tasks = {line["task"]: line["metric"] for line in lines}
+    heads = ((f"{task}: loss", f"{metric}, %", "rate") for task, metric in tasks.items())
+    rows = []
+    for method in dict.fromkeys(line["method"] for line in lines):
+        own = {line["task"]: line for line in lines if line["method"] == method}
+        cells = (_loss(own[task]) if task in own else ("–", "–", "–") for task in tasks)
+        rows.append((method, f"{next(iter(own.values()))['adapter_parameters']:,}", *chain.from_iterable(cells)))
+    return ("method", "parameters", *chain.from_iterable(heads)), rows
+
+
+def _loss(line: dict[str, Any]) -> tuple[str, str, str]:
+    rate = f"{line['rate']:g}{' (edge)' if line['edge'] else ''}"
+    return _spread(line["loss"]["values"], 1, 3), _spread(line["score"]["values"], 100, 1), rate
+
+
+def integers(results: dict[str, Any]) -> Table:
+    """Errors of integer factors over all layers: rounded, and solved for in the norm."""
+    head = ("parameters", "in float64", "int8, rounded", "solved for", "int4, rounded", "solved for")
+    rows = []
+    for ratio in dict.fromkeys(row["ratio"] for row in results["rows"]):
+        own = {row["storage"]: row["errors"] for row in results["rows"] if row["ratio"] == ratio}
+        cells = (f"{own[kind][way]:.3f}" for kind in ("int8", "int4") for way in ("rounded", "solved"))
+        rows.append((f"1/{ratio:.3g}", f"{own['int4']['float64']:.3f}", *cells))
+    return head, rows
 
 
 def recovery(results: dict[str, Any]) -> Table:
@@ -258,6 +288,10 @@ TABLES = {
     "kfac-cost": ("route_cost.json", kfac_cost),
     "fleet": ("fleet.json", fleet),
     "compare-glue": ("compare-glue-short.json", comparison),
+    "compare-glue-more": ("compare-glue-more.json", comparison),
+    "ablation": ("ablation.json", losses),
+    "ablation-long": ("ablation-long.json", losses),
+    "integers": ("integer_factors.json", integers),
     "recover-minilm": ("recover-minilm.json", three_tasks),
     "recover-paper": ("recover-paper.json", recovery),
     "compare-embedded": ("compare-embedded.json", comparison),
