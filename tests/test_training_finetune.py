@@ -118,7 +118,7 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
 
 def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
     task = TASKS["embedded"]
-    settings = common.replace(head_rate=0.5)
+    settings = common.replace(head_rate=0.5, zero_rate=4.0)
     found = rates(open_model(settings, place.model, task, 1), settings)
     fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
     assert len(fast) == 4

@@ -86,15 +86,6 @@ def test_nothing_logged_and_nothing_saved_are_counts_of_zero():
     assert (settings.log_every, settings.save_every) == (0, 0)
 
 
-def test_only_kronecker_methods_from_scratch_hurry_what_starts_at_zero():
-    factor = {name: FinetuneSettings("embedded", "embedded", method=name).zero_rate_factor for name in METHOD_NAMES}
-    assert {name for name, value in factor.items() if value == 4.0} == {
-        "krona", "kadaptation", "direct", "lsr", "qlsr", "lsr-dora"
-    }  # fmt: skip
-    assert FinetuneSettings("embedded", "embedded", method="lsr", init="a").zero_rate_factor == 1.0
-    assert FinetuneSettings("embedded", "embedded", method="lora", zero_rate=16).zero_rate_factor == 16
-
-
 def test_settings_and_records_are_read_without_torch():
     code = "import lsrdecomp.training.record, sys; print('torch' in sys.modules, 'peft' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

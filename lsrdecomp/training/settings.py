@@ -33,7 +33,6 @@ METHOD_NAMES = (
     "lsr-dora",
     "head",
 )
-KRONECKER_METHODS = ("krona", "kadaptation", "direct", "lsr", "qlsr", "lsr-dora")
 FOUR_BIT_METHODS = ("qlora", "qlsr")
 PRECISIONS = ("float32", "bfloat16", "bfloat16-autocast")
 
@@ -68,9 +67,9 @@ class FinetuneSettings:
         Only these layer indices.
     rate : float
         Largest learning rate of the linear schedule.
-    zero_rate : float, optional
-        Factor on the rate for parameters that start as all zeros, as in LoRA+; if absent 4 for the Kronecker methods
-        from scratch, else 1.
+    zero_rate : float
+        Factor on the rate for parameters that start as all zeros, as in LoRA+. For LSR from scratch four times the rate
+        did worse than once, by ``benchmarks/experiments/ablation-minilm.toml``.
     head_rate : float, optional
         Learning rate of the head; ``rate`` if absent.
     batch : int
@@ -126,7 +125,7 @@ class FinetuneSettings:
     target_modules: tuple[str, ...] | None = None
     layers: tuple[int, ...] | None = None
     rate: float = 1e-3
-    zero_rate: float | None = None
+    zero_rate: float = 1.0
     head_rate: float | None = None
     batch: int = 32
     epochs: float | None = None
@@ -181,13 +180,6 @@ class FinetuneSettings:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
         if self.task != EMBEDDED and self.data is None:
             raise SettingsError(f"task {self.task} reads files: give data, the directory that holds {self.task}/")
-
-    @property
-    def zero_rate_factor(self) -> float:
-        """``zero_rate``, or what it is if absent."""
-        if self.zero_rate is not None:
-            return self.zero_rate
-        return 4.0 if self.method in KRONECKER_METHODS and self.init is None else 1.0
 
     def to_json(self) -> dict[str, Any]:
         """Every setting, as JSON has it; `from_mapping` reads it back."""

@@ -103,7 +103,7 @@ def rates(opened: Opened, settings: FinetuneSettings) -> dict[str, float]:
     for name, parameter, adapters in trained(opened):
         if adapters:
             zero = not bool(parameter.detach().any())
-            found[name] = settings.rate * (settings.zero_rate_factor if zero else 1.0)
+            found[name] = settings.rate * (settings.zero_rate if zero else 1.0)
         else:
             found[name] = settings.rate if settings.head_rate is None else settings.head_rate
     return found
