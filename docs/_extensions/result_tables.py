@@ -113,7 +113,7 @@ def comparison(results: dict[str, Any]) -> Table:
     """Methods by tasks of one suite: scores in percent over seeds."""
     lines = results["lines"]
     tasks = {line["task"]: line for line in lines}
-    names = (f"{task} ({line['metric']}, %)" for task, line in tasks.items())
+    names = (f"{task} ({line['metric']}, %; n = {_seeds(lines, task)})" for task, line in tasks.items())
     majority = [f"{100 * line['baseline']:.1f}" for line in tasks.values()]
     rows = [("majority", "0", *majority)]
     for method in dict.fromkeys(line["method"] for line in lines):
@@ -123,11 +123,17 @@ def comparison(results: dict[str, Any]) -> Table:
     return ("method", "parameters", *names), rows
 
 
+def _seeds(lines: list[dict[str, Any]], task: str) -> str:
+    """How many seeds the methods have on a task."""
+    counts = sorted({line["score"]["seeds"] for line in lines if line["task"] == task})
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+
+
 def losses(results: dict[str, Any]) -> Table:
     """Methods by tasks of one suite: loss on dev, score in percent, the rate that was chosen."""
     lines = results["lines"]
     tasks = {line["task"]: line["metric"] for line in lines}
-    heads = ((f"{task}: loss", f"{metric}, %", "rate") for task, metric in tasks.items())
+    heads = ((f"{task}, n = {_seeds(lines, task)}: loss", f"{metric}, %", "rate") for task, metric in tasks.items())
     rows = []
     for method in dict.fromkeys(line["method"] for line in lines):
         own = {line["task"]: line for line in lines if line["method"] == method}
