@@ -68,8 +68,8 @@ class FinetuneSettings:
     rate : float
         Largest learning rate of the linear schedule.
     zero_rate : float
-        Factor on the rate for parameters that start as all zeros, as in LoRA+. For LSR from scratch four times the rate
-        did worse than once, by ``benchmarks/experiments/ablation-minilm.toml``.
+        Factor on the rate for parameters that start as all zeros, as in LoRA+. For LSR from scratch four
+        times the rate was behind on SST-2 and STS-B, by ``benchmarks/experiments/ablation-minilm.toml``.
     head_rate : float, optional
         Learning rate of the head; ``rate`` if absent.
     batch : int
