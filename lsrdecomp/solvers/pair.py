@@ -12,9 +12,9 @@ from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solution import Status, Sweep
-from lsrdecomp.solvers.batched import chosen, safe_ratio
+from lsrdecomp.solvers.batched import safe_ratio
 from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs
-from lsrdecomp.solvers.pair_problem import Pair, PairProblem
+from lsrdecomp.solvers.pair_problem import Pair, PairProblem, State
 from lsrdecomp.solvers.pair_start import as_factors
 from lsrdecomp.targets import LowRank
 from lsrdecomp.weights import NormWeights
@@ -28,7 +28,7 @@ class PairSolution:
     """A separated product found for one target."""
 
     product: SeparatedProduct
-    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, from a formed residual
+    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, to nine digits or from a formed residual
     start_error: float  # the same for the start
     norm: float  # ‖G^½ M C^½‖
     status: Status
@@ -145,16 +145,15 @@ class JointALS:
         problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
         begun = problem.starts(ranks) if given is None else [given]
         first, reached, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
-        pair = problem.even(first)
+        state = first
         history: list[Array] = []
         size = namespace(left).sqrt(problem.energy)
         settled, step = False, namespace(left).ones_like(size)
         for index in range(1, self.sweeps + 1):
-            before = pair
-            pair, energy = problem.sweep(pair)
+            before, state = state, problem.sweep(state)
             if self.ridge == 0.0:
-                pair, energy, step = _extrapolated(problem, before, pair, energy, step)
-            history.append(safe_ratio(energy, size))
+                state, step = _extrapolated(problem, before, state, step)
+            history.append(safe_ratio(state.error, size))
             if on_sweep is not None:
                 on_sweep(Sweep(index, float(namespace(left).mean(history[-1]))))
             if len(history) > 1 and bool(
@@ -162,9 +161,9 @@ class JointALS:
             ):
                 settled = True
                 break
-        errors = problem.errors(pair)
+        errors = problem.errors(state)
         better = errors <= reached
-        pair = chosen(better, pair[0], first[0]), chosen(better, pair[1], first[1])
+        pair = State.chosen(better, state, first).pair
         errors = namespace(left).where(better, errors, reached)
         status = Status.rank_reached if settled or self.sweeps == 0 else Status.sweep_limit
         if self.device is not None:
@@ -172,9 +171,7 @@ class JointALS:
         return _solutions(pair, shape, errors, start_errors, size, history, status)
 
 
-def _extrapolated(
-    problem: PairProblem, before: Pair, after: Pair, energy: Array, step: Array
-) -> tuple[Pair, Array, Array]:
+def _extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:
     """One more step in the direction of the last sweep, kept where the error falls; longer next time if it did [1]_.
 
     .. [1] R. Bro, Multi-way analysis in the food industry, 1998, section 4.4, line search in alternating least squares.
@@ -182,14 +179,13 @@ def _extrapolated(
     xp = namespace(step)
     length = step[:, None, None]
     sides = [
-        [new + length * (new - old) for old, new in zip(*side, strict=True)] for side in zip(before, after, strict=True)
+        [new + length * (new - old) for old, new in zip(*side, strict=True)]
+        for side in zip(before.pair, after.pair, strict=True)
     ]
-    trial = sides[0], sides[1]
-    found = problem.steering(trial)
-    better = found < energy
-    pair = chosen(better, trial[0], after[0]), chosen(better, trial[1], after[1])
+    trial = problem.state((sides[0], sides[1]))
+    better = trial.error < after.error
     grown = xp.where(better, LENGTHEN * step, xp.maximum(step / LENGTHEN**3, xp.ones_like(step)))
-    return pair, xp.where(better, found, energy), grown
+    return State.chosen(better, trial, after), grown
 
 
 def _check(targets: Sequence[LowRank], shape: ProductShape) -> None:

@@ -11,12 +11,51 @@ from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio,
 from lsrdecomp.solvers.pair_blocks import Side
 from lsrdecomp.solvers.pair_start import along_the_first, gauge_turns, side_terms
 from lsrdecomp.weighted import pair_norms, pair_residual_norms
-from lsrdecomp.weights import Identity, NormWeights, Weight
+from lsrdecomp.weights import Identity, NormWeights
 
 Pair = tuple[Stacks, Stacks]
 
 RESOLUTION = 1e-7
 """Relative error below which inner products in double precision tell nothing."""
+
+EXACT = 1e-3
+"""Relative error above which inner products in double precision give an error to nine digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A side X formed, as the other side sees it."""
+
+    gram: Array  # XᵀWX, (L, r, r)
+    seen: Array  # Xᵀ against the target's own side in the norm, (L, R, r)
+    norm: Array  # ‖X‖_F, (L,)
+
+    def scaled(self, factor: Array) -> View:
+        """Of the side multiplied by (L,) positive numbers."""
+        each = factor[:, None, None]
+        return View(each**2 * self.gram, each * self.seen, factor * self.norm)
+
+    @staticmethod
+    def chosen(condition: Array, first: View, second: View) -> View:
+        """``first`` for the problems where ``condition`` (L,) holds, ``second`` elsewhere."""
+        sides = ([view.gram, view.seen, view.norm] for view in (first, second))
+        return View(*chosen(condition, *sides))
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A pair with both sides of equal norm, where its in side stands and how far the product is from the target."""
+
+    pair: Pair
+    into: View
+    error: Array  # ‖G^½(PQ − B̂Â)C^½‖ from inner products, exact to `RESOLUTION`; (L,)
+
+    @staticmethod
+    def chosen(condition: Array, first: State, second: State) -> State:
+        """``first`` for the problems where ``condition`` (L,) holds, ``second`` elsewhere."""
+        sides = [chosen(condition, *each) for each in zip(first.pair, second.pair, strict=True)]
+        error = chosen(condition, [first.error], [second.error])[0]
+        return State((sides[0], sides[1]), View.chosen(condition, first.into, second.into), error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,96 +117,83 @@ class PairProblem:
                 found.append((out, into))
         return found
 
-    def best_start(self, starts: list[Pair], trials: int) -> tuple[Pair, Array, Array]:
+    def best_start(self, starts: list[Pair], trials: int) -> tuple[State, Array, Array]:
         """Of several starts, the one that is nearest after ``trials`` sweeps, problem by problem.
 
         Returns
         -------
-        Pair, Array, Array
-            The pair reached (a single start is returned as it is), its error and that of the nearest start.
+        State, Array, Array
+            Where it has come to (a single start is returned as it is), its error and that of the nearest start.
         """
         xp = namespace(self.left)
-        if len(starts) == 1:
-            error = self.errors(starts[0])
-            return starts[0], error, error
-        errors = [self.errors(start) for start in starts]
-        best, reached, nearest = starts[0], errors[0], errors[0]
-        for start, begun in zip(starts, errors, strict=True):
+        states = [self.state(start) for start in starts]
+        if len(states) == 1:
+            error = self.errors(states[0])
+            return states[0], error, error
+        errors = [self.errors(state) for state in states]
+        best, reached, nearest = states[0], errors[0], errors[0]
+        for state, begun in zip(states, errors, strict=True):
             nearest = xp.minimum(nearest, begun)
-            contenders = [(start, begun)]
+            contenders = [(state, begun)]
             if trials > 0:
-                pair, steering = self.even(start), begun
                 for _ in range(trials):
-                    pair, steering = self.sweep(pair)
-                contenders.append((pair, xp.maximum(steering, RESOLUTION * xp.sqrt(self.energy))))
+                    state = self.sweep(state)
+                contenders.append((state, xp.maximum(state.error, RESOLUTION * xp.sqrt(self.energy))))
             for contender, error in contenders:
                 nearer = error < reached
-                best = chosen(nearer, contender[0], best[0]), chosen(nearer, contender[1], best[1])
+                best = State.chosen(nearer, contender, best)
                 reached = xp.where(nearer, error, reached)
         return best, self.errors(best), nearest
 
-    def sweep(self, pair: Pair, fixed: tuple[Container[int], Container[int]] = ((), ())) -> tuple[Pair, Array]:
-        """Every block of both sides once but those ``fixed``; the new pair, the square root of its steering energy."""
-        xp = namespace(self.left)
-        out_stacks, in_stacks = pair
-        inner = summed(in_stacks, self.in_side.shape)  # Âᵀ
-        gram = self._penalised(_gram(inner, self.norms.input), in_stacks, self.in_side)
-        seen = xp.matrix_transpose(self.weighted_right) @ inner
-        del inner
-        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, seen), fixed[0])
+    def state(self, pair: Pair) -> State:
+        """Where a pair stands, both sides brought to equal norms; the product stays."""
+        return self._state(pair, *(self._view(pair, side) for side in (0, 1)))
 
-        outer = summed(out_stacks, self.out_side.shape)  # B̂
-        gram = _gram(outer, self.norms.output)
-        out_norm = _norms(outer, gram, self.norms.output)
-        seen = xp.matrix_transpose(self.weighted_left) @ outer
-        del outer
-        penalised = self._penalised(gram, out_stacks, self.out_side)
-        in_stacks = self.in_side.update(in_stacks, penalised, _by_columns(self.weighted_right, seen), fixed[1])
-
-        inner = summed(in_stacks, self.in_side.shape)
-        overlap = xp.sum(seen * (xp.matrix_transpose(self.weighted_right) @ inner), axis=(1, 2))
-        in_gram = _gram(inner, self.norms.input)
-        in_norm = _norms(inner, in_gram, self.norms.input)
-        return _even((out_stacks, in_stacks), out_norm, in_norm), self._energy(overlap, gram, in_gram)
+    def sweep(self, state: State, fixed: tuple[Container[int], Container[int]] = ((), ())) -> State:
+        """Every block of both sides once but those ``fixed``."""
+        (out_stacks, in_stacks), into = state.pair, state.into
+        gram = self._penalised(into.gram, in_stacks, self.in_side)
+        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, into.seen), fixed[0])
+        outer = self._view((out_stacks, in_stacks), 0)
+        gram = self._penalised(outer.gram, out_stacks, self.out_side)
+        in_stacks = self.in_side.update(in_stacks, gram, _by_columns(self.weighted_right, outer.seen), fixed[1])
+        pair = out_stacks, in_stacks
+        return self._state(pair, outer, self._view(pair, 1))
 
     def scaled(self, pair: Pair) -> Pair:
         """Each term of the out side, then of the in side, times the number that serves best."""
-        xp, (out_stacks, in_stacks) = namespace(self.left), pair
-        inner = summed(in_stacks, self.in_side.shape)
-        seen = xp.matrix_transpose(self.weighted_right) @ inner
-        out_stacks = self.out_side.scaled(out_stacks, _gram(inner, self.norms.input), self.weighted_left @ seen)
-        outer = summed(out_stacks, self.out_side.shape)
-        seen = xp.matrix_transpose(self.weighted_left) @ outer
-        in_stacks = self.in_side.scaled(in_stacks, _gram(outer, self.norms.output), self.weighted_right @ seen)
-        return out_stacks, in_stacks
+        into = self._view(pair, 1)
+        out_stacks = self.out_side.scaled(pair[0], into.gram, self.weighted_left @ into.seen)
+        outer = self._view((out_stacks, pair[1]), 0)
+        return out_stacks, self.in_side.scaled(pair[1], outer.gram, self.weighted_right @ outer.seen)
 
-    def steering(self, pair: Pair) -> Array:
-        """‖G^½(PQ − B̂Â)C^½‖ of each problem from inner products: cheap, and exact to `RESOLUTION`."""
+    def errors(self, state: State) -> Array:
+        """‖G^½(PQ − B̂Â)C^½‖ of each problem: from formed residuals, unless all of them are above `EXACT`."""
         xp = namespace(self.left)
-        seen, grams = [], []
-        for stacks, side, given in zip(
-            pair, (self.out_side, self.in_side), (self.weighted_left, self.weighted_right), strict=True
-        ):
-            formed = summed(stacks, side.shape)
-            seen.append(xp.matrix_transpose(given) @ formed)
-            grams.append(_gram(formed, side.weight))
-        return self._energy(xp.sum(seen[0] * seen[1], axis=(1, 2)), grams[0], grams[1])
-
-    def _energy(self, overlap: Array, out_gram: Array, in_gram: Array) -> Array:
-        xp = namespace(overlap)
-        energy = self.energy - 2.0 * overlap + xp.sum(out_gram * in_gram, axis=(1, 2))
-        return xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
-
-    def even(self, pair: Pair) -> Pair:
-        """Both sides with equal Frobenius norms; the product stays."""
-        sides = zip(pair, (self.out_side, self.in_side), strict=True)
-        return _even(pair, *(namespace(self.left).linalg.matrix_norm(summed(x, side.shape)) for x, side in sides))
-
-    def errors(self, pair: Pair) -> Array:
-        """‖G^½(PQ − B̂Â)C^½‖ of each problem, from formed residuals."""
-        xp = namespace(self.left)
-        outer, inner = summed(pair[0], self.out_side.shape), summed(pair[1], self.in_side.shape)
+        if bool(xp.all(state.error > EXACT * xp.sqrt(self.energy))):
+            return state.error
+        outer, inner = (
+            summed(x, side.shape) for x, side in zip(state.pair, (self.out_side, self.in_side), strict=True)
+        )
         return pair_residual_norms(self.left, self.right, outer, xp.matrix_transpose(inner), self.norms)
+
+    def _view(self, pair: Pair, which: int) -> View:
+        side, given = ((self.out_side, self.weighted_left), (self.in_side, self.weighted_right))[which]
+        xp, formed = namespace(given), summed(pair[which], side.shape)
+        gram = xp.matrix_transpose(formed) @ side.weight.apply(formed)
+        own = isinstance(side.weight, Identity)
+        norm = xp.sqrt(xp.linalg.trace(gram)) if own else xp.linalg.matrix_norm(formed)
+        return View(gram, xp.matrix_transpose(given) @ formed, norm)
+
+    def _state(self, pair: Pair, outer: View, into: View) -> State:
+        xp = namespace(self.left)
+        overlap, both = xp.sum(outer.seen * into.seen, axis=(1, 2)), xp.sum(outer.gram * into.gram, axis=(1, 2))
+        energy = self.energy - 2.0 * overlap + both
+        error = xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
+        positive = xp.logical_and(outer.norm > 0, into.norm > 0)
+        ratio = xp.where(positive, xp.sqrt(safe_ratio(into.norm, outer.norm)), xp.ones_like(error))
+        ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
+        return State((scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)), into.scaled(1.0 / ratio), error)
 
     def _penalised(self, gram: Array, stacks: Stacks, side: Side) -> Array:
         """The other side's rounding, ridge · Σλ² · mean(W) / r in every inner direction, added to its Gram matrix."""
@@ -182,21 +208,3 @@ def _by_columns(x: Array, y: Array) -> Array:
     """x y as the transpose of an array that lies column by column, as `contraction` reads it."""
     xp = namespace(x, y)
     return xp.matrix_transpose(xp.matrix_transpose(y) @ xp.matrix_transpose(x))
-
-
-def _gram(formed: Array, weight: Weight) -> Array:
-    return namespace(formed).matrix_transpose(formed) @ weight.apply(formed)
-
-
-def _norms(formed: Array, gram: Array, weight: Weight) -> Array:
-    """‖X‖_F of each side, from its Gram matrix where that is XᵀX."""
-    xp = namespace(gram)
-    return xp.sqrt(xp.linalg.trace(gram)) if isinstance(weight, Identity) else xp.linalg.matrix_norm(formed)
-
-
-def _even(pair: Pair, out_norm: Array, in_norm: Array) -> Pair:
-    xp = namespace(out_norm)
-    positive = xp.logical_and(out_norm > 0, in_norm > 0)
-    ratio = xp.where(positive, xp.sqrt(safe_ratio(in_norm, out_norm)), xp.ones_like(out_norm))
-    ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
-    return scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)

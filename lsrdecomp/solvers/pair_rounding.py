@@ -92,7 +92,7 @@ def onto_codes(
     start = given_pair([product], shape, product.separation_ranks, 1)
     left, right, norms, start = placed((*stacked_pairs([target]), norms, start), None)  # codes are NumPy's
     problem = PairProblem.of(left, right, shape, norms, cg_steps, ridge=0.0)
-    coding = _Coding(problem, problem.even(start), nearest)
+    coding = _Coding(problem, problem.state(start).pair, nearest)
     for place, block in enumerate(coding.blocks, 1):
         coding.round(block)
         if place < len(coding.blocks):
@@ -122,8 +122,10 @@ class _Coding:
 
     def solve(self, sweeps: int) -> None:
         fixed = tuple({i for which, i in self.codes if which == side} for side in (0, 1))
+        state = self.problem.state(self.pair)
         for _ in range(sweeps):
-            self.pair = self.problem.sweep(self.pair, (fixed[0], fixed[1]))[0]
+            state = self.problem.sweep(state, (fixed[0], fixed[1]))
+        self.pair = state.pair
 
     def scale(self) -> None:
         for _ in range(SCALINGS):
@@ -132,12 +134,12 @@ class _Coding:
     def improve(self, block: tuple[int, int]) -> None:
         """Free one block, solve for it and round it again; as before if that is no nearer."""
         pair, codes = self.pair, dict(self.codes)
-        before = self.problem.steering(pair)
+        before = self.problem.state(pair).error
         del self.codes[block]
         self.solve(1)
         self.round(block)
         self.scale()
-        if not bool(self.problem.steering(self.pair) < before):
+        if not bool(self.problem.state(self.pair).error < before):
             self.pair, self.codes = pair, codes
 
     def side(self, side: int, shape: KroneckerShape) -> CodedSide:
