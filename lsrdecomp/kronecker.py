@@ -114,15 +114,28 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     """
     shape = factor_shape(factors)
     xp = namespace(*factors)
-    columns = [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors]
     if weights is not None:
-        columns[0] = columns[0] * weights
-    rest = columns[-1]
-    for column in reversed(columns[1:-1]):
+        factors = (factors[0] * weights[:, None, None], *factors[1:])
+    if len(factors) == 1:
+        return xp.sum(factors[0], axis=0)
+    if len(factors) == 2:
+        rows, columns = shape.matrix_shape
+        turned = [xp.matrix_transpose(factor) for factor in factors] if columns < rows else factors
+        n, q = turned[0].shape[2], turned[1].shape[2]
+        if factors[0].shape[0] * (n + q) <= 4 * n * q:  # else slices are thin, and copies of factors outgrow the sum
+            return xp.matrix_transpose(_by_rows(*turned)) if columns < rows else _by_rows(*turned)
+    flat = [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors]
+    rest = flat[-1]
+    for column in reversed(flat[1:-1]):
         rest = khatri_rao(column, rest)
-    if len(columns) == 1:
-        return inverse_rearrange(xp.sum(columns[0], axis=1), shape)
-    return inverse_rearrange(xp.reshape(columns[0] @ xp.matrix_transpose(rest), shape.sizes), shape)
+    return inverse_rearrange(xp.reshape(flat[0] @ xp.matrix_transpose(rest), shape.sizes), shape)
+
+
+def _by_rows(first: Array, second: Array) -> Array:
+    """Σ_k first_k ⊗ second_k, one small product for every pair of rows: no entry is moved."""
+    xp, (_, m, n), (_, p, q) = namespace(first, second), first.shape, second.shape
+    slices = xp.permute_dims(first, (1, 2, 0))[:, None, :, :] @ xp.permute_dims(second, (1, 0, 2))[None, :, :, :]
+    return xp.reshape(slices, (m * p, n * q))
 
 
 def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: Array) -> Array:

@@ -7,7 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, triangular_factor
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    conjugate,
+    is_complex,
+    namespace,
+    norm,
+    triangular_factor,
+)
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import khatri_rao
 
@@ -16,6 +25,9 @@ ROW_BLOCK = 512
 
 BLOCK_ENTRIES = 2**22
 """Most entries of a residual formed at a time: 32 MiB in double precision."""
+
+WIDEST = 32.0
+"""Sizes of the terms in units of their distance up to which inner products give it to twelve digits."""
 
 
 class Approximation(Protocol):
@@ -57,6 +69,52 @@ def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
     columns, rows, r = triangular_factor(*lefts), triangular_factor(*rights), lefts[0].shape[-1]
     core = columns[..., :, :r] @ adjoint(rows[..., :, :r])
     return core if len(lefts) == 1 else core - columns[..., :, r:] @ adjoint(rows[..., :, r:])
+
+
+def pair_distance(left: Array, right: Array, other_left: Array, other_right: Array) -> float:
+    """‖B Aᴴ − B̂ Âᴴ‖_F for B (m, r), A (n, r), B̂ (m, r̂) and Â (n, r̂) in double precision; see `pair_distances`."""
+    squared = inner_distances(left, right, other_left, other_right)
+    if squared is None:
+        return norm(pair_core([left, other_left], [right, other_right]))
+    return float(squared)
+
+
+def pair_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array:
+    """‖B Aᴴ − B̂ Âᴴ‖_F of pairs (…, m, r), (…, n, r) and (…, m, r̂), (…, n, r̂), shape (…).
+
+    Let N = ‖B‖‖A‖ + ‖B̂‖‖Â‖. Inner products give the distance with a relative error of about 2⁻⁵³(N/distance)², entries
+    of `pair_core` with 2⁻⁵³ N/distance: both to twelve digits while the distance is above N / `WIDEST`, and there inner
+    products take a fifth of the time. Elsewhere the residual's entries are formed.
+    """
+    found = inner_distances(left, right, other_left, other_right)
+    if found is None:
+        return namespace(left).linalg.matrix_norm(pair_core([left, other_left], [right, other_right]))
+    return found
+
+
+def inner_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array | None:
+    """`pair_distances` from inner products, or None unless all of them are exact that way."""
+    xp = namespace(left, right)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        first, second = _inner(left, right), _inner(other_left, other_right)
+        mixed = _inner_product(adjoint(left) @ other_left, adjoint(right) @ other_right)
+        squared, size = first[0] - 2.0 * mixed + second[0], first[1] + second[1]
+        exact = bool(xp.all(squared * WIDEST**2 > size * size))
+    return xp.sqrt(squared) if exact else None
+
+
+def _inner(left: Array, right: Array) -> tuple[Array, Array]:
+    """‖B Aᴴ‖² and ‖B‖‖A‖."""
+    xp, grams = namespace(left, right), [adjoint(side) @ side for side in (left, right)]
+    traces = [xp.real(xp.linalg.trace(gram)) if is_complex(gram) else xp.linalg.trace(gram) for gram in grams]
+    return _inner_product(*grams), xp.sqrt(traces[0] * traces[1])
+
+
+def _inner_product(left: Array, right: Array) -> Array:
+    """Re Σ of the entries of BᴴB̂ times the conjugates of those of AᴴÂ."""
+    xp = namespace(left, right)
+    products = left * conjugate(right)
+    return xp.sum(xp.real(products) if is_complex(products) else products, axis=(-2, -1))
 
 
 def norm_of_parts(parts: Any) -> float:

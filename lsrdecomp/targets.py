@@ -16,11 +16,12 @@ from lsrdecomp.arrays import (
     norm,
     require_finite,
     require_matrix,
+    triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker import rearrange
 from lsrdecomp.residual import Approximation as Approximation
-from lsrdecomp.residual import check_sizes, pair_core, residual_norm
+from lsrdecomp.residual import check_sizes, pair_distance, residual_norm
 from lsrdecomp.shape import KroneckerShape
 
 
@@ -230,8 +231,13 @@ class LowRank:
         return q_left @ u, sigma, vh @ adjoint(q_right)
 
     @cached_property
+    def triangles(self) -> tuple[Array, Array]:
+        """R of thin QR factorizations of B and of Aᴴ, in double precision."""
+        return triangular_factor(as_double(self.left)), triangular_factor(adjoint(as_double(self.right)))
+
+    @cached_property
     def norm(self) -> float:
-        return norm(pair_core([as_double(self.left)], [adjoint(as_double(self.right))]))
+        return norm(self.triangles[0] @ adjoint(self.triangles[1]))
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
@@ -260,17 +266,16 @@ class LowRank:
         return RearrangedLowRank(left, right)
 
     def residual_norm(self, approximation: Approximation) -> float:
-        """‖BA − M̂‖_F; for a product M̂ = B̂Â from the QR factors of [B, B̂] and [A; −Â], else block by block.
+        """‖BA − M̂‖_F in double precision; for a product M̂ = B̂Â by `pair_distance`, else block by block.
 
-        Both form residual entries in double precision: the first in an orthonormal basis of the two column and row
-        spaces, at cost O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)). Its rounding error is of the order of
-        2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries themselves.
+        The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the order of
+        2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries of a residual.
         """
         check_sizes(self.shape, approximation.shape)
         left, right = as_double(self.left), as_double(self.right)
         if hasattr(approximation, "to_lora"):
             other_left, other_right = (as_double(f) for f in approximation.to_lora())
-            return norm(pair_core([left, other_left], [adjoint(right), adjoint(other_right)]))
+            return pair_distance(left, adjoint(right), other_left, adjoint(other_right))
         return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lsrdecomp.arrays import Array, as_double, namespace, norm, triangular_factor
+from lsrdecomp.arrays import Array, as_double, dtype_name, namespace, norm, triangular_factor
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.residual import pair_core
+from lsrdecomp.residual import pair_core, pair_distances
 from lsrdecomp.targets import Approximation, LowRank
 from lsrdecomp.weights import NormWeights
 
@@ -79,11 +79,20 @@ def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[
 
 def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
     """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) for which (B S, σ, T A) is `weighted_svd` of the pair."""
-    xp = namespace(left, right)
-    triangle = triangular_factor(weights.output.root(left))
-    other = triangular_factor(weights.input.root(xp.matrix_transpose(right)))
+    return gauge_of(*weighted_triangles(left, right, weights))
+
+
+def weighted_triangles(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
+    """R of thin QR factorizations of G^½ B and C^½ Aᵀ for pairs (…, m, r), (…, r, n)."""
+    columns, rows = _weighted(left, right, weights)
+    return triangular_factor(columns), triangular_factor(rows)
+
+
+def gauge_of(triangle: Array, other: Array) -> tuple[Array, Array, Array]:
+    """`weighted_gauge` from its `weighted_triangles`."""
+    xp = namespace(triangle, other)
     u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
-    floor = int(left.shape[-1]) * unit_roundoff("float64") * xp.max(sigma, axis=-1, keepdims=True)
+    floor = int(triangle.shape[-1]) * unit_roundoff(dtype_name(sigma)) * xp.max(sigma, axis=-1, keepdims=True)
     kept = sigma > floor
     inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
     columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
@@ -93,18 +102,17 @@ def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Arr
 
 def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
     """‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
-    return _core_norms([left], [right], weights)
+    columns, rows = _weighted(left, right, weights)
+    return namespace(left).linalg.matrix_norm(pair_core([columns], [rows]))
 
 
 def pair_residual_norms(
     left: Array, right: Array, other_left: Array, other_right: Array, weights: NormWeights
 ) -> Array:
     """‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
-    return _core_norms([left, other_left], [right, other_right], weights)
+    return pair_distances(*_weighted(left, right, weights), *_weighted(other_left, other_right, weights))
 
 
-def _core_norms(lefts: list[Array], rights: list[Array], weights: NormWeights) -> Array:
-    xp = namespace(*lefts, *rights)
-    columns = [weights.output.root(left) for left in lefts]
-    rows = [weights.input.root(xp.matrix_transpose(right)) for right in rights]
-    return xp.linalg.matrix_norm(pair_core(columns, rows))
+def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
+    """G^½ B and C^½ Aᵀ."""
+    return weights.output.root(left), weights.input.root(namespace(right).matrix_transpose(right))

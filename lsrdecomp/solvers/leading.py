@@ -22,7 +22,7 @@ EXCESS = 1e-6
 OVERSAMPLING = 8
 """Columns of a subspace beyond the triples asked for."""
 
-PASSES = 5
+PASSES = 3
 """Passes of subspace iteration, each two products with the matrix."""
 
 

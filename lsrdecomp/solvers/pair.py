@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lsrdecomp.arrays import Array, check_device, is_complex, namespace, placed
+from lsrdecomp.arrays import Array, as_double, check_device, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solution import Status, Sweep
 from lsrdecomp.solvers.batched import safe_ratio
-from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs
+from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs, stacked_triangles
 from lsrdecomp.solvers.pair_problem import Pair, PairProblem, State
 from lsrdecomp.solvers.pair_start import as_factors
 from lsrdecomp.targets import LowRank
@@ -22,13 +22,19 @@ from lsrdecomp.weights import NormWeights
 LENGTHEN = 2.0
 """Growth of the extrapolated step after each success."""
 
+EVERY = 2
+"""Sweeps between extrapolated steps, each a third of a sweep: more of them cost what they save."""
+
+SINGLE = 0.05
+"""Relative error above which sweeps in single precision see what a sweep gains."""
+
 
 @dataclass(frozen=True, slots=True)
 class PairSolution:
     """A separated product found for one target."""
 
     product: SeparatedProduct
-    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, to nine digits or from a formed residual
+    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, to twelve digits
     start_error: float  # the same for the start
     norm: float  # ‖G^½ M C^½‖
     status: Status
@@ -62,6 +68,9 @@ class JointALS:
         Stop when a sweep lowers the error of no problem by more than this fraction.
     trials : int
         Sweeps from each of the four starts of a weighted norm before the nearest goes on alone.
+    single : bool
+        In the Frobenius norm, sweep in single precision, in about two thirds of the time; sweeps in double precision
+        follow only where the relative error is below `SINGLE`. Errors are in double precision all the same.
     device : str, optional
         Where torch solves, such as ``"cuda"``, in float64; what it found comes back as NumPy arrays. Absent: where the
         targets lie, with their own library.
@@ -72,6 +81,7 @@ class JointALS:
     ridge: float = 0.0
     tolerance: float = 1e-5
     trials: int = 2
+    single: bool = False
     device: str | None = None
 
     def solve(
@@ -137,38 +147,55 @@ class JointALS:
         _check(targets, shape)
         ranks = _clipped(ranks, shape)
         norms = stacked_norms(targets, weights)
-        left, right = stacked_pairs(targets)
+        (left, right), triangles = stacked_pairs(targets), stacked_triangles(targets)
         given = None if starts is None else given_pair(starts, shape, ranks, len(targets))
         if self.device is not None:  # stacked before, so that roots of dense weights are taken once and stay cached
             check_device(self.device)
-            left, right, norms, given = placed((left, right, norms, given), self.device)
-        problem = PairProblem.of(left, right, shape, norms, self.cg_steps, self.ridge)
-        begun = problem.starts(ranks) if given is None else [given]
-        first, reached, start_errors = problem.best_start(begun, min(self.trials, self.sweeps))
-        state = first
+            left, right, triangles, norms, given = placed((left, right, triangles, norms, given), self.device)
+        problem = PairProblem.of((left, right), triangles, shape, norms, self.cg_steps, self.ridge)
         history: list[Array] = []
-        size = namespace(left).sqrt(problem.energy)
-        settled, step = False, namespace(left).ones_like(size)
-        for index in range(1, self.sweeps + 1):
-            before, state = state, problem.sweep(state)
-            if self.ridge == 0.0:
-                state, step = _extrapolated(problem, before, state, step)
-            history.append(safe_ratio(state.error, size))
-            if on_sweep is not None:
-                on_sweep(Sweep(index, float(namespace(left).mean(history[-1]))))
-            if len(history) > 1 and bool(
-                namespace(left).all(history[-2] - history[-1] <= self.tolerance * history[-2])
-            ):
-                settled = True
-                break
-        errors = problem.errors(state)
-        better = errors <= reached
-        pair = State.chosen(better, state, first).pair
-        errors = namespace(left).where(better, errors, reached)
+        begun, first_errors, sweeps, settled = None if given is None else [given], None, self.sweeps, False
+        if self.single and norms.is_frobenius:
+            quick = problem.single()
+            pairs = quick.starts(ranks) if begun is None else [problem.to_single(pair) for pair in begun]
+            state, errors, first_errors, settled = self._descend(quick, pairs, sweeps, history, on_sweep)
+            begun = [problem.from_single(state.pair)]
+            sweeps = 0 if bool(namespace(left).all(errors > SINGLE)) else sweeps - len(history)
+        pairs = problem.starts(ranks) if begun is None else begun
+        state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, on_sweep)
+        settled, pair, size = ended or (settled and sweeps == 0), state.pair, namespace(left).sqrt(problem.energy)
+        if first_errors is not None:
+            start_errors = as_double(first_errors) * size
         status = Status.rank_reached if settled or self.sweeps == 0 else Status.sweep_limit
         if self.device is not None:
             pair, errors, start_errors, size, history = placed((pair, errors, start_errors, size, history), None)
         return _solutions(pair, shape, errors, start_errors, size, history, status)
+
+    def _descend(
+        self,
+        problem: PairProblem,
+        begun: list[Pair],
+        sweeps: int,
+        history: list[Array],
+        on_sweep: Callable[[Sweep], Any] | None,
+    ) -> tuple[State, Array, Array, bool]:
+        """Sweeps from the nearest start: where they end, its error, that of the start, whether the sweeps settled."""
+        xp, size = namespace(problem.left), namespace(problem.left).sqrt(problem.energy)
+        first, reached, start_errors = problem.best_start(begun, min(self.trials, sweeps))
+        state, step, settled = first, xp.ones_like(size), False
+        for place in range(sweeps):
+            before, state = state, problem.sweep(state)
+            if self.ridge == 0.0 and place % EVERY == 1:
+                state, step = _extrapolated(problem, before, state, step)
+            history.append(safe_ratio(state.error, size))
+            if on_sweep is not None:
+                on_sweep(Sweep(len(history), float(xp.mean(history[-1]))))
+            if place > 0 and bool(xp.all(history[-2] - history[-1] <= self.tolerance * history[-2])):
+                settled = True
+                break
+        errors = problem.errors(state)
+        better = errors <= reached
+        return State.chosen(better, state, first), xp.where(better, errors, reached), start_errors, settled
 
 
 def _extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:

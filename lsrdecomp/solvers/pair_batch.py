@@ -37,6 +37,15 @@ def stacked_pairs(targets: Sequence[LowRank]) -> tuple[Array, Array]:
     return xp.stack(lefts, axis=0), xp.stack(rights, axis=0)
 
 
+def stacked_triangles(targets: Sequence[LowRank]) -> tuple[Array, Array]:
+    """R of thin QR factorizations of both factors of each target, for `stacked_pairs`; targets remember theirs."""
+    rank = max(target.rank for target in targets)
+    xp = namespace(targets[0].left)
+    sides = zip(*(target.triangles for target in targets), strict=True)
+    left, right = (xp.stack([zero_padded(zero_padded(r, 0, rank), 1, rank) for r in side], axis=0) for side in sides)
+    return left, right
+
+
 def given_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int) -> Pair:
     """Stacks of given starting products, padded with zero terms."""
     if len(starts) != count:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import (
@@ -78,6 +78,12 @@ class Side:
                 stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
         return balanced_terms(stacks)
 
+    def gram(self, stacks: Stacks, formed: Array) -> Array:
+        """XᵀWX of the side X, (L, r, r); without a weight from the factors, which are far smaller than X."""
+        if isinstance(self.weight, Identity):
+            return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
+        return namespace(formed).matrix_transpose(formed) @ self.weight.apply(formed)
+
     def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over one number for each term: its first stack is multiplied by it."""
         xp, s = namespace(gram), int(stacks[0].shape[2])
@@ -88,7 +94,9 @@ class Side:
         normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         step = right_hand - xp.sum(normal, axis=2)
-        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
+        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff(dtype_name(normal))), step[:, :, None])[
+            :, :, 0
+        ]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
     @property
@@ -98,20 +106,18 @@ class Side:
     def _normal(self, stacks: Stacks, gram_tensor: Array, i: int) -> Array:
         """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ W_j F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
         xp = namespace(gram_tensor)
-        batch, s = gram_tensor.shape[0], stacks[0].shape[2]
-        grams = []
-        for j, stack in enumerate(stacks):
-            m, r = self.shape.factors[j]
-            if j == i:
-                grams.append(stack)  # never read
-                continue
-            rows = xp.reshape(stack, (batch, m, r * s))
-            products = xp.matrix_transpose(rows) @ self.traces.apply(j, rows)
-            products = xp.reshape(products, (batch, r, s, r, s))
-            grams.append(xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s)))
-        r = self.shape.columns[i]
+        batch, r, s = gram_tensor.shape[0], self.shape.columns[i], stacks[0].shape[2]
+        grams = [stack if j == i else self._factor_gram(stack, j) for j, stack in enumerate(stacks)]  # i is never read
         normal = xp.reshape(mttkrp(gram_tensor, grams, i), (batch, r, r, s, s))
         return xp.reshape(xp.permute_dims(normal, (0, 1, 3, 2, 4)), (batch, r * s, r * s))
+
+    def _factor_gram(self, stack: Array, j: int) -> Array:
+        """F_kʲᵀ W_j F_lʲ of all pairs of terms, as a stack (L, r_j·r_j, s·s)."""
+        xp, (batch, _, s), (m, r) = namespace(stack), stack.shape, self.shape.factors[j]
+        rows = xp.reshape(stack, (batch, m, r * s))
+        products = xp.matrix_transpose(rows) @ self.traces.apply(j, rows)
+        products = xp.reshape(products, (batch, r, s, r, s))
+        return xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s))
 
     def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array:
         """ridge · mean(W) · tr H / r · ∏_{j≠i} ‖F_kʲ‖² for every column (a, k) of block i; shape (L, r_i·s)."""
@@ -134,7 +140,9 @@ class Side:
         penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
         normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
         gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
-        step = xp.linalg.solve(damped(normal, DAMPING * n * unit_roundoff("float64")), xp.matrix_transpose(gradient))
+        safe = damped(normal, DAMPING * n * unit_roundoff(dtype_name(normal)))
+        step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
+        step = xp.astype(step, normal.dtype)
         return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
 
     def _conjugate_gradients(

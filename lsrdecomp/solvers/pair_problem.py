@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, namespace
+from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solvers.batched import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
 from lsrdecomp.solvers.pair_blocks import Side
 from lsrdecomp.solvers.pair_start import along_the_first, gauge_turns, side_terms
-from lsrdecomp.weighted import pair_norms, pair_residual_norms
+from lsrdecomp.weighted import pair_norms, pair_residual_norms, weighted_triangles
 from lsrdecomp.weights import Identity, NormWeights
 
 Pair = tuple[Stacks, Stacks]
@@ -18,8 +18,8 @@ Pair = tuple[Stacks, Stacks]
 RESOLUTION = 1e-7
 """Relative error below which inner products in double precision tell nothing."""
 
-EXACT = 1e-3
-"""Relative error above which inner products in double precision give an error to nine digits."""
+EXACT = 0.03
+"""Relative error above which inner products in double precision give an error to twelve digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class PairProblem:
 
     left: Array  # P, (L, m, R)
     right: Array  # Q, (L, R, n)
+    triangles: tuple[Array, Array]  # R of thin QR factorizations of P and Qᵀ
     weighted_left: Array  # G P
     weighted_right: Array  # C Qᵀ, (L, n, R)
     energy: Array  # ‖G^½ P Q C^½‖², (L,)
@@ -75,25 +76,51 @@ class PairProblem:
 
     @classmethod
     def of(
-        cls, left: Array, right: Array, shape: ProductShape, norms: NormWeights, cg_steps: int, ridge: float
+        cls,
+        pair: tuple[Array, Array],
+        triangles: tuple[Array, Array],
+        shape: ProductShape,
+        norms: NormWeights,
+        cg_steps: int,
+        ridge: float,
     ) -> PairProblem:
-        xp = namespace(left, right)
-        sides = [
+        """Of targets P Q and the R of thin QR factorizations of P and Qᵀ."""
+        (left, right), xp = pair, namespace(*pair)
+        out_side, in_side = (
             Side.of(side, weight, cg_steps, ridge, left)
             for side, weight in ((shape.left, norms.output), (shape.right.transposed, norms.input))
-        ]
-        return cls(
-            left,
-            right,
-            norms.output.apply(left),
-            norms.input.apply(xp.matrix_transpose(right)),
-            pair_norms(left, right, norms) ** 2,
-            shape,
-            norms,
-            sides[0],
-            sides[1],
-            ridge,
         )
+        sight = norms.output.apply(left), norms.input.apply(xp.matrix_transpose(right))
+        size = _norm(triangles) if norms.is_frobenius else pair_norms(left, right, norms)
+        return cls(left, right, triangles, *sight, size**2, shape, norms, out_side, in_side, ridge)
+
+    def single(self) -> PairProblem:
+        """The same in single precision, targets of norm one; in the Frobenius norm alone."""
+        xp = namespace(self.left)
+        length = xp.linalg.matrix_norm(self.triangles[0])
+        scales = safe_ratio(xp.ones_like(length), length), safe_ratio(length, xp.sqrt(self.energy))
+        left, right, *triangles = (
+            xp.astype(array * scale[:, None, None], xp.float32)
+            for array, scale in zip((self.left, self.right, *self.triangles), 2 * scales, strict=True)
+        )
+        cg_steps = self.out_side.cg_steps
+        return PairProblem.of((left, right), (triangles[0], triangles[1]), self.shape, self.norms, cg_steps, self.ridge)
+
+    @property
+    def _sides(self) -> tuple[Side, Side]:
+        return self.out_side, self.in_side
+
+    def to_single(self, pair: Pair) -> Pair:
+        """A pair of this problem as one of `single`."""
+        xp, size = namespace(self.left), self.energy**0.25
+        size = xp.where(size > 0, size, xp.ones_like(size))
+        sides = [[xp.astype(stack, xp.float32) for stack in scaled(side, 1.0 / size)] for side in pair]
+        return sides[0], sides[1]
+
+    def from_single(self, pair: Pair) -> Pair:
+        """A pair of `single` as one of this problem."""
+        sides = [scaled([as_double(stack) for stack in side], self.energy**0.25) for side in pair]
+        return sides[0], sides[1]
 
     def starts(self, ranks: tuple[int, int]) -> list[Pair]:
         """Orthogonal terms of each side in a gauge of the pair: one, or four in a weighted norm.
@@ -102,15 +129,17 @@ class PairProblem:
         Frobenius norm the components run `along_the_first` inner factor.
         """
         r = self.shape.inner_rank
-        plain = NormWeights.frobenius(self.shape.matrix_shape)
         found: list[Pair] = []
         given = self.left, namespace(self.right).matrix_transpose(self.right)
-        for gauge in [plain] if self.norms.is_frobenius else [self.norms, plain]:
-            turns = gauge_turns(self.left, self.right, r, gauge)
+        gauges = [self.triangles]
+        if not self.norms.is_frobenius:
+            gauges.insert(0, weighted_triangles(self.left, self.right, self.norms))
+        for triangles in gauges:
+            turns = gauge_turns(triangles, r)
             if self.norms.is_frobenius:
                 turns = along_the_first(turns[0], self.shape.inner), along_the_first(turns[1], self.shape.inner)
             for white in (False,) if self.norms.is_frobenius else (True, False):
-                sides = zip(given, turns, (self.out_side, self.in_side), ranks, strict=True)
+                sides = zip(given, turns, self._sides, ranks, strict=True)
                 out, into = (
                     side_terms(x, turn, side.shape, k, side.traces if white else None) for x, turn, side, k in sides
                 )
@@ -168,19 +197,17 @@ class PairProblem:
         return out_stacks, self.in_side.scaled(pair[1], outer.gram, self.weighted_right @ outer.seen)
 
     def errors(self, state: State) -> Array:
-        """‖G^½(PQ − B̂Â)C^½‖ of each problem: from formed residuals, unless all of them are above `EXACT`."""
+        """‖G^½(PQ − B̂Â)C^½‖ of each problem: as the state has it if all are above `EXACT`, or measured anew."""
         xp = namespace(self.left)
         if bool(xp.all(state.error > EXACT * xp.sqrt(self.energy))):
             return state.error
-        outer, inner = (
-            summed(x, side.shape) for x, side in zip(state.pair, (self.out_side, self.in_side), strict=True)
-        )
+        outer, inner = (summed(x, side.shape) for x, side in zip(state.pair, self._sides, strict=True))
         return pair_residual_norms(self.left, self.right, outer, xp.matrix_transpose(inner), self.norms)
 
     def _view(self, pair: Pair, which: int) -> View:
-        side, given = ((self.out_side, self.weighted_left), (self.in_side, self.weighted_right))[which]
+        side, given = self._sides[which], (self.weighted_left, self.weighted_right)[which]
         xp, formed = namespace(given), summed(pair[which], side.shape)
-        gram = xp.matrix_transpose(formed) @ side.weight.apply(formed)
+        gram = side.gram(pair[which], formed)
         own = isinstance(side.weight, Identity)
         norm = xp.sqrt(xp.linalg.trace(gram)) if own else xp.linalg.matrix_norm(formed)
         return View(gram, xp.matrix_transpose(given) @ formed, norm)
@@ -208,3 +235,8 @@ def _by_columns(x: Array, y: Array) -> Array:
     """x y as the transpose of an array that lies column by column, as `contraction` reads it."""
     xp = namespace(x, y)
     return xp.matrix_transpose(xp.matrix_transpose(y) @ xp.matrix_transpose(x))
+
+
+def _norm(triangles: tuple[Array, Array]) -> Array:
+    xp = namespace(*triangles)
+    return xp.linalg.matrix_norm(triangles[0] @ xp.matrix_transpose(triangles[1]))

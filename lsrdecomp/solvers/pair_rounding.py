@@ -14,7 +14,7 @@ from lsrdecomp.codes import Codes
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import safe_ratio
-from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs
+from lsrdecomp.solvers.pair_batch import given_pair, stacked_norms, stacked_pairs, stacked_triangles
 from lsrdecomp.solvers.pair_problem import Pair, PairProblem
 from lsrdecomp.solvers.pair_start import as_factors
 from lsrdecomp.targets import LowRank
@@ -91,7 +91,8 @@ def onto_codes(
     norms = stacked_norms([target], None if weights is None else [weights])
     start = given_pair([product], shape, product.separation_ranks, 1)
     left, right, norms, start = placed((*stacked_pairs([target]), norms, start), None)  # codes are NumPy's
-    problem = PairProblem.of(left, right, shape, norms, cg_steps, ridge=0.0)
+    triangles = placed(stacked_triangles([target]), None)
+    problem = PairProblem.of((left, right), triangles, shape, norms, cg_steps, ridge=0.0)
     coding = _Coding(problem, problem.state(start).pair, nearest)
     for place, block in enumerate(coding.blocks, 1):
         coding.round(block)

@@ -7,14 +7,16 @@ from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import Stacks, rearranged
 from lsrdecomp.solvers.leading import leading_triples
 from lsrdecomp.solvers.partial_traces import PartialTraces, along_rows, kron_apply
-from lsrdecomp.weighted import weighted_gauge
-from lsrdecomp.weights import NormWeights
+from lsrdecomp.weighted import gauge_of
 
 
-def gauge_turns(left: Array, right: Array, rank: int, weights: NormWeights) -> tuple[Array, Array]:
-    """S, T (L, r, rank) that turn a pair into U√σ = B S, V√σ = Aᵀ T of its singular gauge, truncated or padded."""
-    xp = namespace(left, right)
-    columns, sigma, rows = weighted_gauge(left, right, weights)
+def gauge_turns(triangles: tuple[Array, Array], rank: int) -> tuple[Array, Array]:
+    """S, T (L, r, rank) that turn a pair into U√σ = B S, V√σ = Aᵀ T of its singular gauge, truncated or padded.
+
+    ``triangles`` are R of thin QR factorizations of B and Aᵀ, or of G^½ B and C^½ Aᵀ for the gauge of that norm.
+    """
+    xp = namespace(*triangles)
+    columns, sigma, rows = gauge_of(*triangles)
     root = xp.sqrt(sigma)[:, None, :]
     turns = [zero_padded(turn * root, 2, rank)[:, :, :rank] for turn in (columns, xp.matrix_transpose(rows))]
     return turns[0], turns[1]
