@@ -80,6 +80,8 @@ class SeparatedMatrix:
             units[0] = units[0] * phase[:, None, None]
             scale = scale * xp.astype(real, scale.dtype)
         kept = [int(k) for k in to_numpy(xp.argsort(scale, descending=True, stable=True)) if float(scale[int(k)]) > 0.0]
+        if kept == list(range(int(scale.shape[0]))):
+            return cls(scale, tuple(units))
         order = xp.asarray(kept, dtype=xp.int64, device=device(scale))
         return cls(xp.take(scale, order), tuple(xp.take(unit, order, axis=0) for unit in units))
 

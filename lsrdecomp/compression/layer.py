@@ -29,7 +29,7 @@ from lsrdecomp.solvers.pair import JointALS
 from lsrdecomp.targets import LowRank
 from lsrdecomp.weights import NormWeights
 
-SOLVER = JointALS(tolerance=5e-4, single=True)
+SOLVER = JointALS(tolerance=5e-4, starts=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, within some thousandths of where thirty end."""
 
 

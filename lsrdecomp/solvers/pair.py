@@ -66,8 +66,10 @@ class JointALS:
         instead of the error. Zero: none, and the error itself is monotone.
     tolerance : float
         Stop when a sweep lowers the error of no problem by more than this fraction.
+    starts : int
+        Most starts to try; there are four in a weighted norm, two in the Frobenius norm.
     trials : int
-        Sweeps from each of the four starts of a weighted norm before the nearest goes on alone.
+        Sweeps from each start before the nearest goes on alone.
     single : bool
         In the Frobenius norm, sweep in single precision, in about two thirds of the time; sweeps in double precision
         follow only where the relative error is below `SINGLE`. Errors are in double precision all the same.
@@ -80,6 +82,7 @@ class JointALS:
     cg_steps: int = 8
     ridge: float = 0.0
     tolerance: float = 1e-5
+    starts: int = 4
     trials: int = 2
     single: bool = False
     device: str | None = None
@@ -157,11 +160,11 @@ class JointALS:
         begun, first_errors, sweeps, settled = None if given is None else [given], None, self.sweeps, False
         if self.single and norms.is_frobenius:
             quick = problem.single()
-            pairs = quick.starts(ranks) if begun is None else [problem.to_single(pair) for pair in begun]
+            pairs = quick.starts(ranks, self.starts) if begun is None else [problem.to_single(pair) for pair in begun]
             state, errors, first_errors, settled = self._descend(quick, pairs, sweeps, history, on_sweep)
             begun = [problem.from_single(state.pair)]
             sweeps = 0 if bool(namespace(left).all(errors > SINGLE)) else sweeps - len(history)
-        pairs = problem.starts(ranks) if begun is None else begun
+        pairs = problem.starts(ranks, self.starts) if begun is None else begun
         state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, on_sweep)
         settled, pair, size = ended or (settled and sweeps == 0), state.pair, namespace(left).sqrt(problem.energy)
         if first_errors is not None:

@@ -122,29 +122,27 @@ class PairProblem:
         sides = [scaled([as_double(stack) for stack in side], self.energy**0.25) for side in pair]
         return sides[0], sides[1]
 
-    def starts(self, ranks: tuple[int, int]) -> list[Pair]:
-        """Orthogonal terms of each side in a gauge of the pair: one, or four in a weighted norm.
+    def starts(self, ranks: tuple[int, int], most: int) -> list[Pair]:
+        """Orthogonal terms of each side in a gauge of the pair: two ways in the Frobenius norm, four in a weighted one.
 
-        The gauge of the norm and the Frobenius gauge, the sides whitened by the weights' partial traces or not. In the
-        Frobenius norm the components run `along_the_first` inner factor.
+        The components of the Frobenius gauge run `along_the_first` inner factor or along the last. With weights the
+        gauge is that of the norm or the Frobenius gauge, the sides whitened by the weights' partial traces or not.
         """
-        r = self.shape.inner_rank
-        found: list[Pair] = []
+        rank, inner = self.shape.inner_rank, self.shape.inner
+        if self.norms.is_frobenius:
+            turns = gauge_turns(self.triangles, rank)
+            ways = [((along_the_first(turns[0], inner), along_the_first(turns[1], inner)), False), (turns, False)]
+            most = min(most, 1) if max(inner) == rank else most  # the two are the same
+        else:
+            gauges = weighted_triangles(self.left, self.right, self.norms), self.triangles
+            ways = [(gauge_turns(triangles, rank), white) for triangles in gauges for white in (True, False)]
+        return [self._start(turns, white, ranks) for turns, white in ways[:most]]
+
+    def _start(self, turns: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
         given = self.left, namespace(self.right).matrix_transpose(self.right)
-        gauges = [self.triangles]
-        if not self.norms.is_frobenius:
-            gauges.insert(0, weighted_triangles(self.left, self.right, self.norms))
-        for triangles in gauges:
-            turns = gauge_turns(triangles, r)
-            if self.norms.is_frobenius:
-                turns = along_the_first(turns[0], self.shape.inner), along_the_first(turns[1], self.shape.inner)
-            for white in (False,) if self.norms.is_frobenius else (True, False):
-                sides = zip(given, turns, self._sides, ranks, strict=True)
-                out, into = (
-                    side_terms(x, turn, side.shape, k, side.traces if white else None) for x, turn, side, k in sides
-                )
-                found.append((out, into))
-        return found
+        sides = zip(given, turns, self._sides, ranks, strict=True)
+        out, into = (side_terms(x, turn, side.shape, k, side.traces if white else None) for x, turn, side, k in sides)
+        return out, into
 
     def best_start(self, starts: list[Pair], trials: int) -> tuple[State, Array, Array]:
         """Of several starts, the one that is nearest after ``trials`` sweeps, problem by problem.
