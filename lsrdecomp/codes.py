@@ -9,12 +9,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.errors import PrecisionError
+from lsrdecomp.bits import Codes
 from lsrdecomp.product import SeparatedProduct, low_rank_product
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
-
-Codes: TypeAlias = NDArray[np.int8]
 
 COMPONENT_BYTES = 3
 """Float16 scale and the number of bits of a component of a `SpectralCode`."""
@@ -108,23 +106,3 @@ class SpectralCode:
 
 CodedProduct: TypeAlias = QuantizedProduct | SpectralCode
 """What a layer stored in integers is, on disk."""
-
-
-def pack(codes: Codes, bits: int) -> NDArray[np.uint8]:
-    """Codes as a dense run of ``bits``-bit numbers, offset to be unsigned, most significant bit first."""
-    unsigned = (codes.reshape(-1).astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
-    return np.packbits(np.unpackbits(unsigned[:, None], axis=1)[:, 8 - bits :])
-
-
-def unpack(packed: NDArray[np.uint8], bits: int, shape: tuple[int, ...]) -> Codes:
-    """The codes of `pack`. Raises `PrecisionError` if the bytes are not as many as the shape needs."""
-    count = math.prod(shape)
-    if packed.size != math.ceil(count * bits / 8):
-        raise PrecisionError(
-            f"{packed.size} bytes of {bits}-bit codes, but shape {shape} needs {math.ceil(count * bits / 8)}"
-        )
-    digits = np.unpackbits(packed)[: count * bits].reshape(count, bits)
-    padded = np.concatenate([np.zeros((count, 8 - bits), dtype=np.uint8), digits], axis=1)
-    unsigned = np.packbits(padded, axis=1)[:, 0].astype(np.int16)
-    codes: Codes = (unsigned - 2 ** (bits - 1)).astype(np.int8).reshape(shape)
-    return codes

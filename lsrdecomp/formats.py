@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from lsrdecomp.bits import pack, unpack
 from lsrdecomp.errors import PrecisionError
 
 
@@ -70,7 +71,7 @@ class StoredFactor:
     format: str
     shape: tuple[int, int]
     complex: bool
-    codes: np.ndarray  # entries in the format; int4 packed two to a byte, low nibble first
+    codes: np.ndarray  # entries in the format; int4 as a run of bits
 
     @property
     def bytes(self) -> int:
@@ -81,8 +82,7 @@ class StoredFactor:
         """The codes as float64 or complex128, shape ``shape``."""
         entries = self.shape[0] * self.shape[1] * (2 if self.complex else 1)
         if self.format == "int4":
-            nibbles = np.stack((self.codes & 0x0F, self.codes >> 4), axis=1).reshape(-1)[:entries].astype(np.int8)
-            flat = np.where(nibbles > 7, nibbles - 16, nibbles).astype(np.float64)
+            flat = unpack(self.codes, 4, (entries,)).astype(np.float64)
         else:
             flat = self.codes.astype(np.float64)
         flat = flat * storage_format(self.format).unit
@@ -119,7 +119,7 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
     assert best is not None
     error, codes = best
     shape = int(factor.shape[0]), int(factor.shape[1])
-    return StoredFactor(name, shape, is_complex, _packed(codes) if name == "int4" else codes), error
+    return StoredFactor(name, shape, is_complex, pack(codes, 4) if name == "int4" else codes), error
 
 
 def _encode(flat: np.ndarray, chosen: Format, peak: float, relative: float) -> np.ndarray:
@@ -136,10 +136,3 @@ def _misfit(flat: np.ndarray, values: np.ndarray) -> float:
     if square == 0.0:
         return float(np.linalg.norm(flat))
     return float(np.linalg.norm(flat - values * (float(values @ flat) / square)))
-
-
-def _packed(codes: np.ndarray) -> np.ndarray:
-    nibbles = (codes & 0x0F).astype(np.uint8)
-    if len(nibbles) % 2:
-        nibbles = np.append(nibbles, np.uint8(0))
-    return nibbles[0::2] | (nibbles[1::2] << 4)

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from lsrdecomp.allocation import Choice, cheapest
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.format_choice import Choice, cheapest
 from lsrdecomp.formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.precision import tolerance
 from lsrdecomp.separated import SeparatedMatrix

@@ -14,7 +14,8 @@ PACKAGE = Path(lsrdecomp.__file__).parent
 STOREYS = (
     ("errors", "markup"),
     ("arrays", "shape"),
-    ("precision", "formats", "allocation"),
+    ("precision", "bits", "format_choice"),
+    ("formats",),
     ("kronecker",),
     ("separated",),
     ("product", "weights", "residual"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp.codes import pack, unpack
+from lsrdecomp.bits import pack, unpack
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
 from lsrdecomp.compression.spectral import (

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lsrdecomp.allocation import cheapest
 from lsrdecomp.errors import BudgetError, PrecisionError
+from lsrdecomp.format_choice import cheapest
 from lsrdecomp.formats import FORMATS, round_factor
 from lsrdecomp.kronecker import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import zero_padded
+from lsrdecomp.bits import pack
 from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Reader, parse
 from lsrdecomp.checkpoints.peft_format import PREFIX
-from lsrdecomp.codes import CodedProduct, QuantizedProduct, pack
+from lsrdecomp.codes import CodedProduct, QuantizedProduct
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.product import SeparatedProduct
 

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.codes import CodedProduct, Codes, QuantizedMatrix, QuantizedProduct, SpectralCode, unpack
+from lsrdecomp.bits import Codes, unpack
+from lsrdecomp.codes import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.shape import ProductShape
 
 Bytes = NDArray[np.uint8]

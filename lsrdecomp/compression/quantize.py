@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.codes import Codes, QuantizedMatrix, QuantizedProduct
+from lsrdecomp.bits import Codes
+from lsrdecomp.codes import QuantizedMatrix, QuantizedProduct
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.product import SeparatedProduct

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, to_numpy
-from lsrdecomp.codes import Codes, SpectralCode
+from lsrdecomp.bits import Codes
+from lsrdecomp.codes import SpectralCode
 from lsrdecomp.compression.candidates import Candidate
 from lsrdecomp.compression.open_layers import Layer
 from lsrdecomp.compression.quantize import nearest_codes

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
-from lsrdecomp.codes import Codes
+from lsrdecomp.bits import Codes
 from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.shape import KroneckerShape
 from lsrdecomp.solvers.batched import safe_ratio
