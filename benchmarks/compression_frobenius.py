@@ -2,9 +2,9 @@
 
     python benchmarks/compression_frobenius.py ADAPTER [ADAPTER ...] --out benchmarks/results/compression_frobenius.json
 
-Two questions, for every adapter: what joint least squares gains at the adapter's own rank with sixteen terms, after thirty sweeps, at its end and where `compress` stops; and
-how the whole family compares with truncated SVD at equal parameters, layer by layer. `compression.py` spends one
-budget on all layers and compares with what people use.
+Two questions, for every adapter: what joint least squares gains at the adapter's own rank with sixteen terms, after
+thirty sweeps, at its end and where `compress` stops; and how the whole family compares with truncated SVD at equal
+parameters, layer by layer. `compression.py` spends one budget on all layers and compares with what people use.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Peak memory and time of `compress` on an adapter of the size of a 70B model, generated on disk.
 
-python benchmarks/memory.py [--work DIR] [--blocks 8 16 32 80] [--full 1 2 4] [--searched 1 2 4]
+python benchmarks/memory.py [--work DIR] [--blocks 1 4 80] [--searched 1]
 
 Blocks have seven modules at full width (8192 and 28672, grouped keys and values 1024, r = 64, bfloat16): 80 of them are
-1.66 GB. Each number of blocks is one process, so that peaks are its own. ``--blocks`` solves for `TERMS` terms with one
-sweep, which needs the memory of thirty, ``--full`` with all sweeps; ``--searched`` runs the routes that search for
-shapes (a tolerance for every layer, one budget over all) with a short search, since a full one takes days here. What
-was measured before and is not measured again stays in the results.
+1.66 GB. Each number of blocks is one process, so that peaks are its own. ``--blocks`` solves for `TERMS` terms;
+``--searched`` runs the routes that search for shapes (a tolerance for every layer, one budget over all) with a short
+search, since a full one takes days here. What was measured before and is not measured again stays in the results.
 """
 
 from __future__ import annotations
@@ -82,13 +81,13 @@ def measure(adapter: Path, plan: str) -> dict[str, Any]:
     imported = peak()
     begun = time.perf_counter()
     checkpoint = open_checkpoint(adapter)
-    result = compress(checkpoint, PLANS[plan.removesuffix("-full")], search=None if plan == "terms-full" else SHORT)
+    result = compress(checkpoint, PLANS[plan], search=None if plan == "terms" else SHORT)
     solved, solving = peak(), time.perf_counter() - begun
     with tempfile.TemporaryDirectory(dir=adapter.parent) as folder:
         out = result.save(Path(folder) / "out")
         written = (out / "adapter_model.safetensors").stat().st_size
     return {
-        "plan": PLANS[plan.removesuffix("-full")].to_json(),
+        "plan": PLANS[plan].to_json(),
         "layers": len(checkpoint.layers),
         "source_bytes": checkpoint.weights.stat().st_size,
         "largest_layer_float64_bytes": 8 * max(layer.parameters for layer in checkpoint.layers),
@@ -145,9 +144,8 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--blocks", type=int, nargs="*", default=[8, 16, 32, 80])
-    parser.add_argument("--full", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--searched", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1, 4, 80])
+    parser.add_argument("--searched", type=int, nargs="*", default=[1])
     parser.add_argument("--times", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "memory.json")
     parser.add_argument("--child", nargs=2, metavar=("ADAPTER", "JOB"), help=argparse.SUPPRESS)
@@ -159,7 +157,7 @@ def main() -> None:
     record: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
     record["versions"] = {"python": platform.python_version(), "numpy": np.__version__}
     jobs = [(1, "times")] if options.times else []
-    jobs += [*((n, "terms") for n in options.blocks), *((n, "terms-full") for n in options.full)]
+    jobs += [(n, "terms") for n in options.blocks]
     jobs += [(n, plan) for n in options.searched for plan in ("rtol", "ratio")]
     for blocks, job in jobs:
         with tempfile.TemporaryDirectory(dir=options.work) as folder:

@@ -18,6 +18,7 @@ from lsrdecomp.product import SeparatedProduct
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
 from lsrdecomp.solution import Status
+from lsrdecomp.solvers.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair import JointALS, PairSolution
 from lsrdecomp.solvers.pair_start import along_the_first
 from lsrdecomp.targets import LowRank
@@ -278,3 +279,37 @@ def test_contradictions_are_named(rng: np.random.Generator) -> None:
     )
     with pytest.raises(ShapeError, match=r"\(3, 3\) terms for a solve with \(2, 2\)"):
         JointALS().solve(target, SMALL, 2, start=wide)
+
+
+def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: ModuleType) -> None:
+    shape = ProductShape((16, 8), (2, 2), (12, 10))
+    targets = [low_rank(rng, shape, 4, xp) for _ in range(3)]
+    exact, quick = (
+        JointALS(tolerance=1e-6, single=single).solve_batch(targets, shape, (4, 4)) for single in (False, True)
+    )
+    for target, one, other in zip(targets, exact, quick, strict=True):
+        assert other.relative_error == pytest.approx(one.relative_error, rel=1e-3)
+        assert other.relative_error < other.start_error
+        assert other.error == pytest.approx(target.residual_norm(other.product), rel=1e-12)
+        assert all(factor.dtype == xp.float64 for factor in other.product.left.factors)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-20, 1.0, 1e20, 1e150])
+def test_single_precision_gives_way_where_it_sees_too_little(scale: float, rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 4)
+    target = LowRank(scale * target.left, target.right)
+    near = JointALS(single=True).solve(target, SMALL, SMALL.left.max_separation_rank)
+    assert near.relative_error <= 1e-14
+    zero = JointALS(single=True).solve(LowRank(0.0 * target.left, target.right), SMALL, 2)
+    assert zero.relative_error == 0.0
+    far, exact = (JointALS(single=single, tolerance=1e-6).solve(target, SMALL, 2) for single in (True, False))
+    assert far.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), rank=st.integers(2, 6), terms=st.integers(1, 5))
+def test_never_above_either_order_of_the_singular_gauge(seed: int, rank: int, terms: int) -> None:
+    target = low_rank(np.random.default_rng(seed), SMALL, rank)
+    found = JointALS(sweeps=1, tolerance=0.0).solve(target, SMALL, terms)
+    plain = FactorwiseSVD(target, SMALL, "balanced").truncate(terms)
+    assert found.error <= target.residual_norm(plain) * (1.0 + 1e-9)

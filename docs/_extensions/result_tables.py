@@ -206,8 +206,7 @@ def _spread(values: list[float], scale: float, digits: int) -> str:
 
 
 ROUTES = {
-    "terms": "given terms, one sweep",
-    "terms-full": "given terms",
+    "terms": "given terms",
     "rtol": "tolerance for each layer",
     "ratio": "one budget",
 }

@@ -157,22 +157,34 @@ class JointALS:
             left, right, triangles, norms, given = placed((left, right, triangles, norms, given), self.device)
         problem = PairProblem.of((left, right), triangles, shape, norms, self.cg_steps, self.ridge)
         history: list[Array] = []
-        begun, first_errors, sweeps, settled = None if given is None else [given], None, self.sweeps, False
-        if self.single and norms.is_frobenius:
-            quick = problem.single()
-            pairs = quick.starts(ranks, self.starts) if begun is None else [problem.to_single(pair) for pair in begun]
-            state, errors, first_errors, settled = self._descend(quick, pairs, sweeps, history, on_sweep)
-            begun = [problem.from_single(state.pair)]
-            sweeps = 0 if bool(namespace(left).all(errors > SINGLE)) else sweeps - len(history)
+        begun, first_errors, sweeps = None if given is None else [given], None, self.sweeps
+        settled = False
+        if self.single and norms.is_frobenius and problem.fits_single:
+            begun, first_errors, settled = self._in_single(problem, ranks, begun, history, on_sweep)
+            sweeps = 0 if settled else sweeps - len(history)
         pairs = problem.starts(ranks, self.starts) if begun is None else begun
         state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, on_sweep)
-        settled, pair, size = ended or (settled and sweeps == 0), state.pair, namespace(left).sqrt(problem.energy)
-        if first_errors is not None:
-            start_errors = as_double(first_errors) * size
-        status = Status.rank_reached if settled or self.sweeps == 0 else Status.sweep_limit
+        start_errors = start_errors if first_errors is None else first_errors
+        pair, size = state.pair, namespace(left).sqrt(problem.energy)
+        status = Status.rank_reached if settled or ended or self.sweeps == 0 else Status.sweep_limit
         if self.device is not None:
             pair, errors, start_errors, size, history = placed((pair, errors, start_errors, size, history), None)
         return _solutions(pair, shape, errors, start_errors, size, history, status)
+
+    def _in_single(
+        self,
+        problem: PairProblem,
+        ranks: tuple[int, int],
+        begun: list[Pair] | None,
+        history: list[Array],
+        on_sweep: Callable[[Sweep], Any] | None,
+    ) -> tuple[list[Pair], Array, bool]:
+        """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
+        quick, size = problem.single(), namespace(problem.left).sqrt(problem.energy)
+        pairs = quick.starts(ranks, self.starts) if begun is None else [problem.to_single(pair) for pair in begun]
+        state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, on_sweep)
+        done = settled and bool(namespace(errors).all(errors > SINGLE))
+        return [problem.from_single(state.pair)], as_double(first_errors) * size, done
 
     def _descend(
         self,

@@ -94,15 +94,21 @@ class PairProblem:
         size = _norm(triangles) if norms.is_frobenius else pair_norms(left, right, norms)
         return cls(left, right, triangles, *sight, size**2, shape, norms, out_side, in_side, ridge)
 
+    @property
+    def fits_single(self) -> bool:
+        """Whether single precision holds the targets' numbers, and the ratios of their sizes."""
+        xp = namespace(self.left)
+        sizes = xp.concat([xp.linalg.matrix_norm(triangle) for triangle in self.triangles] + [self.energy**0.5])
+        return bool(xp.all((sizes == 0) | ((sizes > 1e-12) & (sizes < 1e12))))
+
     def single(self) -> PairProblem:
-        """The same in single precision, targets of norm one; in the Frobenius norm alone."""
+        """The same in single precision, targets of norm one; in the Frobenius norm, where it `fits_single`."""
         xp = namespace(self.left)
         length = xp.linalg.matrix_norm(self.triangles[0])
         scales = safe_ratio(xp.ones_like(length), length), safe_ratio(length, xp.sqrt(self.energy))
-        left, right, *triangles = (
-            xp.astype(array * scale[:, None, None], xp.float32)
-            for array, scale in zip((self.left, self.right, *self.triangles), 2 * scales, strict=True)
-        )
+        left, right, *triangles = (xp.astype(x, xp.float32) for x in (self.left, self.right, *self.triangles))
+        for array, scale in zip((left, right, *triangles), 2 * scales, strict=True):
+            array *= xp.astype(scale, xp.float32)[:, None, None]  # in place: the copies are our own
         cg_steps = self.out_side.cg_steps
         return PairProblem.of((left, right), (triangles[0], triangles[1]), self.shape, self.norms, cg_steps, self.ridge)
 
