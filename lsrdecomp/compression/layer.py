@@ -30,7 +30,7 @@ from lsrdecomp.targets import LowRank
 from lsrdecomp.weights import NormWeights
 
 SOLVER = JointALS(tolerance=5e-4, starts=1, single=True)
-"""Of layers at given terms: ends after about eight sweeps, within some thousandths of where thirty end."""
+"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
