@@ -1,4 +1,4 @@
-"""‖M − M̂‖_F from residual entries in double precision, a block of rows at a time, neither matrix held whole."""
+"""‖M − M̂‖_F in double precision: from residual entries, a block of rows at a time; of pairs from inner products too."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class JointALS:
         In the Frobenius norm, sweep in single precision, in about two thirds of the time; sweeps in double precision
         follow only where the relative error is below `SINGLE`. Errors are in double precision all the same.
     device : str, optional
-        Where torch solves, such as ``"cuda"``, in float64; what it found comes back as NumPy arrays. Absent: where the
+        Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent: where the
         targets lie, with their own library.
     """
 
