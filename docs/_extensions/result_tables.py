@@ -171,6 +171,20 @@ def recovery(results: dict[str, Any]) -> Table:
     return head, rows
 
 
+def int4_seeds(results: dict[str, Any]) -> Table:
+    """Shares of the LoRA's gain kept in float32 and in int4 by the same seeds, and the difference."""
+    lines = {(line["task"], line["budget"], line["structure"]): line for line in results["lines"]}
+    matrices = {gain["task"]: gain["matrices"] for gain in results["gains"]}
+    rows = []
+    for task, budget in sorted({key[:2] for key in lines if key[2] == "lsr-int4"}):
+        exact, coded = (lines[task, budget, name]["compressed"]["share"] for name in ("lsr", "lsr-int4"))
+        lost = [b - a for a, b in zip(exact, coded, strict=True)]
+        size = lines[task, budget, "lsr-int4"]["bytes"] / matrices[task]
+        shares = (_spread(share, 1, 2) for share in (exact, coded, lost))
+        rows.append((task, f"1/{6144 / budget:.0f}", f"{size:.0f}", *shares, str(len(lost))))
+    return ("task", "parameters", "bytes a matrix in int4", "float32", "int4", "difference", "seeds"), rows
+
+
 def three_tasks(results: dict[str, Any]) -> Table:
     """Shares of the LoRA's gain on each task, as compressed and, behind the arrow, after recovery; and from scratch."""
     lines = {(line["structure"], line["budget"], line["task"]): line for line in results["lines"]}
@@ -263,7 +277,7 @@ def route_cost(results: dict[str, Any]) -> Table:
     head = ("layers", "reading", "thin QR, twice a layer", "writing", "compressing and writing that", "ratio")
     ours = seconds["compress"] + seconds["save"]
     cells = (f"{second:.2f} s" for second in (*peer, ours))
-    return head, [(str(found["layers"]), *cells, f"{found['ratio']:.0f}")]
+    return head, [(str(found["layers"]), *cells, f"{found['ratio']:.1f}")]
 
 
 def kfac_cost(results: dict[str, Any]) -> Table:
@@ -286,6 +300,7 @@ def fleet(results: dict[str, Any]) -> Table:
 
 
 TABLES = {
+    "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
     "cp": ("cp.json", cp),
