@@ -73,10 +73,10 @@ def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
 
 def pair_distance(left: Array, right: Array, other_left: Array, other_right: Array) -> float:
     """‖B Aᴴ − B̂ Âᴴ‖_F for B (m, r), A (n, r), B̂ (m, r̂) and Â (n, r̂) in double precision; see `pair_distances`."""
-    squared = inner_distances(left, right, other_left, other_right)
-    if squared is None:
+    found = inner_distances(left, right, other_left, other_right)
+    if found is None:
         return norm(pair_core([left, other_left], [right, other_right]))
-    return float(squared)
+    return float(found)
 
 
 def pair_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array:

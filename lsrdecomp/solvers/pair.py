@@ -34,7 +34,7 @@ class PairSolution:
     """A separated product found for one target."""
 
     product: SeparatedProduct
-    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, to twelve digits
+    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, see `PairProblem.errors`
     start_error: float  # the same for the start
     norm: float  # ‖G^½ M C^½‖
     status: Status
