@@ -19,7 +19,7 @@ RESOLUTION = 1e-7
 """Relative error below which inner products in double precision tell nothing."""
 
 EXACT = 0.03
-"""Relative error above which inner products in double precision give an error to twelve digits, unless large terms cancel."""
+"""Relative error above which inner products in double precision give it to twelve digits, unless large terms cancel."""
 
 
 @dataclass(frozen=True, slots=True)
