@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.bits import Codes
+from lsrdecomp.bits import Codes, packed_size
 from lsrdecomp.product import SeparatedProduct, low_rank_product
 from lsrdecomp.separated import SeparatedMatrix
 from lsrdecomp.shape import ProductShape
@@ -33,7 +32,7 @@ class QuantizedMatrix:
     @property
     def bytes(self) -> int:
         """Packed codes, scales and the exponent."""
-        packed = sum(math.ceil(code.size * self.bits / 8) for code in self.codes)
+        packed = sum(packed_size(code.size, self.bits) for code in self.codes)
         return packed + 2 * self.scales.size + 1
 
     def dequantized(self) -> SeparatedMatrix:
@@ -80,7 +79,7 @@ class SpectralCode:
 
     @property
     def bytes(self) -> int:
-        packed = sum(math.ceil(sum(self.matrix_shape) * b / 8) for b in self.bits)
+        packed = sum(packed_size(sum(self.matrix_shape), b) for b in self.bits)
         return packed + COMPONENT_BYTES * len(self.bits) + 1
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lsrdecomp.bits import pack, unpack
+from lsrdecomp.bits import pack, packed_size, unpack
 from lsrdecomp.errors import PrecisionError
 
 
@@ -24,7 +24,7 @@ class Format:
     scales: tuple[float, ...]  # tried scales, relative to the one that brings the largest entry to the top
 
     def bytes(self, entries: int) -> int:
-        return (entries * self.bits + 7) // 8
+        return packed_size(entries, self.bits)
 
     @property
     def unit(self) -> float:

@@ -110,7 +110,7 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     Returns
     -------
     Array, shape (Π m_i, Π n_i)
-        One matrix product of the rearranged factors; cost 2·s·Πm_i·Πn_i operations.
+        Of two factors by `pairs_of_rows`, else one product of the rearranged factors; 2·s·Πm_i·Πn_i operations.
     """
     shape = factor_shape(factors)
     xp = namespace(*factors)
@@ -123,7 +123,8 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
         turned = [xp.matrix_transpose(factor) for factor in factors] if columns < rows else factors
         n, q = turned[0].shape[2], turned[1].shape[2]
         if factors[0].shape[0] * (n + q) <= 4 * n * q:  # else slices are thin, and copies of factors outgrow the sum
-            return xp.matrix_transpose(_by_rows(*turned)) if columns < rows else _by_rows(*turned)
+            formed = pairs_of_rows(*(xp.permute_dims(factor, (1, 2, 0)) for factor in turned))
+            return xp.matrix_transpose(formed) if columns < rows else formed
     flat = [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors]
     rest = flat[-1]
     for column in reversed(flat[1:-1]):
@@ -131,11 +132,11 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     return inverse_rearrange(xp.reshape(flat[0] @ xp.matrix_transpose(rest), shape.sizes), shape)
 
 
-def _by_rows(first: Array, second: Array) -> Array:
-    """Σ_k first_k ⊗ second_k, one small product for every pair of rows: no entry is moved."""
-    xp, (_, m, n), (_, p, q) = namespace(first, second), first.shape, second.shape
-    slices = xp.permute_dims(first, (1, 2, 0))[:, None, :, :] @ xp.permute_dims(second, (1, 0, 2))[None, :, :, :]
-    return xp.reshape(slices, (m * p, n * q))
+def pairs_of_rows(first: Array, second: Array) -> Array:
+    """Σ_k first_k ⊗ second_k of (…, m, n, s) and (…, p, q, s): a product for each pair of rows, no entry moved."""
+    xp, (*batch, m, n, _), (p, q) = namespace(first, second), first.shape, second.shape[-3:-1]
+    slices = first[..., :, None, :, :] @ xp.matrix_transpose(second)[..., None, :, :, :]  # (…, m, p, n, q)
+    return xp.reshape(slices, (*batch, m * p, n * q))
 
 
 def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: Array) -> Array:

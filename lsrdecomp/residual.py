@@ -84,7 +84,7 @@ def pair_distances(left: Array, right: Array, other_left: Array, other_right: Ar
 
     Let N = ‖B‖‖A‖ + ‖B̂‖‖Â‖. Inner products give the distance with a relative error of about 2⁻⁵³(N/distance)², entries
     of `pair_core` with 2⁻⁵³ N/distance: both to twelve digits while the distance is above N / `WIDEST`, and there inner
-    products take a fifth of the time. Elsewhere the residual's entries are formed.
+    products take a quarter of the time for sides 4096 long. Elsewhere the residual's entries are formed.
     """
     found = inner_distances(left, right, other_left, other_right)
     if found is None:

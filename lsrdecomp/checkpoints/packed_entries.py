@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.bits import Codes, unpack
+from lsrdecomp.bits import Codes, packed_size, unpack
 from lsrdecomp.codes import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.shape import ProductShape
 
@@ -40,7 +40,7 @@ class Reader:
         return values
 
     def codes(self, bits: int, shape: tuple[int, ...]) -> Codes:
-        return unpack(self.take(_packed_size(math.prod(shape), bits)), bits, shape)
+        return unpack(self.take(packed_size(math.prod(shape), bits)), bits, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Side:
 
     @property
     def size(self) -> int:
-        return 2 * self.terms + sum(_packed_size(self.terms * m * n, self.bits) for m, n in self.sizes)
+        return 2 * self.terms + sum(packed_size(self.terms * m * n, self.bits) for m, n in self.sizes)
 
     def decode(self, reader: Reader) -> QuantizedMatrix:
         scales = reader.scales(self.terms)
@@ -95,7 +95,7 @@ class Components:
 
     @property
     def size(self) -> int:
-        return sum(2 + _packed_size(sum(self.matrix_shape), b) for b in self.bits)
+        return sum(2 + packed_size(sum(self.matrix_shape), b) for b in self.bits)
 
     @property
     def storage(self) -> str:
@@ -148,10 +148,6 @@ def _side(entry: Any, sizes: tuple[tuple[int, int], ...]) -> Side:
     if type(terms) is not int or terms < 0:
         raise ValueError(f"a side of {str(terms)[:40]} terms")
     return Side(_bits(bits), _exponent(exponent), terms, sizes)
-
-
-def _packed_size(count: int, bits: int) -> int:
-    return -(-count * bits // 8)
 
 
 def _bits(value: Any) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.kronecker import pairs_of_rows
 from lsrdecomp.shape import KroneckerShape
 
 Stacks: TypeAlias = list[Array]
@@ -31,10 +32,7 @@ def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
     """
     xp, d, batch = namespace(*stacks), shape.order, stacks[0].shape[0]
     if d == 2:
-        first, second = _split_columns(stacks, shape)
-        slices = first[:, :, None, :, :] @ xp.matrix_transpose(second)[:, None, :, :, :]  # (L, n_1, n_2, m_1, m_2)
-        m, n = shape.matrix_shape
-        return xp.matrix_transpose(xp.reshape(slices, (batch, n, m)))
+        return xp.matrix_transpose(pairs_of_rows(*_split_columns(stacks, shape)))
     tensor = stacks[0] @ xp.matrix_transpose(_khatri_rao(stacks[1:]))
     entries = xp.reshape(tensor, (batch, *(size for pair in shape.factors for size in pair)))
     rows_then_columns = (0, *range(1, 2 * d + 1, 2), *range(2, 2 * d + 1, 2))

@@ -94,9 +94,7 @@ class Side:
         normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         step = right_hand - xp.sum(normal, axis=2)
-        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff(dtype_name(normal))), step[:, :, None])[
-            :, :, 0
-        ]
+        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
     @property
