@@ -138,9 +138,10 @@ def draw(rows: list[dict], path: Path) -> None:
         for bar, row in zip(bars, rows, strict=True):
             if not row[library].get("reached", True):
                 text = f" not reached: {row[library]['error']:.1e}"
-                ax.annotate(text, (bar.get_width(), bar.get_y()), va="bottom", fontsize=7)
+                ax.annotate(text, (bar.get_width(), bar.get_y() + 0.125), va="center", fontsize=7)
     ax.set_yticks(np.arange(len(rows)) + 0.25, [f"{r['problem']}\nerror {r['ALS']['error']:.1e}" for r in rows])
     ax.set(xscale="log", xlabel="CPU seconds to the error of ALS")
+    ax.set_xlim(right=20 * ax.get_xlim()[1])  # room for the words behind the longest bars
     ax.invert_yaxis()
     ax.legend()
     figure.savefig(path, dpi=150)
