@@ -20,7 +20,7 @@ from lsrdecomp.adapters.kernels import (
     kronecker_linear,
 )
 from lsrdecomp.adapters.kernels.triton_support import usable
-from lsrdecomp.shape import ProductShape, balanced_split
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 FROZEN, LORA, LORA_NARROW, LOKR = "frozen base", "PEFT LoRA", "PEFT LoRA, narrow", "PEFT LoKr"
 OURS, OURS_EQUAL, LSR = "our LoRA", "our LoRA, equal rank", "LSR blas"

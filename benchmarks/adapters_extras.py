@@ -15,7 +15,7 @@ from torch import Tensor
 from lsrdecomp.adapters.kernels import ArenaLayer, FactorArena, expand_all
 from lsrdecomp.adapters.kernels.stacked import expand
 from lsrdecomp.adapters.kernels.triton_support import usable
-from lsrdecomp.shape import ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 
 Form = Callable[[list[list[Tensor]]], list[Tensor]]
 LLAMA = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)

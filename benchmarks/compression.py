@@ -29,7 +29,7 @@ from compression_frobenius import usable
 
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.fit import Fit, Prepared, prepare
-from lsrdecomp.compression.open_layers import Layer
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError
 

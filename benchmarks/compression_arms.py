@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.compression.open_layers import Layer
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.decompose import choose_solver
-from lsrdecomp.product import SeparatedProduct, low_rank_product
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
 
 HALF = 2
 """Bytes of a float16."""

@@ -35,9 +35,9 @@ from lsrdecomp.compression.layer import SOLVER, layer_pair
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.shape import KroneckerShape, ProductShape, balanced_split
-from lsrdecomp.solvers.factorwise import FactorwiseSVD
-from lsrdecomp.solvers.pair import JointALS
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, balanced_split
+from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.solvers.pair.joint_als import JointALS
 
 TERMS = 16
 UNITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.33, 3.0, 4.0)

@@ -25,12 +25,12 @@ import problems
 import pyttb
 from tensorly.decomposition import parafac
 
-from lsrdecomp.interchange import from_cp
-from lsrdecomp.kronecker import rearrange
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solvers.als import ALS
-from lsrdecomp.targets import Dense
+from lsrdecomp.kronecker.cp import from_cp
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.targets.base import Dense
 
 RESULTS = Path(__file__).parent / "results"
 CHUNK = 20

@@ -28,8 +28,8 @@ import numpy as np
 
 from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.fleet import MANIFEST, run_fleet, run_job, summary
-from lsrdecomp.runners import joblib_runner
+from lsrdecomp.fleet.batch import MANIFEST, run_fleet, run_job, summary
+from lsrdecomp.fleet.runners import joblib_runner
 
 PLAN = CompressionPlan(separation_rank=4, storage="float16")
 LAYERS, SIZE, RANK = 4, 128, 8

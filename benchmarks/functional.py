@@ -27,12 +27,12 @@ import torch
 from functional_model import HELD_OUT, Inputs, Subject, Upper, held_out_logits, prepare
 from safetensors.numpy import load_file
 
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.allocate import Options, within_cost
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
 from lsrdecomp.compression.search import Search, choose_configurations
-from lsrdecomp.compression.statistics import read_statistics
-from lsrdecomp.targets import LowRank
-from lsrdecomp.training.calibrate import calibrate
+from lsrdecomp.targets.base import LowRank
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from lsrdecomp.adapters.kernels.triton_support import usable
+from lsrdecomp.calibration.base_model import batches, load_base, task_texts
+from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress
-from lsrdecomp.compression.statistics import read_statistics
-from lsrdecomp.training.base import batches, load_base, task_texts
-from lsrdecomp.training.calibrate import calibrate
+from lsrdecomp.training.dataset import read_material
 from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.material import read_material
 from lsrdecomp.training.record import ADAPTER, RECORD, Record, Scores, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.statistics import read_statistics
-from lsrdecomp.product import SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
 SEARCH = Search(probes=32, kept=8, low_rank=False)

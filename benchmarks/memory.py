@@ -24,12 +24,12 @@ import ml_dtypes
 import numpy as np
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.safetensors_file import encode_header
+from lsrdecomp.checkpoints.safetensors import encode_header
+from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layer import at_given_terms, layer_pair, stored_layers
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress
 from lsrdecomp.compression.search import Search
-from lsrdecomp.solvers.pair import JointALS
+from lsrdecomp.solvers.pair.joint_als import JointALS
 
 RANK = 64
 TERMS = 4

@@ -25,14 +25,14 @@ import numpy as np
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.fit import fit_layers, make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress
-from lsrdecomp.shape import ProductShape
-from lsrdecomp.solvers.pair import JointALS
-from lsrdecomp.targets import LowRank
-from lsrdecomp.weights import LowRankPlusIdentity, NormWeights
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 RANK = 16
 TERMS = 16

@@ -91,9 +91,9 @@ def dense(options: argparse.Namespace) -> list[dict[str, Any]]:
     from sklearn.utils.extmath import randomized_svd
 
     from lsrdecomp import KroneckerShape
-    from lsrdecomp.kronecker import inverse_rearrange
-    from lsrdecomp.solvers.krylov import BlockGolubKahan
-    from lsrdecomp.targets import Dense
+    from lsrdecomp.kronecker.rearrange import inverse_rearrange
+    from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+    from lsrdecomp.targets.base import Dense
 
     torch.set_num_threads(options.threads)
     claims: list[Any] = []
@@ -150,8 +150,8 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     import numpy as np
 
     from lsrdecomp import KroneckerShape, LowRank
-    from lsrdecomp.solvers.krylov import BlockGolubKahan
-    from lsrdecomp.targets import Dense
+    from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+    from lsrdecomp.targets.base import Dense
 
     rng = np.random.default_rng(options.seed)
     decay = 1.0 / np.arange(1.0, 65.0)
@@ -177,7 +177,7 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     from lsrdecomp import KroneckerShape
-    from lsrdecomp.solvers.subspace import BatchedKrylov
+    from lsrdecomp.solvers.svd.batched import BatchedKrylov
 
     torch.set_num_threads(options.threads)
     rng = np.random.default_rng(options.seed)
@@ -209,9 +209,9 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Fewest parameters over all shapes; with --brute against the spectrum of every rearrangement."""
     import numpy as np
 
-    from lsrdecomp.kronecker import rearrange
-    from lsrdecomp.search import best_shape
-    from lsrdecomp.shape import kronecker_shapes
+    from lsrdecomp.kronecker.rearrange import rearrange
+    from lsrdecomp.kronecker.shape import kronecker_shapes
+    from lsrdecomp.shape_search import best_shape
 
     i = np.arange(float(options.size))
     distance = np.abs(i[:, None] - i)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lsrdecomp.checkpoints.statistics import METADATA, TENSORS, read_statistics
 from lsrdecomp.checkpoints.writing import TensorWriter
-from lsrdecomp.compression.statistics import METADATA, TENSORS, read_statistics
 
 RANK = 24
 

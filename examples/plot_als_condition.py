@@ -12,7 +12,7 @@ import numpy as np
 
 from lsrdecomp import KroneckerShape, decompose
 from lsrdecomp.plots import plot_sweeps
-from lsrdecomp.solvers.als import ALS
+from lsrdecomp.solvers.cp.als import ALS
 
 up, eye = np.array([[0.0, 1.0], [0.0, 0.0]]), np.eye(2)
 matrix = sum(np.kron(np.kron(*(up if k == i else eye for k in (0, 1))), up if i == 2 else eye) for i in range(3))

@@ -12,9 +12,9 @@ import numpy as np
 
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.plots import plot_sweeps
-from lsrdecomp.solution import Sweep
-from lsrdecomp.solvers.factorwise import FactorwiseSVD
-from lsrdecomp.solvers.pair import JointALS
+from lsrdecomp.solvers.base import Sweep
+from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.solvers.pair.joint_als import JointALS
 
 # %%
 # A layer that *has* the structure, hidden by a random gauge: two terms a side, 48 × 48, inner rank 4.

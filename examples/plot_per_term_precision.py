@@ -11,9 +11,9 @@ import numpy as np
 
 from lsrdecomp import KroneckerShape, decompose
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.formats.mixed_precision import smallest
 from lsrdecomp.plots import COLOURS
-from lsrdecomp.storage import smallest
-from lsrdecomp.targets import Dense
+from lsrdecomp.targets.base import Dense
 
 n = 32
 i = np.arange(n * n)

@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from lsrdecomp.analysis import error_curves, pareto_front
+from lsrdecomp.kronecker.shape import divisors, kronecker_shapes
 from lsrdecomp.plots import plot_pareto
-from lsrdecomp.shape import divisors, kronecker_shapes
 
 n = 12
 second = 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any, Literal
 
 from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
-from lsrdecomp.operator_targets import as_target
+from lsrdecomp.formats.mixed_precision import StoredMatrix, smallest
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
-from lsrdecomp.search import ShapeSearch, best_shape
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solution import Decomposition, ErrorKind, Solution, Solver, Status, Sweep
-from lsrdecomp.solvers.als import ALS
-from lsrdecomp.solvers.krylov import BlockGolubKahan
-from lsrdecomp.solvers.svd import SVD
-from lsrdecomp.storage import StoredMatrix, smallest
-from lsrdecomp.targets import Target
+from lsrdecomp.shape_search import ShapeSearch, best_shape
+from lsrdecomp.solvers.base import Decomposition, ErrorKind, Solution, Solver, Status, Sweep
+from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.targets.base import Target
+from lsrdecomp.targets.operator import Separated, as_target
 
 DENSE_SVD_LIMIT = 64
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
@@ -253,3 +253,37 @@ def _refuse_two_goals(rtol: float | None, atol: float | None, storage: str | Non
     for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
         if value is not None:
             raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")
+
+
+def recompress(
+    matrix: SeparatedMatrix, *, rtol: float | None = None, rank: int | None = None, solver: Solver | None = None
+) -> SeparatedMatrix:
+    """The fewest terms within ``rtol``, or the best ``rank`` terms; the matrix is not formed.
+
+    Two factors: the SVD of the rearrangement from QR factors of the terms, exact in O((p + q)·s²). More factors:
+    `ALS` on the core that the terms span, whose error is measured from QR factors of the difference.
+
+    Raises
+    ------
+    BudgetError
+        If neither goal is given.
+    ConvergenceError
+        If ``rtol`` is not met.
+    """
+    if (rtol is None) == (rank is None):
+        raise BudgetError(f"give one of rtol and rank, got rtol={rtol} and rank={rank}")
+    if matrix.separation_rank == 0:
+        return matrix
+    if matrix.order != 2 or solver is not None:
+        target = Separated(matrix)
+        return decompose(
+            target, matrix.kronecker_shape, rtol=rtol, rank=rank, solver=solver, throw=rtol is not None
+        ).approximation
+    orthogonal = matrix.canonical()
+    if rank is not None:
+        return orthogonal.truncate(rank)
+    allowed, kept, dropped = (rtol or 0.0) * matrix.norm, orthogonal.separation_rank, 0.0
+    while kept and (dropped + float(orthogonal.weights[kept - 1]) ** 2) ** 0.5 <= allowed:
+        dropped += float(orthogonal.weights[kept - 1]) ** 2
+        kept -= 1
+    return orthogonal.truncate(kept)

@@ -55,7 +55,7 @@ class Server:
 def _child(order: dict[str, Any], notes: str) -> None:
     import lsrdecomp.cli.fleet
     from lsrdecomp.cli.main import run
-    from lsrdecomp.fleet import run_job
+    from lsrdecomp.fleet.batch import run_job
 
     os.setsid()
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -88,7 +88,7 @@ def _child(order: dict[str, Any], notes: str) -> None:
 
 def _serve() -> None:
     import lsrdecomp.cli.main
-    import lsrdecomp.runners  # noqa: F401
+    import lsrdecomp.fleet.runners  # noqa: F401
 
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"

@@ -7,11 +7,11 @@ from functools import cache, reduce
 
 import numpy as np
 
-from lsrdecomp.kronecker import inverse_rearrange, rearrange
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solution import Solver
-from lsrdecomp.solvers.als import ALS
-from lsrdecomp.solvers.svd import SVD
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.base import Solver
+from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.svd.dense import SVD
 
 
 @cache

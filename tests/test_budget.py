@@ -5,10 +5,10 @@ import pytest
 
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError, ConvergenceError
-from lsrdecomp.kronecker import rearrange
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solution import ErrorKind, Status
+from lsrdecomp.solvers.base import ErrorKind, Status
 
 TWO = KroneckerShape(((8, 8), (8, 8)))
 THREE = KroneckerShape(((4, 4), (4, 4), (4, 4)))

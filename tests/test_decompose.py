@@ -8,9 +8,9 @@ from oracles import close
 
 import lsrdecomp as lsr
 from lsrdecomp.errors import BudgetError, ConvergenceError
-from lsrdecomp.kronecker import rearrange
-from lsrdecomp.solution import Status
-from lsrdecomp.solvers.svd import SVD, tail_norms
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.svd.dense import SVD, tail_norms
 from lsrdecomp.testing import kronecker_shapes, matrices, separated_matrices
 
 TWO = kronecker_shapes(order=2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels.stacked import expand
 from lsrdecomp.adapters.layer import LsrLayer
-from lsrdecomp.shape import ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 
 SIDEWISE = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 SPECTRAL = ("svd", "ties_svd", "dare_linear_svd", "dare_ties_svd", "magnitude_prune_svd")

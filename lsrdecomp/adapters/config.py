@@ -14,7 +14,7 @@ from peft.utils.peft_types import PeftType
 from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.shape import ProductShape, balanced_split
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 STARTS = (True, False, "paper")
 SIDES = ("out", "inner", "into")

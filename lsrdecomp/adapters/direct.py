@@ -18,7 +18,7 @@ from lsrdecomp.adapters.layout import find
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 @dataclass

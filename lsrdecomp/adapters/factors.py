@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels.grouping import Expandable
-from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.kronecker.shape import KroneckerShape
 
 
 class KroneckerFactors(Expandable):

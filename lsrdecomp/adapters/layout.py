@@ -12,7 +12,7 @@ from peft.utils.other import get_pattern_key
 from lsrdecomp.adapters.config import LsrConfig, positive, product_shape, separation_ranks
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.shape import ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import namespace
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.operator_targets import as_target
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solution import Solver
-from lsrdecomp.solvers.svd import rearranged_svd, tail_norms
-from lsrdecomp.targets import LowRank
+from lsrdecomp.solvers.base import Solver
+from lsrdecomp.solvers.svd.dense import rearranged_svd, tail_norms
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.operator import as_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.targets import LowRank
+from lsrdecomp.targets.base import LowRank
 
 DECADES = 18
 """Range of multipliers, from nothing kept to double precision."""

@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lsrdecomp.operator_targets import as_target
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.solvers.svd import rearranged_svd
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.svd.dense import rearranged_svd
+from lsrdecomp.targets.operator import as_target
 
 
 @dataclass(frozen=True, slots=True)

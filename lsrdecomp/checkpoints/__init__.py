@@ -1,12 +1,12 @@
 """Adapters on disk: open any known format as records, write LSR and LoRA directories."""
 
-from lsrdecomp.checkpoints.diffusers_format import write_diffusers
-from lsrdecomp.checkpoints.formats import FORMATS, open_checkpoint
-from lsrdecomp.checkpoints.kohya_format import write_kohya
-from lsrdecomp.checkpoints.lsr_writer import write_lsr
-from lsrdecomp.checkpoints.peft_writer import write_lora
+from lsrdecomp.checkpoints.format_table import FORMATS, open_checkpoint
+from lsrdecomp.checkpoints.readers.diffusers import write_diffusers
+from lsrdecomp.checkpoints.readers.kohya import write_kohya
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import StoredTensor
+from lsrdecomp.checkpoints.writers.lsr import write_lsr
+from lsrdecomp.checkpoints.writers.peft import write_lora
 
 __all__ = [
     "FORMATS",

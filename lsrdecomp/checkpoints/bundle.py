@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints.files import read_json, regular_file_size
-from lsrdecomp.checkpoints.pickle_file import read_pickle
-from lsrdecomp.checkpoints.safetensors_file import read_header
+from lsrdecomp.checkpoints.pickles import read_pickle
+from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError
 

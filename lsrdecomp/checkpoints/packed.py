@@ -7,7 +7,7 @@ zlib-compressed JSON, then the codes of each layer in its order. An entry of the
     [name, "components", [m, n], [bits of each component], exponent]
 
 A side's codes are its float16 scales, then each factor's codes, packed; a component's are its scale, then u and v. See
-`lsrdecomp.codes` for what they stand for.
+`lsrdecomp.formats.quantized` for what they stand for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import zero_padded
-from lsrdecomp.bits import pack
 from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Reader, parse
-from lsrdecomp.checkpoints.peft_format import PREFIX
-from lsrdecomp.codes import CodedProduct, QuantizedProduct
+from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.product import SeparatedProduct
+from lsrdecomp.formats.bit_packing import pack
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 
 PACKED = f"{PREFIX}lsr_packed"
 LONGEST_INDEX = 16 * 2**20

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.bits import Codes, packed_size, unpack
-from lsrdecomp.codes import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
-from lsrdecomp.shape import ProductShape
+from lsrdecomp.formats.bit_packing import Codes, packed_size, unpack
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.kronecker.shape import ProductShape
 
 Bytes = NDArray[np.uint8]
 MOST_NUMBERS = 2**31

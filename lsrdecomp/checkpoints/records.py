@@ -12,7 +12,7 @@ from typing import Any
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.shape import ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 
 KINDS = ("linear", "conv1d", "embedding", "conv")
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
-from lsrdecomp.checkpoints.safetensors_file import NAMES, encode_header
+from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
 from lsrdecomp.checkpoints.sums import write_sums
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
 from lsrdecomp.errors import CheckpointError

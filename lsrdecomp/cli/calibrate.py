@@ -33,8 +33,8 @@ def calibrate(
     if (text is None) == (task is None):
         raise BudgetError("calibration needs texts: give --text FILE or --task DIR, one of them")
     try:
-        from lsrdecomp.training import base as bases
-        from lsrdecomp.training.calibrate import calibrate as run
+        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration.calibrate import calibrate as run
         from lsrdecomp.training.tasks import find_task
     except ImportError as error:
         raise LsrError(f"calibration runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error

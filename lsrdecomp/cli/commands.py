@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
@@ -18,17 +19,16 @@ from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
+from lsrdecomp.compression.compress import compress as compress_checkpoint
+from lsrdecomp.compression.compress import export_lora
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.layer import layer_pair, layer_product
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.run import compress as compress_checkpoint
-from lsrdecomp.compression.run import export_lora
-from lsrdecomp.compression.statistics import read_statistics
 from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
-from lsrdecomp.solvers.svd import tail_norms
-from lsrdecomp.targets import LowRank
+from lsrdecomp.solvers.svd.dense import tail_norms
+from lsrdecomp.targets.base import LowRank
 
 
 def inspect(

@@ -13,7 +13,7 @@ from lsrdecomp.cli.options import JsonFile
 from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.compare import Results
+    from lsrdecomp.experiments.compare import Results
 
 
 def compare(
@@ -34,8 +34,8 @@ def compare(
     matplotlib is installed. Exit code 1 if a run failed.
     """
     with training_imports():
-        from lsrdecomp.training.compare import compare as run
-        from lsrdecomp.training.compare import read_results
+        from lsrdecomp.experiments.compare import compare as run
+        from lsrdecomp.experiments.compare import read_results
     chosen = open_suite(suite, tasks, data, model, device)
     if table:
         results = read_results(chosen, out)
@@ -49,7 +49,7 @@ def compare(
 
 def show(results: Results, out: Path, json: Path | None) -> None:
     """The tables on the screen and in `table.md`, the pictures, the JSON."""
-    from lsrdecomp.training import compare_table
+    from lsrdecomp.experiments import compare_table
 
     rows = compare_table.lines(results)
     if rows:
@@ -65,7 +65,7 @@ def show(results: Results, out: Path, json: Path | None) -> None:
 
 def _draw(rows: Any, out: Path) -> None:
     from lsrdecomp import plots
-    from lsrdecomp.training import compare_table
+    from lsrdecomp.experiments import compare_table
 
     try:
         plots.available()

@@ -13,8 +13,8 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import JsonFile, MaxMemory, SolveDevice
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet import Outcome, find_adapters, run_fleet, summary
-from lsrdecomp.runners import joblib_runner, ray_runner
+from lsrdecomp.fleet.batch import Outcome, find_adapters, run_fleet, summary
+from lsrdecomp.fleet.runners import joblib_runner, ray_runner
 
 
 def fleet(

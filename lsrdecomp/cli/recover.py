@@ -12,8 +12,8 @@ from lsrdecomp.cli.options import JsonFile
 from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.recover_table import Recovery
-    from lsrdecomp.training.runs import Outcome, Run
+    from lsrdecomp.experiments.recover_table import Recovery
+    from lsrdecomp.experiments.runs import Outcome, Run
 
 
 def recover(
@@ -33,9 +33,9 @@ def recover(
     table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed.
     """
     with training_imports():
-        from lsrdecomp.training import recover as parts
-        from lsrdecomp.training.recover_table import read_recovery
-        from lsrdecomp.training.runs import Failure
+        from lsrdecomp.experiments import recover as parts
+        from lsrdecomp.experiments.recover_table import read_recovery
+        from lsrdecomp.experiments.runs import Failure
     chosen = open_suite(suite, tasks, data, model, device)
     failed: list[str] = []
 
@@ -56,8 +56,8 @@ def recover(
 
 def show(found: Recovery, out: Path, json: Path | None) -> None:
     """The tables on the screen and in `table.md`, the pictures, the JSON."""
-    from lsrdecomp.training import recover_table
-    from lsrdecomp.training.compare_table import markdown_table
+    from lsrdecomp.experiments import recover_table
+    from lsrdecomp.experiments.compare_table import markdown_table
 
     if found.gains:
         shown = recover_table.gains_table(found), recover_table.table(found)
@@ -74,7 +74,7 @@ def show(found: Recovery, out: Path, json: Path | None) -> None:
 
 def _draw(found: Recovery, out: Path) -> None:
     from lsrdecomp import plots
-    from lsrdecomp.training import recover_table
+    from lsrdecomp.experiments import recover_table
 
     try:
         plots.available()

@@ -12,7 +12,7 @@ import typer
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.suite import Suite
+    from lsrdecomp.experiments.suite import Suite
 
 Out = Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")]
 Table = Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")]
@@ -34,7 +34,7 @@ def training_imports() -> Iterator[None]:
 
 def open_suite(path: Path, tasks: str | None, data: Path | None, model: str | None, device: str | None) -> Suite:
     """A suite with what the command line says in place of its own."""
-    from lsrdecomp.training.suite import read_suite
+    from lsrdecomp.experiments.suite import read_suite
 
     given: dict[str, Any] = {"data": None if data is None else str(data), "model": model, "device": device}
     some = None if tasks is None else [name.strip() for name in tasks.split(",")]

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
+from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.report import LayerReport, Totals
-from lsrdecomp.compression.run import Compression
 from lsrdecomp.compression.verify import Verification
-from lsrdecomp.fleet import Outcome
+from lsrdecomp.fleet.batch import Outcome
 
 PLAIN_WIDTH = 220
 """Columns of a table that goes to a file or a pipe, where nothing should be folded."""

@@ -17,7 +17,7 @@ from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.behaviour import Behaviour
+    from lsrdecomp.calibration.divergence import Behaviour
 
 
 def verify(
@@ -68,8 +68,8 @@ def _behaviour(
     base: str, source: Path, written: Path, text: Path | None, task: Path | None, size: int, length: int, device: str
 ) -> Behaviour:
     try:
-        from lsrdecomp.training import base as bases
-        from lsrdecomp.training.behaviour import compare_answers
+        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration.divergence import compare_answers
         from lsrdecomp.training.tasks import find_task
     except ImportError as error:
         raise LsrError(f"answers need the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error

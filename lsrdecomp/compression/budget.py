@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lsrdecomp.compression.open_layers import Layer
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import BudgetError
 
 

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from lsrdecomp.codes import CodedProduct
-from lsrdecomp.compression.open_layers import Layer, batches
+from lsrdecomp.compression.layers import Form, Layer, batches
 from lsrdecomp.compression.quantize import INTEGER_BITS, refitted_product, stored_product
-from lsrdecomp.compression.shelf import Shelf
+from lsrdecomp.compression.spill_cache import Shelf
 from lsrdecomp.decompose import choose_solver
+from lsrdecomp.formats.quantized import CodedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.precision import precision
-from lsrdecomp.product import SeparatedProduct, low_rank_product
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import KroneckerShape, ProductShape
-from lsrdecomp.solvers.pair import JointALS, PairSolution
-from lsrdecomp.solvers.svd import tail_norms
+from lsrdecomp.solvers.pair.joint_als import JointALS, PairSolution
+from lsrdecomp.solvers.svd.dense import tail_norms
 
-Form = SeparatedProduct | SeparatedMatrix
 F = TypeVar("F", bound=Form)
 Configuration = tuple[ProductShape, tuple[int, int]]
 """A shape of an LSR product, and the terms of its out side and its in side."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from lsrdecomp.compression.allocate import Choice, Options, total_loss, within_cost, within_loss
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate
-from lsrdecomp.compression.open_layers import Layer
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import BudgetError
 
 

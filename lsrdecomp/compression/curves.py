@@ -9,10 +9,10 @@ from typing import Any
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.compression.layer import effective_rank, layer_pair
-from lsrdecomp.shape import ProductShape, balanced_split
-from lsrdecomp.solvers.factorwise import FactorwiseSVD
-from lsrdecomp.solvers.svd import tail_norms
-from lsrdecomp.targets import LowRank
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.solvers.svd.dense import tail_norms
+from lsrdecomp.targets.base import LowRank
 
 Points = dict[int, tuple[int, float]]
 """For each number of terms: parameters and ‖ΔW − ΔŴ‖_F."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.compression.budget import Budget as Budget
-from lsrdecomp.compression.candidates import Candidate, Form, settled
+from lsrdecomp.compression.candidate_table import Row, polish, rows
+from lsrdecomp.compression.candidates import Candidate, settled
 from lsrdecomp.compression.choice import allocate
-from lsrdecomp.compression.open_layers import HasWeights as HasWeights
-from lsrdecomp.compression.open_layers import Layer
-from lsrdecomp.compression.open_layers import make_layers as make_layers
-from lsrdecomp.compression.rows import Row, polish, rows
+from lsrdecomp.compression.layers import Form, Layer
+from lsrdecomp.compression.layers import HasWeights as HasWeights
+from lsrdecomp.compression.layers import make_layers as make_layers
 from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.shelf import Shelf
+from lsrdecomp.compression.spill_cache import Shelf
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.product import SeparatedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
 
 
 @dataclass(frozen=True, slots=True)

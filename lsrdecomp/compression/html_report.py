@@ -35,7 +35,7 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
     Parameters
     ----------
     compression : Compression
-        As `lsrdecomp.compression.run.compress` returns it.
+        As `lsrdecomp.compression.compress.compress` returns it.
     curves : sequence of ErrorCurve
         Of the whole adapter, as `adapter_curves` returns them; none: no picture.
     out : Path, optional

@@ -10,7 +10,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.compression.candidates import Candidate, lsr_candidate, refitted, solve_together, stored_as
-from lsrdecomp.compression.open_layers import (
+from lsrdecomp.compression.layers import (
     Desk,
     HasWeights,
     Layer,
@@ -20,14 +20,14 @@ from lsrdecomp.compression.open_layers import (
     missing_statistics,
 )
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.shelf import Shelf
+from lsrdecomp.compression.spill_cache import Shelf
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.product import SeparatedProduct, low_rank_product
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import ProductShape, balanced_split
-from lsrdecomp.solvers.pair import JointALS
-from lsrdecomp.targets import LowRank
-from lsrdecomp.weights import NormWeights
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import NormWeights
 
 SOLVER = JointALS(tolerance=5e-4, starts=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.bits import Codes
-from lsrdecomp.codes import QuantizedMatrix, QuantizedProduct
 from lsrdecomp.errors import PrecisionError
+from lsrdecomp.formats.bit_packing import Codes
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
-from lsrdecomp.product import SeparatedProduct
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.solvers.pair_rounding import onto_codes
-from lsrdecomp.targets import LowRank
-from lsrdecomp.weights import NormWeights
+from lsrdecomp.solvers.pair.quantization_aware import onto_codes
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import NormWeights
 
 INTEGER_BITS = {"int8": 8, "int4": 4}
 """Bits of an integer code by the name of its storage."""

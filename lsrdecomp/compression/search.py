@@ -10,9 +10,9 @@ from operator import mul
 import numpy as np
 
 from lsrdecomp.compression.candidates import Configuration, solve_together
-from lsrdecomp.compression.open_layers import Layer, batches
-from lsrdecomp.shape import KroneckerShape, ProductShape, splits
-from lsrdecomp.solvers.pair import JointALS
+from lsrdecomp.compression.layers import Layer, batches
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, splits
+from lsrdecomp.solvers.pair.joint_als import JointALS
 
 RUNG = 1.3
 """Ratio of parameters between neighbouring rungs of the ladder."""

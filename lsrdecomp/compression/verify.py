@@ -11,8 +11,8 @@ from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.compression.compress import REPORT
 from lsrdecomp.compression.layer import layer_pair, layer_product
-from lsrdecomp.compression.run import REPORT
 from lsrdecomp.errors import CheckpointError
 
 AGREEMENT = 1e-9

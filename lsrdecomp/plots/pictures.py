@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
 from lsrdecomp.plots.labels import TEXT, End, label_ends
-from lsrdecomp.solution import Sweep
+from lsrdecomp.solvers.base import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Array, Namespace, norm, to_numpy
-from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.testing import identities, representations
 from lsrdecomp.testing.agreement import require_agreement
 from lsrdecomp.testing.strategies import invertible_matrices, kronecker_shapes, matrices, small_matrices

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.arrays import Array, adjoint, like, namespace, norm, to_numpy
-from lsrdecomp.kronecker import commutation_matrix
+from lsrdecomp.kronecker.rearrange import commutation_matrix
 from lsrdecomp.testing.agreement import require_agreement
 
 Kron = Callable[[Array, Array], Array]

@@ -13,8 +13,8 @@ from functools import reduce
 import numpy as np
 
 from lsrdecomp.arrays import Array, like, norm, to_numpy
-from lsrdecomp.kronecker import inverse_rearrange
-from lsrdecomp.shape import KroneckerShape
+from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.testing.agreement import IdentityError, require_agreement
 
 Rearrange = Callable[[Array, KroneckerShape], Array]

@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.separated import SeparatedMatrix
-from lsrdecomp.shape import KroneckerShape
-from lsrdecomp.targets import LowRank
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.targets.base import LowRank
 
 SIZES = (1, 2, 3, 4, 5, 7)
 """Factor sides that are drawn: one, primes, and a composite."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from lsrdecomp.calibration.examples import Example
 from lsrdecomp.training.settings import SettingsError
-from lsrdecomp.training.tasks import Example
 
 SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 POOL = 50  # batches that are sorted by length together

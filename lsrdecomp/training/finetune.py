@@ -16,16 +16,17 @@ from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 
+from lsrdecomp.calibration.examples import Example
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.arguments import CHECKPOINTS, check_sharding, common_arguments, training_arguments
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
+from lsrdecomp.training.dataset import Material, read_material
 from lsrdecomp.training.encoding import Collator, WholeBatches, choices, length
-from lsrdecomp.training.judging import judge, peak_bytes, reset_peak
-from lsrdecomp.training.material import Material, read_material
-from lsrdecomp.training.opening import Opened, counts, open_model, written_bytes
+from lsrdecomp.training.model import Opened, counts, open_model, written_bytes
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
+from lsrdecomp.training.scoring import judge, peak_bytes, reset_peak
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import Example, Task
+from lsrdecomp.training.tasks import Task
 from lsrdecomp.training.trainer import AdapterTrainer
 
 SETTINGS, CLOCK = "settings.json", "clock.json"

@@ -14,27 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lsrdecomp.calibration.examples import Choices, Example
 from lsrdecomp.checkpoints.files import regular_file_size
 from lsrdecomp.errors import LsrError
 
 
 class TaskError(LsrError, ValueError):
     """A task's file is missing or holds a row that is not as published; the message names file and line."""
-
-
-Choices = tuple[tuple[str, str | None], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One row of a task.
-
-    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a classification, one per answer
-    for a multiple choice. ``label`` is an index into the task's labels (or choices), a score for a regression.
-    """
-
-    choices: Choices
-    label: float
 
 
 Row = Mapping[str, Any]

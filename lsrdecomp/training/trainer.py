@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lsrdecomp.training.encoding import Collator, WholeBatches
-from lsrdecomp.training.opening import Opened, trained
+from lsrdecomp.training.model import Opened, trained
 from lsrdecomp.training.settings import FinetuneSettings
 
 

@@ -27,16 +27,16 @@ from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.packed import encode, factors_of, read_index
-from lsrdecomp.checkpoints.pickle_file import read_pickle
-from lsrdecomp.checkpoints.safetensors_file import read_header
+from lsrdecomp.checkpoints.pickles import read_pickle
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.sums import SUMS, changed_files, write_sums
 from lsrdecomp.cli.fleet import read_plan
-from lsrdecomp.codes import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.statistics import read_statistics
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet import MANIFEST, Manifest
+from lsrdecomp.fleet.batch import MANIFEST, Manifest
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 
 Read = Callable[[bytes, Path], Any]
 MOST_BYTES = 2048

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.shape import KroneckerShape, ProductShape
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 
 
 @dataclass(frozen=True, slots=True)

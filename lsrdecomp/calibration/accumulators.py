@@ -1,0 +1,73 @@
+"""The running sums of one layer's statistics, and the matrices they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lsrdecomp.calibration.covariance import Covariance, Spectrum
+from lsrdecomp.calibration.fisher import Pairs
+
+State = dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a calibration has seen; answers are examples, or predicted tokens for language models."""
+
+    batches: int = 0
+    examples: int = 0
+    answers: int = 0
+
+
+class LayerSums:
+    """Σ W Wᵀ and Σ Wᵀ W over examples, for the gradient W = Σ_t g_t x_tᵀ of a layer's weight, of ``size`` (m, n).
+
+    W is never formed: with the Gram matrices of an example's tokens, K_x = X Xᵀ and K_g = G Gᵀ, the two products are
+    Gᵀ K_x G and Xᵀ K_g X, and both have the trace ‖W‖_F². An example of T tokens costs O(T²(m + n) + T(m² + n²)).
+    """
+
+    def __init__(self, size: tuple[int, int], *, max_full: int, rank: int, seed: int, device: torch.device) -> None:
+        m, n = size
+        self.output = Covariance(m, max_full=max_full, rank=rank, seed=seed, device=device)
+        self.input = Covariance(n, max_full=max_full, rank=rank, seed=seed, device=device)
+        self.squared_inputs = torch.zeros((), dtype=torch.float64, device=device)
+        self.tokens = 0
+
+    def add(self, pairs: Pairs) -> None:
+        """Add what one batch showed."""
+        x, g, used = pairs.inputs, pairs.gradients, pairs.used()
+        self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))
+        self.output.add(g.flatten(0, 1), (x @ x.mT @ g).flatten(0, 1))
+        self.squared_inputs += x[used].double().square().sum()
+        self.tokens += int(used.sum())
+
+    def state(self) -> State:
+        """What to save so that the sums can go on in another process."""
+        both = {"output": self.output.state(), "input": self.input.state()}
+        parts = {f"{side}.{part}": value for side, state in both.items() for part, value in state.items()}
+        return parts | {"squared_inputs": self.squared_inputs.cpu().numpy(), "tokens": np.array(self.tokens)}
+
+    def load(self, state: State) -> None:
+        """Go on from a saved state."""
+        for side, covariance in (("output", self.output), ("input", self.input)):
+            covariance.load({part: state[f"{side}.{part}"] for part in ("total", "trace")})
+        self.squared_inputs.copy_(torch.from_numpy(np.asarray(state["squared_inputs"])))
+        self.tokens = int(state["tokens"])
+
+    def spectra(self, answers: int) -> tuple[Spectrum, Spectrum, float]:
+        """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product."""
+        into, out = self.input.spectrum(), self.output.spectrum()
+        fisher, length = out.trace / answers, float(self.squared_inputs) / self.tokens
+        if not (fisher > 0 and length > 0):
+            return _scaled(into, 0.0), _scaled(out, 0.0), 0.0
+        return _scaled(into, length / into.trace), _scaled(out, fisher / length / out.trace), fisher
+
+
+def _scaled(spectrum: Spectrum, factor: float) -> Spectrum:
+    return replace(
+        spectrum, values=spectrum.values * factor, rest=spectrum.rest * factor, trace=spectrum.trace * factor
+    )

@@ -1,0 +1,199 @@
+"""Opening a base with an adapter, and turning texts into the batches it reads: what calibration starts from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
+from lsrdecomp.calibration.calibrate import IGNORED, CalibrationError
+from lsrdecomp.calibration.examples import Example
+from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.errors import CheckpointError
+
+Text = tuple[str, str | None]
+
+LOADERS = {
+    "SEQ_CLS": (AutoModelForSequenceClassification, Head.classification),
+    "TOKEN_CLS": (AutoModelForTokenClassification, Head.tokens),
+    "CAUSAL_LM": (AutoModelForCausalLM, Head.causal_lm),
+    "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
+}
+HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight", "classification_head.out_proj.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A base with its adapter active, ready to be calibrated."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    head: Head
+    modules: tuple[str, ...]  # the adapted layers, by their names in the plain base
+
+
+def load_base(
+    base: str | Path, adapter: str | Path, *, task_type: str | None = None, dtype: str = "float32", device: str = "cpu"
+) -> Base:
+    """Open a base by name or directory, put an adapter on it, and find the layers the adapter changes.
+
+    Parameters
+    ----------
+    base : str or path
+        As `transformers` takes it.
+    adapter : path
+        A PEFT directory: LoRA, LSR or any other kind PEFT opens.
+    task_type : str, optional
+        One of `LOADERS`; by default the one in the adapter's config.
+    dtype, device : str
+        Precision and place of the base.
+
+    Raises
+    ------
+    CheckpointError
+        If the adapter's head does not fit, or the task type is unknown.
+    """
+    model, head = _plain(base, Path(adapter), task_type, dtype)
+    return _adapted(str(base), model, Path(adapter), head, device)
+
+
+def load_pair(
+    base: str | Path, source: str | Path, written: str | Path, *, dtype: str = "float32", device: str = "cpu"
+) -> tuple[Base, Base]:
+    """The same base twice, once with each adapter; its large weights are held once.
+
+    Parameters
+    ----------
+    base : str or path
+    source, written : path
+        PEFT directories of one task type, of any kinds PEFT opens.
+
+    Raises
+    ------
+    CheckpointError
+        As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers would be noise.
+    """
+    source, written = Path(source), Path(written)
+    if _labels(source) != _labels(written):
+        heads = " and ".join(f"{_labels(each).get('num_labels', 'no')} labels in {each}" for each in (source, written))
+        raise CheckpointError(f"the adapters have different heads, {heads}; their answers cannot be compared")
+    first, head = _plain(base, source, None, dtype)
+    # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
+    shared = {id(p): p for name, p in first.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
+    second = copy.deepcopy(first, shared)
+    return (
+        _adapted(str(base), first, source, head, device),
+        _adapted(str(base), second, written, head, device),
+    )
+
+
+def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -> tuple[PreTrainedModel, Head]:
+    """The base as the adapter's task wants it, and what its logits mean."""
+    config = PeftConfig.from_pretrained(str(adapter))
+    kind = task_type or str(getattr(config.task_type, "value", config.task_type))
+    if kind not in LOADERS:
+        raise CheckpointError(f"task type {kind!r} is not one of {', '.join(LOADERS)}; give one", path=adapter)
+    loader, head = LOADERS[kind]
+    labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
+    model = loader.from_pretrained(str(base), dtype=getattr(torch, dtype), **labels)
+    if head is Head.classification and model.config.num_labels == 1:
+        head = Head.regression
+    return model, head
+
+
+def _adapted(base: str, model: PreTrainedModel, adapter: Path, head: Head, device: str) -> Base:
+    adapted = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if adapted.config.pad_token_id is None:
+        adapted.config.pad_token_id = tokenizer.pad_token_id
+    return Base(base, adapted, tokenizer, head, adapted_modules(adapted))
+
+
+def adapted_modules(model: PeftModel) -> tuple[str, ...]:
+    """Names, in the plain base, of the Linear layers that a PEFT model adapts."""
+    named = model.get_base_model().named_modules(remove_duplicate=False)
+    return tuple(
+        name
+        for name, module in named
+        if isinstance(module, BaseTunerLayer)
+        and (isinstance(module.get_base_layer(), nn.Linear) or type(module.get_base_layer()).__name__ == "Conv1D")
+    )
+
+
+def batches(base: Base, texts: Sequence[Text], *, size: int, max_length: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Texts in random order, as the model reads them; for seq2seq the second text is the output.
+
+    The order depends on ``seed`` alone, so an interrupted calibration finds its place again.
+
+    Raises
+    ------
+    CalibrationError
+        If a seq2seq text has no output.
+    """
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    settings = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
+    for start in range(0, len(order), size):
+        rows = [texts[i] for i in order[start : start + size]]
+        first, second = [row[0] for row in rows], [row[1] for row in rows]
+        if base.head is not Head.seq2seq:
+            pairs = None if any(text is None for text in second) else second
+            yield dict(base.tokenizer(first, pairs, **settings))
+            continue
+        if any(text is None for text in second):
+            raise CalibrationError("a seq2seq model needs pairs: input, a tab, output on each line")
+        read = dict(base.tokenizer(first, **settings))
+        outputs = base.tokenizer(text_target=second, **settings)
+        yield read | {"labels": outputs["input_ids"].masked_fill(outputs["attention_mask"] == 0, IGNORED)}
+
+
+def read_lines(file: str | Path) -> list[Text]:
+    """One text per line, or two with a tab between; empty lines are left out.
+
+    Raises
+    ------
+    CheckpointError
+        If the file cannot be read as UTF-8 or has no text.
+    """
+    path = Path(file)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot be read as text: {error}", path=path) from None
+    split = [line.partition("\t") for line in lines if line.strip()]
+    if not split:
+        raise CheckpointError("no line has text", path=path)
+    return [(first, second or None) for first, _, second in split]
+
+
+def task_texts(examples: Sequence[Example]) -> list[Text]:
+    """What a classification task's examples say; choices of one question count as texts of their own."""
+    return [choice for example in examples for choice in example.choices]
+
+
+def _labels(adapter: Path) -> dict[str, int]:
+    """How many classes the saved head has, as an argument; empty if none was saved, so that the base's own counts."""
+    file = adapter / "adapter_model.safetensors"
+    if not file.exists():
+        return {}
+    heads = [tensor for name, tensor in read_header(file).tensors.items() if name.endswith(HEADS)]
+    return {"num_labels": heads[0].shape[0]} if heads else {}

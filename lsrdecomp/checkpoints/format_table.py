@@ -1,0 +1,78 @@
+"""The table of formats, and the one way to open an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.packed import PACKED
+from lsrdecomp.checkpoints.readers import cloneofsimo, diffusers, kohya, loralib, lsr, lycoris, peft, peft_lycoris
+from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.tensors import DTYPES
+from lsrdecomp.errors import CheckpointError
+
+WAY_OUT = "raise max_memory (--max-memory)"
+
+FORMATS: tuple[ModuleType, ...] = (
+    lsr,
+    peft_lycoris,
+    peft,
+    lycoris,
+    kohya,
+    diffusers,
+    cloneofsimo,
+    loralib,
+)
+
+
+def open_checkpoint(
+    path: str | Path, *, name: str | None = None, alpha: float | None = None, max_memory: int | None = None
+) -> Checkpoint:
+    """Open an adapter: find its files, tell its format, check every header; numbers are read later, layer by layer.
+
+    Parameters
+    ----------
+    path : str or Path
+        An adapter directory or a weight file.
+    name : str, optional
+        Weight file or sub-directory to take where a directory has several.
+    alpha : float, optional
+        LoRA alpha, for formats whose files do not hold it.
+    max_memory : int, optional
+        Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are refused before they
+        are read.
+
+    Raises
+    ------
+    CheckpointError
+        One line with file, tensor, numbers and the way out, for anything missing, damaged or inconsistent.
+    UnsupportedError
+        For a sound file whose content is not expressed here: it is refused by name, never dropped.
+    """
+    bundle = open_bundle(path, name, max_memory)
+    packed = bundle.tensors.get(PACKED)
+    if packed is not None and max_memory is not None and packed.nbytes > max_memory:
+        raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
+    for form in FORMATS:
+        if form.matches(bundle):
+            checkpoint: Checkpoint = form.read(bundle, alpha=alpha)
+            if max_memory is not None:
+                _check_memory(checkpoint, max_memory)
+            return checkpoint
+    held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
+    raise CheckpointError(f"no adapter format known here: it holds {held}", path=bundle.weights)
+
+
+def _check_memory(checkpoint: Checkpoint, most: int) -> None:
+    sizes = [(layer.name, _numbers(layer), 8) for layer in checkpoint.layers]
+    sizes += [(key, tensor.parameters, DTYPES[tensor.dtype].itemsize) for key, tensor in checkpoint.extras.items()]
+    for name, numbers, width in sizes:
+        if numbers * width > most:
+            text = f"its {numbers} numbers take {numbers * width} bytes, above the {most} allowed; {WAY_OUT}"
+            raise CheckpointError(text, path=checkpoint.weights, tensor=name)
+
+
+def _numbers(layer: LoraLayer | LsrLayer) -> int:
+    """Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a huge layer."""
+    return max(layer.parameters, layer.rank * (layer.out_features + layer.in_features))

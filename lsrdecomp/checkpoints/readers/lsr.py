@@ -1,0 +1,229 @@
+"""LSR directories, ours, read: every size checked against the config, packed layers unpacked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.layers_config import check_carried
+from lsrdecomp.checkpoints.packed import PACKED, factors_of, read_index
+from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.readers.peft import PREFIX
+from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
+from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
+from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+
+KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
+DORA = (
+    "DoRA rescales every row by the norm of the base weights, which are not in this file; such an adapter is not read "
+    "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA, merge_and_unload into the model)"
+)
+REFUSED = {
+    "use_dora": DORA,
+    "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked; it is not read",
+}
+MOST_FACTORS = 16
+LARGEST_SIDE = 2**31  # its divisors are looked for one by one
+
+
+def matches(bundle: Bundle) -> bool:
+    """peft_type LSR."""
+    return bundle.config is not None and bundle.config.get("peft_type") == "LSR"
+
+
+def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
+    """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
+    if bundle.config is None:
+        raise CheckpointError("has no adapter_config.json", path=bundle.path)
+    config = Config(bundle.config, bundle.config_path)
+    if alpha is not None:
+        raise bundle.config_error("alpha is in the config; leave alpha= out")
+    for field, what in REFUSED.items():
+        if config.raw.get(field):
+            raise UnsupportedError(f"{field} is set: {what}", path=config.path)
+    check_carried(config)
+    expected = _Expected(config)
+    kinds = provenance_kinds(bundle)
+    linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
+    tensors, widths = _unpacked(bundle)
+    sides, extras = _split(tensors)
+    layers = []
+    for name in sorted(sides, key=natural):
+        kind, kernel = kinds.get(name, (linear, ()))
+        layer = expected.layer(name, sides[name]["B"], sides[name]["A"], kind, kernel)
+        layers.append(replace(layer, dtype=widths.get(name, layer.dtype)))
+    if not layers:
+        raise CheckpointError(f"holds no lsr_A and lsr_B among {len(bundle.tensors)} tensors", path=bundle.weights)
+    return Checkpoint(
+        bundle.path, "lsr", dict(bundle.config), tuple(layers), extras, bundle.weights, dict(bundle.metadata)
+    )
+
+
+def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Kind and kernel of the layers that are not plain Linear, from the header's record."""
+    record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
+    kinds = provenance(record).get("kinds", {})
+    try:
+        return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in kinds.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise bundle.metadata_error("the header's record of layer kinds is damaged") from None
+
+
+_patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.layout.find`
+
+
+class _Expected:
+    """Sizes the config promises for each layer."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        raw, path = config.raw, config.path
+        # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
+        self.inner = None if raw.get("inner_shape") is None else self.sizes(raw["inner_shape"], "inner_shape")
+        self.order = config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
+        if self.order > MOST_FACTORS:
+            raise config.error("order", f"at most {MOST_FACTORS} factors")
+        usual = math.prod(self.inner) if self.inner else 16
+        self.rank = config.integer("r") if raw.get("r") is not None else usual
+        self.alpha = config.number("lsr_alpha", 16)
+        self.root = math.sqrt if config.flag("use_rslora") else float
+        self.terms = self.separation(raw.get("separation_rank", 8), "separation_rank")
+        self.ranks = _patterns(config.integers("rank_pattern"), "rank_pattern", path)
+        self.alphas = _patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
+        terms = {
+            key: self.separation(value, f"separation_rank_pattern[{key!r}]")
+            for key, value in config.mapping("separation_rank_pattern").items()
+        }
+        self.all_terms = _patterns(terms, "separation_rank_pattern", path)
+        shapes = {key: self.shape(value, key) for key, value in config.mapping("shape_pattern").items()}
+        self.shapes = _patterns(shapes, "shape_pattern", path)
+
+    def layer(
+        self, name: str, left: list[StoredTensor], right: list[StoredTensor], kind: str, kernel: tuple[int, ...]
+    ) -> LsrLayer:
+        for tensor in (*left, *right):
+            if len(tensor.shape) != 3 or 0 in tensor.shape:
+                raise tensor.error(f"shape {tensor.shape}, expected three sizes: terms, rows, columns")
+            if tensor.dtype not in FLOATS:
+                raise tensor.error(f"dtype {tensor.dtype}, expected floating-point numbers")
+        if len(left) != len(right):
+            raise left[0].error(f"{len(left)} factors of lsr_B, but {len(right)} of lsr_A")
+        for side in (left, right):
+            for tensor in side[1:]:
+                if tensor.shape[0] != side[0].shape[0]:
+                    raise tensor.error(f"{tensor.shape[0]} terms, but {side[0].shape[0]} in {side[0].name}")
+        for one, other in zip(left, right, strict=True):
+            if one.shape[2] != other.shape[1]:
+                raise one.error(f"inner size {one.shape[2]}, but {other.shape[1]} in {other.name}")
+        shape = ProductShape(
+            tuple(t.shape[1] for t in left), tuple(t.shape[2] for t in left), tuple(t.shape[2] for t in right)
+        )
+        given = self.shapes.get(name, None)
+        if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
+            size = " x ".join(map(str, shape.matrix_shape))
+            raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
+        rank = self.ranks.get(name, self.rank if given is None else given.inner_rank)
+        promised = given or self.default(shape.matrix_shape, rank)
+        if promised != shape or shape.inner_rank != rank:
+            raise left[0].error(f"factors of shape {shape}, but the config says {promised} with r = {rank}")
+        terms = self.all_terms.get(name, self.terms)
+        if (left[0].shape[0], right[0].shape[0]) != terms:
+            text = f"separation ranks {left[0].shape[0]} and {right[0].shape[0]}, but the config says {terms}"
+            raise left[0].error(text)
+        scale = self.alphas.get(name, self.alpha) / self.root(rank)
+        dtype = left[0].dtype
+        return LsrLayer(name, kind, shape, *terms, scale, dtype, tuple(left), tuple(right), kernel)
+
+    def default(self, matrix_shape: tuple[int, int], rank: int) -> ProductShape:
+        inner = self.inner if self.inner is not None and math.prod(self.inner) == rank else None
+        return ProductShape.balanced(matrix_shape, inner or balanced_split(rank, self.order))
+
+    def sizes(self, value: Any, field: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or not value or not all(type(size) is int and size > 0 for size in value):
+            text = f"{field} is {ascii(value)[:80]}, expected a list of positive integers"
+            raise CheckpointError(text, path=self.config.path)
+        return tuple(value)
+
+    def separation(self, value: Any, field: str) -> tuple[int, int]:
+        pair = value if isinstance(value, list) else [value, value]
+        if len(pair) != 2 or not all(type(rank) is int and rank > 0 for rank in pair):
+            text = f"{field} is {ascii(value)[:80]}, expected a positive integer or two"
+            raise CheckpointError(text, path=self.config.path)
+        return pair[0], pair[1]
+
+    def shape(self, value: Any, key: str) -> ProductShape:
+        field = f"shape_pattern[{key!r}]"
+        if not isinstance(value, dict) or set(value) != {"out", "inner", "into"}:
+            raise CheckpointError(f"{field}: expected out, inner and into", path=self.config.path)
+        try:
+            return ProductShape(**{side: self.sizes(sizes, f"{field}.{side}") for side, sizes in value.items()})
+        except ShapeError as error:
+            raise CheckpointError(f"{field}: {error}", path=self.config.path) from None
+
+
+def _unpacked(bundle: Bundle) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """All tensors by name, factors of packed layers among them, and what the packed layers are stored in."""
+    tensors = dict(bundle.tensors)
+    packed = tensors.pop(PACKED, None)
+    widths = {}
+    if packed is not None:
+        if packed.dtype != "uint8" or len(packed.shape) != 1:
+            raise packed.error(f"shape {packed.shape} of {packed.dtype}, expected a row of bytes")
+        layers = read_index(packed.read())
+
+        @lru_cache(maxsize=1)
+        def factors(name: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+            return factors_of(layers[name].decode())
+
+        for name, layer in layers.items():
+            widths[name] = layer.storage
+            for side, (letter, shapes) in enumerate(zip("BA", layer.factor_shapes, strict=True)):
+                for i, shape in enumerate(shapes):
+                    key = f"{PREFIX}{name}.lsr_{letter}.factor_{i + 1}"
+                    if key in tensors:
+                        raise packed.error(f"{key} is stored twice, packed and alone")
+                    fetch = partial(_factor, factors, name, side, i)
+                    tensors[key] = StoredTensor(key, shape, "float64", packed.path, fetch)
+    return tensors, widths
+
+
+def _factor(factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, place: int) -> Array:
+    return np.asarray(factors(name)[side][place])
+
+
+def _split(
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[dict[str, dict[str, list[StoredTensor]]], dict[str, StoredTensor]]:
+    found: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    extras: dict[str, StoredTensor] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(PREFIX):
+            raise tensor.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
+        match = KEY.fullmatch(key, len(PREFIX))
+        if match is None:
+            if key.endswith(".lsr_magnitude_vector"):
+                raise UnsupportedError(DORA, path=tensor.path, tensor=key)
+            if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
+                raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
+            extras[key] = tensor
+            continue
+        sides = found.setdefault(match["name"], {"A": {}, "B": {}})
+        sides[match["side"]][int(match["position"])] = tensor
+    ordered: dict[str, dict[str, list[StoredTensor]]] = {}
+    for name, sides in found.items():
+        for side, factors in sides.items():
+            missing = next((i for i in range(1, max(factors, default=1) + 1) if i not in factors), None)
+            if missing is not None:
+                held = next(iter((*sides["A"].values(), *sides["B"].values())))
+                raise held.error(f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete")
+        ordered[name] = {side: [factors[i] for i in sorted(factors)] for side, factors in sides.items()}
+    return ordered, extras

@@ -1,0 +1,149 @@
+"""LyCORIS files: LoHa is exactly a low-rank pair, LoKr exactly a product of one-term separated matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
+from lsrdecomp.checkpoints.readers import kohya as kohya_format
+from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer, natural
+from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
+from lsrdecomp.kronecker.shape import ProductShape
+
+HADA = {f".hada_{part}": part for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
+LOKR = {f".lokr_{part}": f"kron {part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
+
+
+def matches(bundle: Bundle) -> bool:
+    """Some key ends in a part of LoHa or LoKr."""
+    return bundle.config is None and any(key.endswith((*HADA, *LOKR)) for key in bundle.tensors)
+
+
+def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
+    """LoHa modules as `LoraLayer`, LoKr modules as `LsrLayer`, plain LoRA modules among them as kohya's."""
+    if alpha is not None:
+        raise bundle.metadata_error("alpha is in the file; leave alpha= out")
+    modules, extras = grouped(bundle, {**HADA, **LOKR, **kohya_format.SUFFIXES})
+    layers: list[Layer] = []
+    for name, roles in modules.items():
+        if any(role in roles for role in HADA.values()):
+            layers.append(hadamard_layer(name, roles))
+        elif any(role in roles for role in LOKR.values()):
+            layers.append(kronecker_layer(name, roles))
+        else:
+            layers.append(kohya_format.lora_layer(name, roles))
+    ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
+    return Checkpoint(bundle.path, "lycoris", {}, ordered, extras, bundle.weights, dict(bundle.metadata))
+
+
+def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraLayer:
+    """LoHa: ``(B1 A1) ∘ (B2 A2) = B A``, rows of B and columns of A being Kronecker products of the two pairs'.
+
+    Without a ``scale`` it is LyCORIS's own: alpha / rank.
+    """
+    need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
+    one, two = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
+    if one.shape != two.shape or one.kernel != two.kernel:
+        raise one.up.error(f"factors of {one.shape} and {two.shape}, expected the same size")
+    (rows, columns), rank = one.shape, one.rank * two.rank
+
+    def up() -> Array:
+        return (one.left()[:, :, None] * two.left()[:, None, :]).reshape(rows, rank)
+
+    def down() -> Array:
+        return (one.right()[:, None] * two.right()[None]).reshape(rank, columns)
+
+    scale = _scale(roles, one.rank) if scale is None else scale
+    halves = derived(one.up, (rows, rank), up), derived(one.down, (rank, columns), down)
+    kind = "conv" if one.kernel else "linear"
+    return LoraLayer(name, kind, rows, columns, rank, scale, one.up.dtype, *halves, one.kernel)
+
+
+def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrLayer:
+    """LoKr: ``W1 ⊗ W2 = (B1 ⊗ B2)(A1 ⊗ A2)``; a side stored whole is multiplied by an identity."""
+    sides: list[_Pair] = []
+    for i in (1, 2):
+        whole, pair = f"kron w{i}", (f"kron w{i}_a", f"kron w{i}_b")
+        own = {
+            role: tensor for role, tensor in roles.items() if role.startswith(("kron w" + str(i), "kron t" + str(i)))
+        }
+        if whole in roles:
+            need(name, own, (whole,))
+            sides.append(_Pair.whole(roles[whole]))
+        else:
+            need(name, own or roles, pair, ("kron t2",) if i == 2 else ())
+            sides.append(_Pair(roles[pair[0]], roles[pair[1]], roles.get("kron t2") if i == 2 else None))
+    one, two = sides
+    if one.kernel:
+        raise one.up.error(f"shape {one.up.shape} of the first Kronecker factor, expected two sizes")
+    if scale is None:
+        pairs = [side for side in (two, one) if side.stored]
+        scale = _scale(roles, pairs[0].rank) if pairs else 1.0  # LyCORIS ignores alpha where both sides are whole
+    shape = ProductShape(
+        (one.shape[0], two.shape[0]), (one.rank, two.rank), (one.shape[1], two.shape[1])
+    )  # kernel runs with the second factor's columns
+    left = tuple(_one_term(side.up, (side.shape[0], side.rank), side.left) for side in sides)
+    right = tuple(_one_term(side.down, (side.rank, side.shape[1]), side.right) for side in sides)
+    kind = "conv" if two.kernel else "linear"
+    return LsrLayer(name, kind, shape, 1, 1, scale, one.up.dtype, left, right, two.kernel)
+
+
+def _scale(roles: Roles, rank: int) -> float:
+    alpha = scalar(roles["alpha"]) if "alpha" in roles else 0.0
+    return alpha / rank if alpha else 1.0  # LyCORIS takes an alpha of 0 as none
+
+
+class _Pair:
+    """A matrix as stored: whole, or as the product of two, with a Tucker core between them for some convolutions."""
+
+    def __init__(self, up: StoredTensor, down: StoredTensor, core: StoredTensor | None) -> None:
+        self.up, self.down, self.core, self.stored = up, down, core, True
+        self.kernel: tuple[int, ...] = ()
+        shapes = f"shapes {up.shape} and {down.shape}"
+        if len(up.shape) != 2 or len(down.shape) < 2 or 0 in up.shape or 0 in down.shape:
+            raise up.error(f"{shapes} are not a low-rank pair")
+        if core is None:
+            self.shape, self.rank = (up.shape[0], math.prod(down.shape[1:])), up.shape[1]
+            self.kernel = down.shape[2:]
+            fits = down.shape[0] == self.rank
+        else:
+            self.kernel = core.shape[2:]
+            self.shape, self.rank = (up.shape[1], down.shape[1] * math.prod(self.kernel)), up.shape[0]
+            fits = core.shape[:2] == (up.shape[0], down.shape[0]) and len(down.shape) == 2 and 0 not in core.shape
+        if not fits:
+            middle = f" and core {core.shape}" if core is not None else ""
+            raise up.error(f"{shapes}{middle} do not multiply")
+
+    @classmethod
+    def whole(cls, matrix: StoredTensor) -> _Pair:
+        """A matrix stored whole, as itself times an identity."""
+        if len(matrix.shape) < 2 or 0 in matrix.shape:
+            raise matrix.error(f"shape {matrix.shape} is not a matrix")
+        pair = cls.__new__(cls)
+        pair.up = pair.down = matrix
+        pair.core, pair.stored, pair.kernel = None, False, matrix.shape[2:]
+        pair.shape = matrix.shape[0], math.prod(matrix.shape[1:])
+        pair.rank = min(pair.shape)
+        return pair
+
+    def left(self) -> Array:
+        up = self.up.load().astype(np.float64)
+        if self.stored:
+            return up if self.core is None else up.T
+        return up.reshape(self.shape) if self.rank == self.shape[1] else np.eye(self.rank)
+
+    def right(self) -> Array:
+        down = self.down.load().astype(np.float64)
+        if not self.stored:
+            return np.eye(self.rank) if self.rank == self.shape[1] else down.reshape(self.shape)
+        if self.core is not None:
+            down = np.moveaxis(np.tensordot(self.core.load(), down, axes=(1, 0)), -1, 1)
+        return down.reshape(self.rank, -1)
+
+
+def _one_term(like: StoredTensor, shape: tuple[int, int], compute: Callable[[], Array]) -> StoredTensor:
+    return derived(like, (1, *shape), lambda: compute()[None])

@@ -1,0 +1,181 @@
+"""Layer statistics: the two weights of the K-FAC norm, read from the files that calibration wrote, without torch.
+
+A directory of statistics holds ``statistics.json`` (`METADATA`) and ``statistics.safetensors`` (`TENSORS`). For each
+module and each side, ``input`` (C, n × n) and ``output`` (G, m × m), three tensors
+
+    <module>.input.eigenvectors   (n, q)   orthonormal columns V
+    <module>.input.eigenvalues    (q,)     λ, descending, ≥ 0
+    <module>.input.rest           ()       ρ ≥ 0
+
+mean C ≈ V diag(λ) Vᵀ + ρ (I − V Vᵀ). In the full form q = n and ρ is without effect. Scale: with both weights as
+stored, ½ ‖G^½ (ΔW − ΔŴ) C^½‖_F² estimates, to second order, the KL divergence in nats that putting ΔŴ in place of ΔW
+in this one layer causes, per example (per predicted token for language models). How C and G are measured is told in
+`lsrdecomp.calibration.calibrate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.arrays import Array
+from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import StoredTensor
+from lsrdecomp.errors import CheckpointError, PrecisionError
+from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights, Weight
+
+METADATA = "statistics.json"
+TENSORS = "statistics.safetensors"
+FORMAT = "lsrdecomp-statistics"
+VERSION = 1
+SIDES = ("input", "output")
+PARTS = ("eigenvectors", "eigenvalues", "rest")
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralWeight(LowRankPlusIdentity):
+    """V diag(λ) Vᵀ + ρ (I − V Vᵀ) as calibration stores it: the basis holds eigenvectors, the rest is a mean.
+
+    >>> weight = SpectralWeight(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0)
+    >>> weight.half().apply(np.eye(2))
+    array([[2., 0.],
+           [0., 1.]])
+    """
+
+    @property
+    def eigenvectors(self) -> Array:
+        """V, shape (n, q)."""
+        return self.basis
+
+    @property
+    def eigenvalues(self) -> Array:
+        """λ, shape (q,), descending."""
+        return self.values
+
+    @property
+    def rank(self) -> int:
+        """q, the number of eigenpairs kept."""
+        return int(self.basis.shape[-1])
+
+    def half(self) -> SpectralWeight:
+        """The symmetric square root."""
+        return SpectralWeight(self.basis, np.sqrt(self.values), np.sqrt(self.rest))
+
+    def damped(self, fraction: float) -> SpectralWeight:
+        """With ``fraction`` of the mean eigenvalue added to every eigenvalue (0.03 is usual)."""
+        added = fraction * self.trace / self.size
+        return SpectralWeight(self.basis, self.values + added, self.rest + added)
+
+    def truncated(self, rank: int) -> SpectralWeight:
+        """The ``rank`` largest eigenpairs and an isotropic rest, of the same trace; costs grow with the rank."""
+        if rank >= self.rank:
+            return self
+        left = self.trace - self.values[:rank].sum()
+        return SpectralWeight(self.basis[:, :rank], self.values[:rank], left / (self.size - rank))
+
+    def to_matrix(self) -> Array:
+        """The n × n matrix."""
+        return self.apply(np.eye(self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """The two weights of one layer: ``input`` is C (n × n), ``output`` is G (m × m)."""
+
+    input: SpectralWeight
+    output: SpectralWeight
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n): shape of the ΔW these statistics weigh."""
+        return self.output.size, self.input.size
+
+    def weights(self, damping: float = 0.03, rank: int | None = None) -> NormWeights:
+        """The K-FAC norm for the solvers.
+
+        Parameters
+        ----------
+        damping : float
+            Fraction of the mean eigenvalue added to all: directions that calibration never saw still cost a little.
+        rank : int, optional
+            Eigenpairs to keep on each side; fewer are faster.
+        """
+        return NormWeights(*(_solver_weight(side, damping, rank) for side in (self.output, self.input)))
+
+
+DENSE_UP_TO = 1024
+"""Layers up to this size are weighed by a dense matrix: small blocks of a solve are then exact."""
+
+
+def _solver_weight(weight: SpectralWeight, damping: float, rank: int | None) -> Weight:
+    kept = (weight if rank is None else weight.truncated(rank)).damped(damping)
+    # One dense product is also cheaper than two with more than half of the eigenvectors.
+    return Dense(kept.to_matrix()) if kept.size <= DENSE_UP_TO or 2 * kept.rank > kept.size else kept
+
+
+class Statistics(Mapping[str, LayerStatistics]):
+    """The statistics of a base by module name; each layer is read when it is asked for."""
+
+    def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], path: Path) -> None:
+        self.metadata = metadata
+        self.path = path
+        self._tensors = tensors
+
+    def __getitem__(self, module: str) -> LayerStatistics:
+        if module not in self._modules:
+            raise KeyError(module)
+        return LayerStatistics(*(self._weight(f"{module}.{side}") for side in SIDES))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @cached_property
+    def _modules(self) -> dict[str, None]:
+        suffix = f".{SIDES[0]}.{PARTS[0]}"
+        return dict.fromkeys(name.removesuffix(suffix) for name in self._tensors if name.endswith(suffix))
+
+    def _weight(self, name: str) -> SpectralWeight:
+        parts = []
+        for part in PARTS:
+            stored = self._tensors.get(f"{name}.{part}")
+            if stored is None:
+                raise CheckpointError("missing; calibrate again", path=self.path, tensor=f"{name}.{part}")
+            parts.append(stored.load().astype(np.float64))
+        vectors, values, rest = parts
+        if rest.shape != () or vectors.ndim != 2 or values.shape != vectors.shape[1:] or values.size > len(vectors):
+            shapes = ", ".join(f"{part} {array.shape}" for part, array in zip(PARTS, parts, strict=True))
+            text = f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again"
+            raise CheckpointError(text, path=self.path, tensor=name)
+        try:
+            return SpectralWeight(vectors, values, rest)
+        except PrecisionError as error:
+            raise CheckpointError(str(error), path=self.path, tensor=name) from None
+
+
+def read_statistics(directory: str | Path) -> Statistics:
+    """Open a directory that `lsrdecomp calibrate` wrote; tensors are read layer by layer on demand.
+
+    Raises
+    ------
+    CheckpointError
+        If a file is missing, damaged or not of this format; names file and tensor.
+    """
+    directory = Path(directory)
+    metadata = read_json(directory / METADATA)
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"format {metadata.get('format')!r}, expected {FORMAT!r}", path=directory / METADATA)
+    if metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"version {metadata.get('version')!r}, this release reads {VERSION}", path=directory / METADATA
+        )
+    path = directory / TENSORS
+    return Statistics(metadata, read_header(path).tensors, path)

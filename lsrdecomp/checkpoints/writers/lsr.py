@@ -1,0 +1,166 @@
+"""LSR directories written: factors in a floating type or packed in integers, and the config that PEFT reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.checkpoints.bundle import CONFIG
+from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
+from lsrdecomp.checkpoints.packed import PACKED, encoded, factors_of
+from lsrdecomp.checkpoints.provenance import metadata
+from lsrdecomp.checkpoints.readers.peft import PREFIX
+from lsrdecomp.checkpoints.records import Checkpoint
+from lsrdecomp.checkpoints.tensors import Array
+from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
+from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.formats.quantized import CodedProduct
+from lsrdecomp.kronecker.shape import ProductShape
+
+Factors = Sequence[Array]
+
+
+def write_lsr(
+    out_dir: str | Path,
+    *,
+    source: Checkpoint,
+    layers: Iterable[tuple[str, Factors, Factors, float]],
+    storage: str = "float32",
+    force: bool = False,
+    coded: Mapping[str, CodedProduct] | None = None,
+    files: Mapping[str, str] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    config_extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
+
+    Layers are taken one at a time, so an iterator keeps memory to one layer and 8 MiB. A ``scale`` other than 1 is
+    multiplied into the first factor of B before rounding; with 1, factors already in ``storage`` keep their bits.
+
+    Parameters
+    ----------
+    out_dir : str or Path
+        Must not exist, unless ``force``; see `lsrdecomp.checkpoints.writing.new_directory`.
+    source : Checkpoint
+        Gives the config fields about the base model, the other tensors (copied bit for bit) and the provenance.
+    layers : iterable of (name, left, right, scale)
+        ``left``: factors of B, each (s, m_i, r_i); ``right``: factors of A, each (t, r_i, n_i); weights folded in.
+    storage : str
+        Dtype of the factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
+    coded : Mapping of str to CodedProduct, optional
+        Further layers, stored in integers; see `lsrdecomp.checkpoints.packed`.
+    files : Mapping of str to str, optional
+        Texts of further files of the directory.
+    provenance, config_extra : Mapping, optional
+        JSON values for the header's record, and config fields that override ours.
+
+    Returns
+    -------
+    Path
+        ``out_dir``.
+    """
+    out = Path(out_dir)
+    if source.config.get("trainable_token_indices"):
+        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
+        raise UnsupportedError(text, path=source.path)
+    given = {layer.name: layer for layer in source.layers}
+    shapes: dict[str, tuple[ProductShape, int, int]] = {}
+    with new_directory(out, inputs=(source.path,), force=force) as part, TensorWriter(part) as writer:
+        for name, left, right, scale in layers:
+            shape, ranks = _factor_shape(name, left, right)
+            known = given.get(name)
+            if known is not None and (known.out_features, known.in_features) != shape.matrix_shape:
+                size = f"{known.out_features} x {known.in_features}"
+                raise CheckpointError(f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out)
+            shapes[name] = (shape, *ranks)
+            for side, factors, factor in (("B", left, scale), ("A", right, 1.0)):
+                for position, array in enumerate(factors, 1):
+                    key = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
+                    scaled = array if position > 1 or factor == 1.0 else np.asarray(array, np.float64) * factor
+                    writer.add(key, cast(scaled, storage, key))
+        for name, code in (coded or {}).items():
+            shape, ranks = _factor_shape(name, *factors_of(code))
+            shapes[name] = (shape, *ranks)
+        if coded:
+            writer.add_pieces(PACKED, "uint8", *encoded(coded))
+        if not shapes:
+            raise CheckpointError("no layers to write", path=out)
+        for key, tensor in source.extras.items():
+            writer.add(key, tensor.read())
+        kinds = {
+            name: [given[name].kind, list(given[name].kernel)]
+            for name in shapes
+            if name in given and given[name].kind != "linear"
+        }
+        writer.write(part / WEIGHTS, metadata(source, provenance, kinds=kinds, storage=storage))
+        config = {**_config(source, shapes), **(config_extra or {})}
+        write_json(part / CONFIG, config)
+        (part / "README.md").write_text(_card(config), encoding="utf-8")
+        for file, text in (files or {}).items():
+            (part / file).write_text(text, encoding="utf-8")
+    return out
+
+
+def _factor_shape(name: str, left: Factors, right: Factors) -> tuple[ProductShape, tuple[int, int]]:
+    shapes = [[array.shape for array in factors] for factors in (left, right)]
+    text = f"factors {shapes[0]} and {shapes[1]}"
+    if not left or len(left) != len(right) or any(len(shape) != 3 for side in shapes for shape in side):
+        raise ShapeError(f"{name}: {text} are not equally many arrays of three sizes")
+    if any(len({shape[0] for shape in side}) != 1 for side in shapes):
+        raise ShapeError(f"{name}: {text} have different numbers of terms on one side")
+    inner = tuple(shape[2] for shape in shapes[0])
+    if inner != tuple(shape[1] for shape in shapes[1]):
+        raise ShapeError(f"{name}: {text} do not share their inner sizes")
+    shape = ProductShape(tuple(s[1] for s in shapes[0]), inner, tuple(s[2] for s in shapes[1]))
+    return shape, (shapes[0][0][0], shapes[1][0][0])
+
+
+def _config(source: Checkpoint, shapes: Mapping[str, tuple[ProductShape, int, int]]) -> dict[str, Any]:
+    ranks = {name: shape.inner_rank for name, (shape, _, _) in shapes.items()}
+    rank = most_common(ranks)
+    inners = {name: shape.inner for name, (shape, _, _) in shapes.items() if shape.inner_rank == rank}
+    inner = most_common(inners)
+    terms = {name: (left, right) for name, (_, left, right) in shapes.items()}
+    common = most_common(terms)
+    unusual = {
+        name: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+        for name, (shape, _, _) in shapes.items()
+        if shape.inner != inner or shape != ProductShape.balanced(shape.matrix_shape, inner)
+    }
+    one_or_two = {name: left if left == right else [left, right] for name, (left, right) in terms.items()}
+    different, all_terms = patterns(terms, common), patterns(one_or_two, 0)
+    return {
+        **carried_fields(source.config, set(shapes), set(source.extras), source, "lsr_only"),
+        "peft_type": "LSR",
+        "r": rank,
+        "inner_shape": list(inner),
+        "order": len(inner),
+        "separation_rank": common[0] if common[0] == common[1] else list(common),
+        "lsr_alpha": rank,
+        "use_rslora": False,
+        "lsr_dropout": 0.0,
+        "init_weights": True,
+        "rank_pattern": patterns(ranks, rank),
+        "alpha_pattern": patterns(ranks, rank),
+        "separation_rank_pattern": {key: value for key, value in all_terms.items() if key in different},
+        "shape_pattern": {exact_pattern(name): sizes for name, sizes in unusual.items()},
+    }
+
+
+def _card(config: Mapping[str, Any]) -> str:
+    base = config.get("base_model_name_or_path")
+    named = f"base_model: {json.dumps(base)}\n" if isinstance(base, str) else ""
+    return (
+        f"---\n{named}library_name: peft\ntags:\n- lsr\n---\n\n"
+        "An adapter of low separation rank: short sums of Kronecker products.\n\n"
+        "```python\n"
+        "import lsrdecomp.adapters  # teaches PEFT this adapter type\n"
+        "from peft import PeftModel\n\n"
+        "model = PeftModel.from_pretrained(base_model, path_of_this_directory)\n"
+        "```\n"
+    )

@@ -1,0 +1,220 @@
+"""Layers to compress: in memory, or read from a checkpoint when asked for and forgotten when others are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Protocol
+
+from lsrdecomp.arrays import Array, as_double, namespace
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import weighted_gauge, weighted_norm, weighted_residual_norm
+from lsrdecomp.targets.weights import NormWeights
+
+Form = SeparatedProduct | SeparatedMatrix
+
+
+class HasWeights(Protocol):
+    """Statistics of one layer, as calibration stores them."""
+
+    def weights(self) -> NormWeights: ...
+
+
+PAIR_ENTRIES = 2**20
+"""Numbers of the pairs solved together, and of those kept open: 8 MiB in float64, or one layer if that is larger."""
+
+DENSE_ENTRIES = 2**23
+"""The same for the dense weights of their norms."""
+
+
+class Layer:
+    """A LoRA layer to compress, and the norm its error counts in.
+
+    Parameters
+    ----------
+    name : str
+    pair : LowRank, shape (m, n)
+        ΔW with its scale folded in.
+    weights : NormWeights, optional
+        Absent: the Frobenius norm.
+    """
+
+    def __init__(self, name: str, pair: LowRank, weights: NormWeights | None = None) -> None:
+        self.name = name
+        self._pair = pair
+        self._weights = weights
+
+    @property
+    def pair(self) -> LowRank:
+        return self._pair
+
+    @property
+    def weights(self) -> NormWeights | None:
+        return self._weights
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.pair.shape
+
+    @property
+    def rank(self) -> int:
+        """Inner size of the pair."""
+        return self.pair.rank
+
+    @cached_property
+    def norms(self) -> NormWeights:
+        return self.weights if self.weights is not None else NormWeights.frobenius(self.shape)
+
+    @cached_property
+    def gauge(self) -> tuple[Array, Array, Array]:
+        """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
+        return weighted_gauge(as_double(self.pair.left), as_double(self.pair.right), self.norms)
+
+    def truncated(self, rank: int) -> tuple[Array, Array]:
+        """U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
+        pair, (columns, sigma, rows) = self.pair, self.gauge
+        root = namespace(sigma).sqrt(sigma[:rank])
+        left, right = as_double(pair.left), as_double(pair.right)
+        return left @ (columns[:, :rank] * root), (root[:, None] * rows[:rank, :]) @ right
+
+    @cached_property
+    def squared_norm(self) -> float:
+        """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
+        return self.pair.norm**2 if self.norms.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
+
+    def squared_error(self, form: Form) -> float:
+        """‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
+        if self.norms.is_frobenius:
+            return self.pair.residual_norm(form) ** 2
+        return weighted_residual_norm(self.pair, form, self.norms) ** 2
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the LoRA pair."""
+        return self.rank * sum(self.shape)
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind can be solved together."""
+        return (*self.shape, type(self.norms.output), type(self.norms.input))
+
+    @cached_property
+    def dense_entries(self) -> int:
+        """Numbers in the dense weights of its norm."""
+        return sum(int(w.size) ** 2 for w in (self.norms.output, self.norms.input) if hasattr(w, "matrix"))
+
+
+class StoredLayer(Layer):
+    """A layer in a file: known by its sizes, opened when its numbers are asked for.
+
+    Parameters
+    ----------
+    name : str
+    shape : (m, n)
+    rank : int
+    read : callable
+        Reads the layer.
+    desk : Desk
+        Where open layers lie.
+    weighted : bool
+        Whether it has a norm of its own, which comes with reading.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], rank: int, read: Callable[[], Layer], desk: Desk, weighted: bool
+    ) -> None:
+        self.name = name
+        self._shape = shape
+        self._rank = rank
+        self._weighted = weighted
+        self._open = partial(desk.take, self, read)
+
+    @property
+    def pair(self) -> LowRank:
+        return self._open().pair
+
+    @property
+    def weights(self) -> NormWeights | None:
+        return self._open().weights if self._weighted else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._shape
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def norms(self) -> NormWeights:
+        return self._open().norms if self._weighted else NormWeights.frobenius(self.shape)
+
+    @property
+    def gauge(self) -> tuple[Array, Array, Array]:
+        return self._open().gauge
+
+
+class Desk:
+    """The layers that are open, up to so many numbers; those not used for longest are closed first."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[int, Layer] = OrderedDict()
+
+    def take(self, layer: StoredLayer, read: Callable[[], Layer]) -> Layer:
+        """The layer, opened."""
+        found = self._open.pop(id(layer), None)
+        if found is None:
+            self._make_room(layer.parameters, 0)
+            found = read()
+            self._make_room(layer.parameters, found.dense_entries)
+        self._open[id(layer)] = found
+        return found
+
+    def _make_room(self, pairs: int, dense: int) -> None:
+        while self._open and not _fits(
+            pairs + sum(layer.parameters for layer in self._open.values()),
+            dense + sum(layer.dense_entries for layer in self._open.values()),
+        ):
+            self._open.popitem(last=False)
+
+
+def make_layers(
+    pairs: Mapping[str, LowRank], statistics: Mapping[str, HasWeights | NormWeights] | None = None
+) -> list[Layer]:
+    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all.
+
+    Raises `BudgetError` naming a layer that the statistics lack: errors in different norms cannot share a budget.
+    """
+    if statistics is None:
+        return [Layer(name, pair) for name, pair in pairs.items()]
+    layers = []
+    for name, pair in pairs.items():
+        if name not in statistics:
+            raise missing_statistics(name)
+        found = statistics[name]
+        layers.append(Layer(name, pair, found if isinstance(found, NormWeights) else found.weights()))
+    return layers
+
+
+def missing_statistics(name: str) -> BudgetError:
+    """The error for a layer without statistics among others that have some."""
+    return BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
+
+
+def batches(layers: Sequence[Layer]) -> list[slice]:
+    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `DENSE_ENTRIES`), at least one layer each."""
+    runs, start, pairs, dense = [], 0, 0, 0
+    for i, layer in enumerate(layers):
+        pairs, dense = pairs + layer.parameters, dense + layer.dense_entries
+        if i > start and not _fits(pairs, dense):
+            runs.append(slice(start, i))
+            start, pairs, dense = i, layer.parameters, layer.dense_entries
+    return [*runs, slice(start, len(layers))] if layers else []
+
+
+def _fits(pairs: int, dense: int) -> bool:
+    return pairs <= PAIR_ENTRIES and dense <= DENSE_ENTRIES

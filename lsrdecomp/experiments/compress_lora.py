@@ -1,0 +1,166 @@
+"""One compressed form of a LoRA, written so that it can be judged and trained on: by `compress`, or as a direct sum."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from lsrdecomp.adapters import DirectConfig
+from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
+from lsrdecomp.compression.allocate import Options, within_cost
+from lsrdecomp.compression.candidates import Candidate, direct_candidates, drop
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.fit import HasWeights, make_layers
+from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.experiments.recover_plan import Structure
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.targets.weights import NormWeights
+from lsrdecomp.training.record import Scores
+
+PEFT_PREFIX = "base_model.model."
+CONFIG = "adapter_config.json"
+SHAPES = {
+    "lsr": (
+        *("r", "inner_shape", "order", "separation_rank", "lsr_alpha"),
+        *("rank_pattern", "alpha_pattern", "separation_rank_pattern", "shape_pattern"),
+    ),
+    "direct": ("separation_rank", "separation_rank_pattern", "shape_pattern", "alpha"),
+}
+"""Options of a method that say what its factors look like."""
+
+Statistics = Mapping[str, HasWeights | NormWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed:
+    """What a LoRA was compressed to, and how it answers without any training."""
+
+    parameters: int
+    bytes: int  # of the factors as stored, without header and head
+    file_bytes: int
+    structures: Mapping[str, int]  # what the layers became
+    relative_error: float | None  # in the Frobenius norm, over all layers
+    functional_error: float | None  # in the K-FAC norm, where that was asked for
+    cpu_seconds: float
+    scores: Scores | None = None
+
+    def write(self, path: Path) -> None:
+        """As JSON, whole or not at all."""
+        with new_file(path) as part:
+            part.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Squeezed:
+        """What `write` wrote."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "scores": None if values["scores"] is None else Scores(**values["scores"])})
+
+
+def squeeze(
+    lora: Path,
+    structure: Structure,
+    budget: int,
+    statistics: Statistics | None,
+    out: Path,
+    search: Search | None = None,
+) -> Squeezed:
+    """Compress a LoRA directory to ``budget`` parameters a matrix on average, and write the adapter to ``out``.
+
+    Raises
+    ------
+    BudgetError
+        If nothing of the adapter fits.
+    """
+    checkpoint, begin = open_checkpoint(lora), time.process_time()
+    own = statistics if structure.functional else None
+    total = budget * len(checkpoint.layers)
+    if structure.direct:
+        chosen = direct_sums(checkpoint, total, own)
+        _write_direct(checkpoint, chosen, out)
+        parameters = sum(candidate.parameters for candidate in chosen.values())
+        done = Squeezed(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
+    else:
+        plan = CompressionPlan(**(structure.goal or {"parameters": total}), storage=structure.storage)
+        wide = search if search is not None and structure.search.orders else structure.search
+        result = compress(checkpoint, plan, statistics=own, search=wide)
+        result.save(out)
+        sums = result.totals
+        kinds = dict(Counter(layer.structure for layer in result.layers))
+        errors = (sums.relative_error, sums.functional_error)
+        done = Squeezed(sums.parameters, sums.bytes, 0, kinds, *errors, 0.0)
+    seconds = round(time.process_time() - begin, 1)
+    return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
+
+
+def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, Candidate]:
+    """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
+
+    Raises
+    ------
+    BudgetError
+        If no layer fits.
+    """
+    layers = make_layers({layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics)
+    table = []
+    for layer in layers:
+        shape = KroneckerShape.balanced(layer.pair.shape)
+        most = max(1, layer.parameters // shape.parameters(1))
+        table.append([drop(layer), *direct_candidates(layer, shape, {2**k for k in range(12) if 2**k <= most})])
+    options = [Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table]
+    picked = (row[k] for row, k in zip(table, within_cost(options, budget), strict=True))
+    kept = {layer.name: c for layer, c in zip(layers, picked, strict=True) if c.build is not None}
+    if not kept:
+        least = min(candidate.parameters for row in table for candidate in row[1:])
+        raise BudgetError(f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more")
+    return kept
+
+
+def shape_settings(directory: Path, method: str) -> dict[str, Any]:
+    """Settings of a run that trains an adapter of the shapes of this one from scratch."""
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    options = {name: config[name] for name in SHAPES[method] if config.get(name) is not None}
+    layers = config.get("layers_to_transform")
+    return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}
+
+
+def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Candidate], out: Path) -> None:
+    tensors = {name: np.asarray(tensor.read()) for name, tensor in checkpoint.extras.items()}
+    ranks, shapes = {}, {}
+    for name, candidate in chosen.items():
+        form = candidate.build() if candidate.build is not None else None
+        assert isinstance(form, SeparatedMatrix)
+        assert isinstance(candidate.shape, KroneckerShape)
+        share = np.asarray(form.weights) ** (1.0 / form.order)
+        for index, factor in enumerate(form.factors, start=1):
+            scaled = np.asarray(share[:, None, None] * np.asarray(factor), dtype=np.float32)
+            tensors[f"{PEFT_PREFIX}{name}.dlsr_W.factor_{index}"] = np.ascontiguousarray(scaled)
+        ranks[f"^{name}$"], shapes[f"^{name}$"] = len(share), [list(pair) for pair in candidate.shape.factors]
+    config = DirectConfig(
+        target_modules=list(chosen),
+        separation_rank=1,
+        separation_rank_pattern=ranks,
+        shape_pattern=shapes,
+        task_type="SEQ_CLS",
+        modules_to_save=sorted({name.removeprefix(PEFT_PREFIX).split(".")[0] for name in checkpoint.extras}) or None,
+        inference_mode=True,
+    )
+    with new_directory(out, inputs=[checkpoint.path]) as part:
+        save_file(tensors, part / WEIGHTS, metadata={"format": "pt"})
+        config.save_pretrained(str(part))
+
+
+def _count(chosen: Mapping[str, Candidate]) -> dict[str, int]:
+    return dict(Counter(f"direct, {candidate.ranks[0]} terms" for candidate in chosen.values()))

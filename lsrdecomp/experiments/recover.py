@@ -1,0 +1,288 @@
+"""Compress and recover: a LoRA is trained, compressed to each budget by each structure, judged, trained on, judged.
+
+For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an adapter's doing. A
+LoRA is trained on it and calibrated on examples it was trained on. Each compressed form is judged as it is, after
+``steps`` steps of recovery, and beside the same shapes trained from scratch for as many steps. Rates of both are
+chosen from one grid by the loss on a split of the training set, with the first seed and at one budget.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lsrdecomp.calibration.base_model import batches, load_base, task_texts
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.compression.search import Search
+from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.experiments.compress_lora import Squeezed, shape_settings, squeeze
+from lsrdecomp.experiments.recover_plan import (
+    STRUCTURES,
+    RecoverPlan,
+    further_settings,
+    head_settings,
+    lora_settings,
+    recover_plan,
+)
+from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
+from lsrdecomp.experiments.suite import Suite, slug
+from lsrdecomp.training.dataset import read_material
+from lsrdecomp.training.finetune import evaluate
+from lsrdecomp.training.record import ADAPTER, Record
+from lsrdecomp.training.settings import FinetuneSettings
+
+COMPRESSED, SQUEEZED = "compressed.json", "squeezed.json"
+WHOLE = 0
+"""The budget of what is no smaller than the LoRA."""
+
+Notice = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the parts of one task and seed lie."""
+
+    directory: Path
+
+    @property
+    def head(self) -> Path:
+        return self.directory / "head"
+
+    @property
+    def lora(self) -> Path:
+        return self.directory / "lora"
+
+    @property
+    def statistics(self) -> Path:
+        return self.directory / "statistics"
+
+    def point(self, structure: str, budget: int) -> Path:
+        """A compressed form with what was made of it."""
+        return self.directory / (f"{structure}-{budget}" if budget else structure)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One task with one seed."""
+
+    suite: Suite
+    plan: RecoverPlan
+    task: str
+    seed: int
+    out: Path
+
+    @property
+    def place(self) -> Place:
+        return Place(self.out / slug(self.task) / f"seed-{self.seed}")
+
+    @property
+    def tunes(self) -> bool:
+        """Whether this seed is the one by which rates are chosen."""
+        return self.seed == self.suite.seeds[0]
+
+    def head(self) -> Run:
+        return Run(head_settings(self.suite, self.plan, self.task, self.seed), self.place.head)
+
+    def lora(self) -> Run:
+        head = str(self.place.head / ADAPTER)
+        settings = lora_settings(self.suite, self.plan, self.task, self.seed, head)
+        return Run(settings.replace(measure_start=True), self.place.lora)
+
+    def points(self) -> list[tuple[str, int]]:
+        """Structures with their budgets, the one at which rates are chosen first."""
+        trained = sorted(self.plan.budgets, key=lambda budget: budget != self.plan.tuned_at)
+        budgets = [*trained, *self.plan.judged]
+        return [
+            (name, budget)
+            for name in self.plan.structures
+            for budget in (budgets if STRUCTURES[name].budgeted else [WHOLE])
+        ]
+
+    def recovery(self, structure: str, budget: int, rate: float) -> Run:
+        """The run that trains on from a compressed form, or, for "lora", from the LoRA itself."""
+        source = self.place.lora if structure == "lora" else self.place.point(structure, budget)
+        method = {"lora": "lora", "direct": "direct"}.get(structure, "lsr")
+        settings = self._further(rate, method=method, init=str(source / ADAPTER))
+        return Run(settings, self.place.point(structure, budget) / "recovered" / f"rate-{rate:g}")
+
+    def scratch(self, structure: str, budget: int, rate: float) -> Run:
+        """The run that trains the same shapes from scratch."""
+        point = self.place.point(structure, budget)
+        shapes = shape_settings(point / ADAPTER, "direct" if structure == "direct" else "lsr")
+        settings = self._further(rate, head=str(self.place.head / ADAPTER), **shapes)
+        return Run(settings, point / "scratch" / f"rate-{rate:g}")
+
+    def _further(self, rate: float, **changes: object) -> FinetuneSettings:
+        return further_settings(self.suite, self.plan, self.task, rate=rate, seed=self.seed, **changes)
+
+
+def recover(
+    suite: Suite,
+    out: str | Path,
+    *,
+    search: Search | None = None,
+    retry: bool = False,
+    on_run: Callable[[Run, Outcome], object] | None = None,
+    on_step: Notice | None = None,
+) -> None:
+    """Do all of it; after a kill, the same call goes on where it was. `lsrdecomp.experiments.recover_table` reads it.
+
+    Parameters
+    ----------
+    suite : Suite
+        With a table ``[recover]``; its ``[methods]`` play no part.
+    out : path
+    search : Search, optional
+        How far `compress` looks for shapes.
+    retry : bool
+        Do failed runs again.
+    on_run : callable, optional
+        Called with each run and its outcome.
+    on_step : callable, optional
+        Called with a few words before each part of the work.
+
+    Raises
+    ------
+    SuiteError
+        If the suite says something impossible.
+    CheckpointError
+        If ``out`` holds runs with other settings.
+    LsrError
+        If a head or a LoRA could not be trained: without them there is nothing to compress.
+    """
+    plan = recover_plan(suite)
+    say: Notice = on_step if on_step is not None else lambda words: None
+    everything = jobs(suite, plan, out)
+    for job in everything:
+        say(f"{job.task}, seed {job.seed}: head and LoRA")
+        for run in (job.head(), job.lora()):
+            do_runs([run], retry=retry, on_run=on_run)
+            found = outcome(run)
+            if isinstance(found, Failure):
+                raise LsrError(f"{run.directory}: {found.kind}: {found.message}; do it again with retry")
+    for job in everything:
+        if (gain(job) or 0.0) < plan.least_gain:
+            continue
+        say(f"{job.task}, seed {job.seed}: calibration")
+        _calibrate(job)
+        _train(job, "lora", WHOLE, retry, on_run)
+        for structure, budget in job.points():
+            say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
+            further = STRUCTURES[structure].trained and budget not in job.plan.judged
+            if _squeezed(job, structure, budget, search) and further:
+                _train(job, structure, budget, retry, on_run)
+
+
+def gain(job: Job) -> float | None:
+    """Nats that the LoRA gained on dev over its head alone; None before it is trained, or if its loss was lost."""
+    found = outcome(job.lora())
+    if not isinstance(found, Record) or found.start is None or None in (found.start.loss, found.dev.loss):
+        return None
+    return found.start.loss - found.dev.loss  # type: ignore[operator]
+
+
+def jobs(suite: Suite, plan: RecoverPlan, out: str | Path) -> list[Job]:
+    """Every task whose files are at hand, with every seed; the first seed of all tasks first."""
+    missing = suite.missing()
+    tasks = [task for task in suite.tasks if task not in missing]
+    return [Job(suite, plan, task, seed, Path(out)) for seed in suite.seeds for task in tasks]
+
+
+def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
+    """The rate of least validation loss with the first seed at the plan's budget; None while there is none.
+
+    ``kind`` is "recovery" or "scratch". A rate at which the run failed is out of question.
+    """
+    first = replace(job, seed=job.suite.seeds[0])
+    budgeted = structure != "lora" and STRUCTURES[structure].budgeted
+    budget = job.plan.tuned_at if budgeted else WHOLE
+    losses: dict[float, float] = {}
+    for rate in sorted(job.suite.rates):
+        try:
+            found = outcome(getattr(first, kind)(structure, budget, rate))
+        except FileNotFoundError:  # nothing was compressed yet
+            return None
+        if found is None:
+            return None
+        known = isinstance(found, Record) and found.validation is not None and found.validation.loss is not None
+        losses[rate] = found.validation.loss if known else math.inf  # type: ignore[union-attr, assignment]
+    best = min(losses, key=lambda rate: losses[rate])
+    return best if math.isfinite(losses[best]) else None
+
+
+def read_squeezed(job: Job, structure: str, budget: int) -> Squeezed | None:
+    """A compressed form that was judged; None if there is none, or nothing fits into the budget."""
+    path = job.place.point(structure, budget) / SQUEEZED
+    return Squeezed.read(path) if path.exists() else None
+
+
+def _train(job: Job, structure: str, budget: int, retry: bool, on_run: Callable[[Run, Outcome], object] | None) -> None:
+    kinds = ["recovery", *(["scratch"] if structure in job.plan.scratch else [])]
+    for kind in kinds:
+        rates: tuple[float, ...] = job.suite.rates
+        if not (job.tunes and budget in (job.plan.tuned_at, WHOLE)):
+            best = chosen_rate(job, structure, kind)
+            rates = () if best is None else (best,)
+        do_runs([getattr(job, kind)(structure, budget, rate) for rate in rates], retry=retry, on_run=on_run)
+
+
+def _squeezed(job: Job, structure: str, budget: int, search: Search | None) -> bool:
+    """Compress and judge, unless that was done; whether there is something to train."""
+    point = job.place.point(structure, budget)
+    if (point / SQUEEZED).exists():
+        return True
+    statistics = read_statistics(job.place.statistics)
+    compressed = point / COMPRESSED
+    if not compressed.exists():
+        shutil.rmtree(point / ADAPTER, ignore_errors=True)  # a kill came between the two
+        try:
+            made = squeeze(job.place.lora / ADAPTER, STRUCTURES[structure], budget, statistics, point / ADAPTER, search)
+        except BudgetError:
+            return False
+        made.write(compressed)
+    made = Squeezed.read(compressed)
+    replace(made, scores=evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings)).write(point / SQUEEZED)
+    return True
+
+
+def _calibrate(job: Job) -> None:
+    if (job.place.statistics / METADATA).exists():
+        return
+    settings = job.lora().settings
+    material = read_material(settings)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = load_base(material.base, job.place.lora / ADAPTER, device=device)
+    texts = task_texts(material.train)
+    calibrate(
+        base.model,
+        batches(base, texts, size=16, max_length=settings.max_length, seed=job.seed),
+        modules=base.modules,
+        out=job.place.statistics,
+        seed=job.seed,
+        samples=job.plan.samples,
+        head=base.head,
+        base=settings.model,
+    )
+
+
+def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, Record]:
+    """The runs from a compressed form and from scratch at their chosen rates, by "recovery" and "scratch"."""
+    found: dict[str, Record] = {}
+    for kind in ("recovery", "scratch"):
+        if kind == "scratch" and structure not in job.plan.scratch:
+            continue
+        rate = chosen_rate(job, structure, kind)
+        if rate is None:
+            continue
+        done = outcome(getattr(job, kind)(structure, budget, rate))
+        if isinstance(done, Record):
+            found[kind] = done
+    return found

@@ -1,0 +1,1 @@
+"""Many adapters under one plan: resumable batches, run by joblib or Ray."""

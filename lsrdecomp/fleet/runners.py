@@ -1,0 +1,118 @@
+"""Where the jobs of a fleet run: processes of this host through joblib, or the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lsrdecomp.arrays import check_device
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.errors import LsrError
+from lsrdecomp.fleet.batch import Broken, Job, Outcome, Runner, run_job
+
+
+def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1) -> Runner:
+    """Processes of this host, one linear-algebra thread each so that the bytes do not depend on their number.
+
+    Parameters
+    ----------
+    workers : int
+        Processes; −1 for as many as there are processors, or GPUs times ``per_gpu`` if they are asked for.
+    device : str, optional
+        As for `lsrdecomp.compress`. With ``"cuda"`` the jobs take the GPUs of this host in turn.
+    per_gpu : int
+        Processes that share a GPU.
+
+    Raises
+    ------
+    LsrError
+        If torch cannot compute in float64 on ``device``.
+    """
+    workers, devices = _devices(workers, device, per_gpu)
+
+    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome | Broken]:
+        try:
+            from joblib import Parallel, delayed, parallel_config
+            from joblib.externals.loky.process_executor import BrokenProcessPool
+        except ImportError as error:
+            raise LsrError("fleets need joblib: pip install 'lsrdecomp[fleet]'") from error
+
+        left = {job.name: job for job in jobs}
+        placed = [replace(job, device=devices[k % len(devices)]) for k, job in enumerate(jobs)]
+        # A single worker is a process too: a job that takes its process down must not take the fleet with it.
+        count = max(workers, 2) if workers > 0 else workers
+        with parallel_config(backend="loky", n_jobs=count, inner_max_num_threads=1):
+            try:
+                parallel = Parallel(
+                    return_as="generator_unordered", pre_dispatch=max(workers, 1) if workers > 0 else "2*n_jobs"
+                )
+                for outcome in parallel(delayed(run_job)(job, plan) for job in placed):
+                    del left[outcome.name]
+                    yield outcome
+            except BrokenProcessPool as error:
+                reason = f"its worker died: {str(error).splitlines()[0]}"
+                yield from (Broken(job, reason) for job in left.values())
+
+    return run
+
+
+def _devices(workers: int, device: str | None, per_gpu: int) -> tuple[int, list[str | None]]:
+    """How many processes, and the devices that their jobs take in turn."""
+    if device is None:
+        return workers, [None]
+    check_device(device)
+    if device != "cuda":
+        return workers, [device]
+    import torch
+
+    count = torch.cuda.device_count()
+    return workers if workers > 0 else count * per_gpu, [f"cuda:{i}" for i in range(count)]
+
+
+def ray_runner(
+    address: str = "auto", jobs_in_flight: int = 1000, device: str | None = None, per_gpu: int = 1
+) -> Runner:
+    """Workers of a Ray cluster that share the file system.
+
+    Parameters
+    ----------
+    address : str
+        Of the cluster, as ``ray.init`` takes it.
+    jobs_in_flight : int
+        Jobs handed to the cluster at a time.
+    device : str, optional
+        As for `lsrdecomp.compress`. With ``"cuda"`` every job asks the cluster for its share of a GPU.
+    per_gpu : int
+        Jobs that share a GPU.
+    """
+
+    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome | Broken]:
+        try:
+            import ray
+        except ImportError as error:
+            raise LsrError("a cluster needs ray: pip install 'lsrdecomp[fleet]'") from error
+
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False)
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}
+        gpus = 1.0 / per_gpu if device == "cuda" else 0.0
+        resources: Any = ray.cluster_resources
+        if resources().get("GPU", 0.0) < gpus:
+            raise LsrError(f"device {device!r}: no node of the Ray cluster has a GPU")
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0, runtime_env=environment)(run_job)
+        waiting = [replace(job, device=device) for job in reversed(jobs)]
+        running: dict[Any, Job] = {}
+        while waiting or running:
+            while waiting and len(running) < jobs_in_flight:
+                job = waiting.pop()
+                running[remote.remote(job, plan)] = job
+            ready, _ = ray.wait(list(running), num_returns=1)
+            for reference in ready:
+                job = running.pop(reference)
+                try:
+                    yield ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    yield Broken(job, f"its worker died: {str(error).splitlines()[0]}")
+
+    return run

@@ -1,0 +1,269 @@
+"""The smallest stored form of a separated matrix: a number format for each factor of each term, its error certified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.formats.allocation import Choice, cheapest
+from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import tolerance
+from lsrdecomp.targets.base import Target
+
+SMALL_FORMATS = ("float32", "float16", "float8_e4m3fn", "int8", "int4")
+"""What the allocation chooses from unless told: bfloat16 and e5m2 spend bits on range that unit factors do not need."""
+ROUNDS = 16
+"""Most times the inner budget is tightened when terms that are not orthogonal round worse than they add up."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTerm:
+    """One term as written: a float32 weight, which absorbs the scales of the factors, and the factors' codes."""
+
+    weight: np.float32
+    factors: tuple[StoredFactor, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Weight, one byte a factor to name its format, and the codes."""
+        return 4 + len(self.factors) + sum(f.bytes for f in self.factors)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """A separated matrix as stored, with the error it is certified for.
+
+    The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors' codes F.
+    """
+
+    shape: KroneckerShape
+    exponent: int
+    terms: tuple[StoredTerm, ...]
+    certified_error: float  # upper bound on ‖M − M̃‖_F, absolute: a formed residual plus its own rounding
+    norm: float  # ‖M‖_F
+
+    @property
+    def bytes(self) -> int:
+        """All that is written: terms, and eight bytes for exponent and number of terms."""
+        return 8 + sum(term.bytes for term in self.terms)
+
+    @property
+    def relative_error(self) -> float:
+        return self.certified_error / self.norm if self.norm > 0.0 else self.certified_error
+
+    @property
+    def separation_rank(self) -> int:
+        return len(self.terms)
+
+    @property
+    def formats(self) -> tuple[tuple[str, ...], ...]:
+        """Format names, term by term."""
+        return tuple(tuple(f.format for f in term.factors) for term in self.terms)
+
+    @cached_property
+    def approximation(self) -> SeparatedMatrix:
+        """What a reader gets: the stored numbers in float64 or complex128."""
+        return _read(self.shape, self.exponent, self.terms)
+
+    def __repr__(self) -> str:
+        kinds = sorted({name for term in self.formats for name in term})
+        return (
+            f"StoredMatrix({self.separation_rank} × [{self.shape}], {self.bytes:,} bytes in {', '.join(kinds)}, "
+            f"relative error ≤ {self.relative_error:.3g})"
+        )
+
+
+def smallest(
+    target: Target,
+    approximation: SeparatedMatrix,
+    *,
+    atol: float,
+    formats: Sequence[str] = SMALL_FORMATS,
+    uniform: bool = False,
+) -> StoredMatrix:
+    """Fewest bytes that keep the *stored* error at most ``atol``.
+
+    For each term: drop it, or choose a format for each factor. Rounding errors ρ are measured, factor by factor; the
+    error is predicted by Σ_dropped λ² + Σ_kept λ²(ρ_1² + … + ρ_d²), exact for orthogonal terms; weights are refitted to
+    the rounded factors. What is certified is the residual of the rounded matrix, formed, so terms that cancel cost
+    bytes but never the certificate. See docs/error-budget.md.
+
+    Parameters
+    ----------
+    target : Target
+        M.
+    approximation : SeparatedMatrix
+        More accurate than ``atol``: its terms are candidates, in their order, orthogonal (`canonical`) if d = 2.
+    atol : float
+        Allowed ‖M − M̃‖_F.
+    formats : sequence of str
+        Names from `lsrdecomp.formats.number_formats.FORMATS`.
+    uniform : bool
+        One format for everything, for comparison: the one of ``formats`` that takes the fewest bytes.
+
+    Returns
+    -------
+    StoredMatrix
+
+    Raises
+    ------
+    BudgetError
+        If ``atol`` cannot be met, naming the part, truncation or rounding, that exceeds it and what would do.
+    """
+    if not (math.isfinite(atol) and atol >= 0.0):
+        raise BudgetError(f"an allowed error must be finite and not negative, got {atol}")
+    names = tuple(storage_format(name).name for name in formats)
+    if not names:
+        raise BudgetError(f"no format to choose from; known formats: {', '.join(FORMATS)}")
+    if uniform:
+        return _smallest_uniform(target, approximation, atol, names)
+    rounding = _Rounding.measure(approximation, names)
+    truncation = target.residual_norm(approximation)
+    allowed = atol
+    closest = math.inf
+    for _ in range(ROUNDS):
+        budget = rounding.scaled(allowed) ** 2 - rounding.scaled(truncation) ** 2
+        choices = cheapest(
+            rounding.weights, rounding.squares, rounding.bytes, math.sqrt(max(budget, 0.0)), rounding.overhead
+        )
+        stored = rounding.store(choices)
+        error = certified(target, _read(approximation.kronecker_shape, rounding.exponent, stored))
+        closest = min(closest, error)
+        if error <= atol:
+            return StoredMatrix(approximation.kronecker_shape, rounding.exponent, stored, error, target.norm)
+        if allowed <= truncation:
+            break
+        allowed = max(truncation, allowed * min(0.99, atol / error)) if allowed > truncation else 0.0
+    finest = min(names, key=lambda name: float(np.sum(rounding.squares[..., names.index(name)])))
+    raise BudgetError(_refusal(atol, truncation, closest, finest, target.norm))
+
+
+def certified(target: Target, approximation: SeparatedMatrix) -> float:
+    """An upper bound on ‖M − M̃‖_F: the residual formed in double precision, and a bound on the rounding of that.
+
+    Forming Σ_k λ_k ⊗_i F_k⁽ⁱ⁾ and subtracting errs by at most a small multiple of s·d·2⁻⁵³(‖λ‖₁ + ‖M‖).
+    """
+    size = float(np.sum(to_numpy(as_double(approximation.weights)))) + target.norm
+    if size == 0.0:
+        return 0.0
+    slack = tolerance("float64", approximation.order + approximation.separation_rank) / 8.0
+    return float(np.nextafter(target.residual_norm(approximation) + slack * size, math.inf))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rounding:
+    """Every factor of every term rounded in every format, with the errors that leaves."""
+
+    exponent: int
+    names: tuple[str, ...]
+    weights: np.ndarray  # (s,), λ / 2^exponent
+    units: tuple[np.ndarray, ...]  # (s, m_i, n_i)
+    rounded: tuple[tuple[tuple[StoredFactor, ...], ...], ...]  # [term][factor][format]
+    squares: np.ndarray  # (s, d, formats), ρ²
+    bytes: np.ndarray  # (d, formats)
+
+    @classmethod
+    def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
+        weights = to_numpy(as_double(approximation.weights))
+        units = tuple(to_numpy(as_double(f)) for f in approximation.factors)
+        peak = float(weights[0]) if len(weights) else 1.0
+        exponent = math.frexp(peak)[1]
+        every, squares = [], np.zeros((len(weights), len(units), len(names)))
+        for k in range(len(weights)):
+            row = []
+            for i, unit in enumerate(units):
+                pairs = [round_factor(unit[k], name) for name in names]
+                squares[k, i, :] = [error**2 for _, error in pairs]
+                row.append(tuple(factor for factor, _ in pairs))
+            every.append(tuple(row))
+        parts = 2 if any(np.iscomplexobj(u) for u in units) else 1
+        sizes = [[storage_format(name).bytes(u.shape[1] * u.shape[2] * parts) for name in names] for u in units]
+        return cls(exponent, names, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes))
+
+    def scaled(self, error: float) -> float:
+        """An error in the units of the weights."""
+        return math.ldexp(error, -self.exponent)
+
+    def choose(self, budget: float) -> tuple[Choice, ...]:
+        return cheapest(self.weights, self.squares, self.bytes, budget, self.overhead)
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of a term beside its codes."""
+        return 4 + len(self.units)
+
+    def store(self, choices: Sequence[Choice]) -> tuple[StoredTerm, ...]:
+        """The chosen codes, with weights refitted to them by least squares and rounded to float32."""
+        kept = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
+        factors = [tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in kept]
+        if not factors:
+            return ()
+        weights = self._refitted(factors)
+        terms = (StoredTerm(np.float32(w), f) for w, f in zip(weights, factors, strict=True))
+        return tuple(term for term in terms if term.weight != 0.0)
+
+    def _refitted(self, factors: list[tuple[StoredFactor, ...]]) -> np.ndarray:
+        gram: np.ndarray | float = 1.0
+        cross: np.ndarray | float = 1.0
+        scale = np.ones(len(factors))
+        for i, unit in enumerate(self.units):
+            values = np.stack([f[i].values.reshape(-1) for f in factors])
+            length = np.linalg.norm(values, axis=1)
+            values, scale = values / length[:, None], scale * length
+            gram = gram * (values.conj() @ values.T)
+            cross = cross * (values.conj() @ unit.reshape(len(unit), -1).T)
+        # Weights are real, so the normal equations are those of the real parts.
+        right = np.real(cross @ self.weights)
+        solved = np.linalg.lstsq(np.real(gram), right, rcond=None)[0]
+        return np.asarray(solved / scale)
+
+
+def _smallest_uniform(
+    target: Target, approximation: SeparatedMatrix, atol: float, names: tuple[str, ...]
+) -> StoredMatrix:
+    found: list[StoredMatrix] = []
+    refusal: BudgetError | None = None
+    for name in names:
+        try:
+            found.append(smallest(target, approximation, atol=atol, formats=(name,)))
+        except BudgetError as error:
+            refusal = error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return min(found, key=lambda stored: stored.bytes)
+
+
+def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> SeparatedMatrix:
+    is_complex = any(f.complex for term in terms for f in term.factors)
+    kind = np.complex128 if is_complex else np.float64
+    factors = []
+    for i, (m, n) in enumerate(shape.factors):
+        stack = np.zeros((len(terms), m, n), dtype=kind)
+        for k, term in enumerate(terms):
+            stack[k] = term.factors[i].values
+        factors.append(stack)
+    weights = np.ldexp(np.asarray([float(term.weight) for term in terms], dtype=np.float64), exponent)
+    return SeparatedMatrix.from_factors(factors, weights)
+
+
+def _refusal(atol: float, truncation: float, closest: float, finest: str, size: float) -> str:
+    relative = f" (relative {atol / size:.3g})" if size > 0.0 else ""
+    if truncation > atol:
+        return (
+            f"allowed error {atol:.3g}{relative}: the {truncation:.3g} of truncation alone exceeds it; "
+            f"use more terms or a tolerance above {truncation:.3g}"
+        )
+    return (
+        f"allowed error {atol:.3g}{relative}: truncation takes {truncation:.3g} of it and rounding, even in {finest}, "
+        f"brings the total to {closest:.3g}; allow a finer format ({', '.join(FORMATS)}), use more terms, "
+        f"or a tolerance above {closest:.3g}"
+    )

@@ -1,0 +1,107 @@
+"""Factors as small integers: what is stored of a quantised product, how many bytes it takes, and what a reader gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lsrdecomp.formats.bit_packing import Codes, packed_size
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import ProductShape
+
+COMPONENT_BYTES = 3
+"""Float16 scale and the number of bits of a component of a `SpectralCode`."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """A separated matrix as stored: Σ_k 2^e · scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾ with small integers Q.
+
+    A term needs one scale only, however many factors it has, since (aX) ⊗ (bY) = ab (X ⊗ Y).
+    """
+
+    codes: tuple[Codes, ...]  # (s, m_i, n_i), from −(2^(bits−1) − 1) to 2^(bits−1) − 1
+    scales: NDArray[np.float16]  # (s,)
+    exponent: int  # puts the largest scale near one, away from float16's limits
+    bits: int
+
+    @property
+    def bytes(self) -> int:
+        """Packed codes, scales and the exponent."""
+        packed = sum(packed_size(code.size, self.bits) for code in self.codes)
+        return packed + 2 * self.scales.size + 1
+
+    def dequantized(self) -> SeparatedMatrix:
+        """What a reader gets, in float64."""
+        weights = np.ldexp(self.scales.astype(np.float64), self.exponent)
+        return SeparatedMatrix.from_factors([code.astype(np.float64) for code in self.codes], weights)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedProduct:
+    """Both sides of an LSR product as stored."""
+
+    left: QuantizedMatrix
+    right: QuantizedMatrix
+
+    @property
+    def bytes(self) -> int:
+        return self.left.bytes + self.right.bytes
+
+    @property
+    def storage(self) -> str:
+        return f"int{max(self.left.bits, self.right.bits)}"
+
+    @property
+    def shape(self) -> ProductShape:
+        left, right = ([code.shape[1:] for code in side.codes] for side in (self.left, self.right))
+        return ProductShape(tuple(s[0] for s in left), tuple(s[1] for s in left), tuple(s[1] for s in right))
+
+    def dequantized(self) -> SeparatedProduct:
+        """What a reader gets, in float64."""
+        return SeparatedProduct(self.left.dequantized(), self.right.dequantized())
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralCode:
+    """Kept components of an SVD in integer codes: Σ_k 2^e · scale_k · u_k v_kᵀ, each component in its own bits."""
+
+    left: tuple[Codes, ...]  # u_k, (m,)
+    right: tuple[Codes, ...]  # v_k, (n,)
+    scales: NDArray[np.float16]
+    exponent: int
+    bits: tuple[int, ...]
+    matrix_shape: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        packed = sum(packed_size(sum(self.matrix_shape), b) for b in self.bits)
+        return packed + COMPONENT_BYTES * len(self.bits) + 1
+
+    @property
+    def storage(self) -> str:
+        """One width, or the least and the greatest."""
+        least, most = min(self.bits, default=2), max(self.bits, default=2)
+        return f"int{most}" if least == most else f"int{least}-{most}"
+
+    @property
+    def shape(self) -> ProductShape:
+        return ProductShape.low_rank(self.matrix_shape, max(1, len(self.bits)))
+
+    def dequantized(self) -> SeparatedProduct:
+        """What a reader gets, in float64; one zero component where none was kept."""
+        m, n = self.matrix_shape
+        if not self.bits:
+            return low_rank_product(np.zeros((m, 1)), np.zeros((1, n)))
+        root = np.sqrt(np.abs(np.ldexp(self.scales.astype(np.float64), self.exponent)))
+        signs = np.sign(self.scales.astype(np.float64))
+        left = np.stack([u.astype(np.float64) for u in self.left], axis=1) * (root * signs)
+        return low_rank_product(left, root[:, None] * np.stack([v.astype(np.float64) for v in self.right]))
+
+
+CodedProduct: TypeAlias = QuantizedProduct | SpectralCode
+"""What a layer stored in integers is, on disk."""

@@ -1,0 +1,1 @@
+"""Kronecker shapes, the rearrangement, and sums of Kronecker products as values."""

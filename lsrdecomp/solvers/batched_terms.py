@@ -1,0 +1,174 @@
+"""Tensor operations on a batch of separated matrices of one shape, in the array API standard (which has no einsum).
+
+Factors are held as stacks (L, m_i·n_i, s): L problems, the entries of a factor row by row, the terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.kronecker.rearrange import pairs_of_rows
+from lsrdecomp.kronecker.shape import KroneckerShape
+
+Stacks: TypeAlias = list[Array]
+Operator: TypeAlias = Callable[[Array], Array]
+
+
+def rearranged(matrices: Array, shape: KroneckerShape) -> Array:
+    """Rearrangement of each matrix of a batch: (L, m, n) to (L, m_1·n_1, …, m_d·n_d)."""
+    xp, d, batch = namespace(matrices), shape.order, matrices.shape[0]
+    entries = xp.reshape(matrices, (batch, *shape.rows, *shape.columns))
+    pairs = tuple(axis for i in range(d) for axis in (1 + i, 1 + d + i))
+    return xp.reshape(xp.permute_dims(entries, (0, *pairs)), (batch, *shape.sizes))
+
+
+def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
+    """Σ_k of the Kronecker products of each problem, formed: (L, m, n).
+
+    Of two factors as the transpose of an array (L, n, m), which needs no copy in another order of its entries.
+    """
+    xp, d, batch = namespace(*stacks), shape.order, stacks[0].shape[0]
+    if d == 2:
+        return xp.matrix_transpose(pairs_of_rows(*_split_columns(stacks, shape)))
+    tensor = stacks[0] @ xp.matrix_transpose(_khatri_rao(stacks[1:]))
+    entries = xp.reshape(tensor, (batch, *(size for pair in shape.factors for size in pair)))
+    rows_then_columns = (0, *range(1, 2 * d + 1, 2), *range(2, 2 * d + 1, 2))
+    return xp.reshape(xp.permute_dims(entries, rows_then_columns), (batch, *shape.matrix_shape))
+
+
+def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
+    """Each rearranged matrix contracted with all stacks but one: (L, p_1, …, p_d) to (L, p_skip, s)."""
+    xp, d = namespace(tensor), tensor.ndim - 1
+    others = [j for j in range(d) if j != skip]
+    flat = xp.permute_dims(tensor, (0, skip + 1, *(j + 1 for j in others)))
+    sizes = tensor.shape[1:]
+    flat = xp.reshape(flat, (tensor.shape[0], sizes[skip], math.prod(sizes[j] for j in others)))
+    return flat @ _khatri_rao([stacks[j] for j in others])
+
+
+def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int], Array]:
+    """`mttkrp` of the rearranged matrices (L, m, n), a function of stacks and the one left out.
+
+    For two factors the matrices are not rearranged, but contracted slice by slice of their transpose.
+    """
+    if shape.order != 2:
+        tensor = rearranged(matrices, shape)
+        return lambda stacks, skip: mttkrp(tensor, stacks, skip)
+    xp, batch = namespace(matrices), matrices.shape[0]
+    slices = xp.reshape(xp.matrix_transpose(matrices), (batch, *shape.columns, *shape.rows))
+
+    def contracted(stacks: Stacks, skip: int) -> Array:
+        other = _split_columns(stacks, shape)[1 - skip]  # (L, n_j, m_j, s)
+        total: Array = 0.0
+        for k in range(shape.columns[1 - skip]):
+            part = slices[:, :, k, :, :] if skip == 0 else xp.matrix_transpose(slices[:, k, :, :, :])
+            total = total + part @ other[:, k, None, :, :]  # (L, n_i, m_i, s)
+        return xp.reshape(xp.permute_dims(total, (0, 2, 1, 3)), (*stacks[skip].shape[:2], total.shape[3]))
+
+    return contracted
+
+
+def _split_columns(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
+    """Stacks (L, m_i·n_i, s) as (L, n_i, m_i, s), views where the library allows."""
+    xp = namespace(*stacks)
+    split = (xp.reshape(x, (x.shape[0], *pair, x.shape[2])) for x, pair in zip(stacks, shape.factors, strict=True))
+    return [xp.permute_dims(x, (0, 2, 1, 3)) for x in split]
+
+
+def term_norms(stacks: Stacks) -> Array:
+    """λ, the norm of each term: shape (L, s)."""
+    xp = namespace(*stacks)
+    norms = xp.linalg.vector_norm(stacks[0], axis=1)
+    for stack in stacks[1:]:
+        norms = norms * xp.linalg.vector_norm(stack, axis=1)
+    return norms
+
+
+def balanced_terms(stacks: Stacks) -> Stacks:
+    """The same sums with equal norms of the factors within each term; a term with a zero factor becomes zero."""
+    xp, order = namespace(*stacks), len(stacks)
+    norms = [xp.linalg.vector_norm(stack, axis=1) for stack in stacks]
+    size = norms[0]
+    for length in norms[1:]:
+        size = size * length
+    common = size ** (1.0 / order)
+    return [stack * safe_ratio(common, length)[:, None, :] for stack, length in zip(stacks, norms, strict=True)]
+
+
+def scaled(stacks: Stacks, factor: Array) -> Stacks:
+    """Each problem's sum multiplied by its positive factor (L,), spread evenly over the stacks."""
+    share = factor ** (1.0 / len(stacks))
+    return [stack * share[:, None, None] for stack in stacks]
+
+
+def chosen(condition: Array, first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
+    """Arrays of ``first`` for the problems where ``condition`` (L,) holds, of ``second`` elsewhere."""
+    xp = namespace(condition)
+    pairs = zip(first, second, strict=True)
+    return [xp.where(xp.reshape(condition, (-1, *[1] * (a.ndim - 1))), a, b) for a, b in pairs]
+
+
+def dot(a: Array, b: Array) -> Array:
+    """Inner product of each problem, shaped (L, 1, …, 1) to multiply it."""
+    xp = namespace(a, b)
+    return xp.sum(a * b, axis=tuple(range(1, a.ndim)), keepdims=True)
+
+
+def safe_ratio(a: Array, b: Array) -> Array:
+    """a / b, and zero where b is not positive."""
+    xp = namespace(a, b)
+    positive = b > 0
+    return xp.where(positive, a / xp.where(positive, b, xp.ones_like(b)), xp.zeros_like(b))
+
+
+def diagonal_matrix(values: Array) -> Array:
+    """(L, n) to (L, n, n) with the values on the diagonal."""
+    xp, n = namespace(values), values.shape[1]
+    return values[:, None, :] * xp.eye(n, dtype=values.dtype, device=device(values))[None, :, :]
+
+
+def identity_like(matrices: Array) -> Array:
+    """The identity (1, n, n) in the library, precision and place of square matrices (L, n, n)."""
+    xp = namespace(matrices)
+    return xp.eye(matrices.shape[1], dtype=matrices.dtype, device=device(matrices))[None, :, :]
+
+
+def damped(matrices: Array, fraction: float) -> Array:
+    """Each positive semidefinite matrix plus ``fraction`` of its mean eigenvalue (one for a zero matrix)."""
+    xp, n = namespace(matrices), matrices.shape[1]
+    mean = xp.linalg.trace(matrices) / n
+    shift = xp.where(mean > 0, fraction * mean, xp.ones_like(mean))
+    return matrices + shift[:, None, None] * identity_like(matrices)
+
+
+def conjugate_gradients(apply: Operator, precondition: Operator, right_hand: Array, steps: int) -> Array:
+    """``steps`` preconditioned conjugate gradient steps from zero, for every problem of the batch (first axis).
+
+    A problem whose search direction has no curvature stays where it is.
+    """
+    xp = namespace(right_hand)
+    x, residual = xp.zeros_like(right_hand), right_hand
+    direction = precondition(residual)
+    size = dot(residual, direction)
+    for _ in range(steps):
+        image = apply(direction)
+        length = safe_ratio(size, dot(direction, image))
+        x = x + length * direction
+        residual = residual - length * image
+        preconditioned = precondition(residual)
+        new_size = dot(residual, preconditioned)
+        direction = preconditioned + safe_ratio(new_size, size) * direction
+        size = new_size
+    return x
+
+
+def _khatri_rao(stacks: Sequence[Array]) -> Array:
+    """Column-wise Kronecker product of each problem: (L, p, s), (L, q, s) to (L, p·q, s)."""
+    xp, product = namespace(*stacks), stacks[0]
+    for stack in stacks[1:]:
+        batch, p, s = product.shape
+        product = xp.reshape(product[:, :, None, :] * stack[:, None, :, :], (batch, p * stack.shape[1], s))
+    return product

@@ -1,0 +1,231 @@
+"""Any number of factors: alternating least squares on a compressed core, its penalty tied to the storage precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, as_floating, device, is_complex, like, namespace, norm, to_numpy
+from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import tolerance, unit_roundoff
+from lsrdecomp.solvers.base import Solution, Status, Sweep
+from lsrdecomp.solvers.cp.hosvd import Compressed, compress
+from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
+from lsrdecomp.solvers.cp.mttkrp import assemble
+from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
+from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.progress import Journal
+from lsrdecomp.targets.base import Target
+
+FIRST_RANK = 8
+"""With a tolerance and no rank, the core is first made for this many terms; twice as many each time that is too few."""
+NEGLIGIBLE = 1e-3
+"""A core that lost less than this fraction of the error is not improved by sweeps over the whole tensor."""
+LOSS_SHARE = 0.5
+"""A core may lose this share of the allowed error; a larger loss means that more terms will be needed."""
+ROOT_ROUNDOFF = 2.0**-26
+"""Below this the loss of a core, a difference of squares, cannot be told from rounding."""
+LARGEST_CORE = 2**27
+"""Most entries of a core spanned by given terms: 1 GiB in double precision."""
+CANCELLING = 10.0
+"""A γ above this is worth a warning when the stored error may miss the tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ALS:
+    """Penalised alternating least squares for two and more factors [1]_.
+
+    Minimises ‖M − M̂‖² + α‖M‖² Σ(λ_k/‖M‖)². With α = (0.42·√d·μ)² of the storage type that is the expected square error
+    *after* rounding; without it γ may grow without bound, since a best approximation need not exist [2]_.
+    The steps: compress to a core of 2s directions a mode; add terms one by one from the residual; Levenberg–Marquardt
+    along falling α; a few sweeps over the whole tensor. See docs/als.md.
+
+    Parameters
+    ----------
+    storage : str
+        Element type the factors will be stored in; sets α.
+    ridge : float, optional
+        α itself, for a matrix of norm one, instead.
+    starts : int
+        Fits to choose the last one from: one grown from the residual, the others with a term split in two.
+    core_sweeps : int
+        Alternating sweeps over the core after each new term.
+    full_sweeps : int
+        Most sweeps over the whole tensor at the end.
+    max_sweeps : int
+        Most sweeps and Newton steps altogether.
+    seed : int
+
+    References
+    ----------
+    .. [1] G. Beylkin and M. J. Mohlenkamp, Algorithms for numerical analysis in high dimensions, SIAM J. Sci. Comput.
+       26 (2005). doi:10.1137/040604959
+    .. [2] V. de Silva and L.-H. Lim, Tensor rank and the ill-posedness of the best low-rank approximation problem,
+       SIAM J. Matrix Anal. Appl. 30 (2008). doi:10.1137/06066518X
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.targets.base import Dense
+    >>> i = np.arange(64.0)
+    >>> hilbert = Dense(1.0 / (1.0 + i[:, None] + i[None, :]))
+    >>> solution = ALS().solve(hilbert, KroneckerShape(((4, 4), (4, 4), (4, 4))), rank=6)
+    >>> hilbert.residual_norm(solution.approximation) < 2e-3 * hilbert.norm
+    True
+    """
+
+    storage: str = "float32"
+    ridge: float | None = None
+    starts: int = 3
+    core_sweeps: int = 20
+    full_sweeps: int = 4
+    max_sweeps: int = 5000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unit_roundoff(self.storage)
+        if self.ridge is not None and not (math.isfinite(self.ridge) and self.ridge >= 0.0):
+            raise BudgetError(f"ridge: the penalty on λ must be finite and not negative, got {self.ridge}")
+        for name in ("starts", "core_sweeps", "max_sweeps"):
+            if getattr(self, name) < 1:
+                raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def alpha(self, order: int) -> float:
+        """α for a matrix of norm one with ``order`` factors."""
+        return storage_ridge(self.storage, order) if self.ridge is None else self.ridge
+
+    def solve(
+        self,
+        target: Target,
+        shape: KroneckerShape,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> Solution:
+        if rank is None and atol is None:
+            raise BudgetError("say what is wanted: rank= or atol=")
+        given, size = rearranged_tensor(target, shape), target.norm
+        tensor = given.core
+        most = shape.max_separation_rank if rank is None else min(rank, shape.max_separation_rank)
+        journal = Journal(self.max_sweeps, on_sweep)
+        if size == 0.0:
+            return Solution(_no_terms(given.core, shape), Status.rank_reached if atol is None else Status.converged)
+        if shape.order == 1:  # one factor is the matrix itself
+            columns = given.expand([tensor[:, None] / size])
+            single = Terms.of(columns).to_separated(shape, size)
+            return Solution(single, Status.rank_reached if atol is None else Status.converged)
+        tensor, goal = tensor / size, 0.0 if atol is None else atol / size
+        cap, inner = (most if atol is None else min(most, FIRST_RANK)), goal
+        terms = None
+        while True:
+            terms, cap = self._fit(tensor, terms, cap, most, inner, journal)
+            approximation = Terms(terms.weights, given.expand(terms.columns)).to_separated(shape, size)
+            if atol is None:
+                return Solution(approximation, Status.rank_reached, tuple(journal.sweeps))
+            met = target.residual_norm(approximation) <= atol
+            if met or terms.rank >= most or journal.exhausted or inner < unit_roundoff("float64"):
+                break
+            if terms.rank < cap:  # the core thought the goal met; the whole matrix did not
+                inner *= 0.5
+            else:
+                cap = min(most, 2 * cap)
+        return Solution(approximation, self._status(met, approximation, goal, most, journal), tuple(journal.sweeps))
+
+    def _fit(
+        self, tensor: Array, start: Terms | None, cap: int, most: int, goal: float, journal: Journal
+    ) -> tuple[Terms, int]:
+        """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
+        while True:
+            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
+            core = to_numpy(as_double(packed.core))
+            lost = math.sqrt(max(1.0 - norm(core) ** 2, 0.0))
+            if goal == 0.0 or lost <= LOSS_SHARE * max(goal, ROOT_ROUNDOFF) or cap >= most:
+                break
+            cap = min(most, 2 * cap)
+        known = empty_terms(core) if start is None else _restricted(packed, start)
+        terms = fit(
+            core,
+            known,
+            cap,
+            self.alpha(tensor.ndim),
+            rng=np.random.default_rng(self.seed),
+            sweeps=self.core_sweeps,
+            starts=self.starts,
+            goal=math.sqrt(max(goal**2 - lost**2, 0.0)) if lost > ROOT_ROUNDOFF else goal,
+            journal=journal,
+        )
+        columns = packed.expand([like(c, tensor) for c in terms.columns])
+        weights = (
+            namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
+        )
+        whole = Terms(weights, columns)
+        if lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
+            ridge = self.alpha(tensor.ndim)
+            whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, journal=journal)
+        return whole, cap
+
+    def _status(self, met: bool, approximation: SeparatedMatrix, goal: float, most: int, journal: Journal) -> Status:
+        condition = approximation.condition
+        if met:
+            lost_to_rounding = condition > CANCELLING and condition * unit_roundoff(self.storage) > goal
+            return Status.ill_conditioned if lost_to_rounding else Status.converged
+        if approximation.separation_rank >= most:
+            return Status.rank_exhausted
+        return Status.sweep_limit if journal.exhausted else Status.stalled
+
+
+def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
+    """R(M) with one axis per factor; exactly, as a core, where M is separated in this very shape; else formed."""
+    matrix = getattr(target, "matrix", None)
+    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape and matrix.separation_rank:
+        return _core_of(matrix)
+    whole: tuple[Array | None, ...] = (None,) * shape.order
+    if hasattr(target, "tensor"):
+        return Compressed(target.tensor(shape), whole)
+    formed = target.to_matrix if hasattr(target, "to_matrix") else getattr(matrix, "to_matrix", None)
+    if formed is None:
+        raise ShapeError(
+            f"{type(target).__name__} cannot be formed, which {shape.order} factors need; "
+            "pass the matrix itself, or a two-factor shape"
+        )
+    return Compressed(rearrange(as_floating(formed()), shape), whole)
+
+
+def _core_of(matrix: SeparatedMatrix) -> Compressed:
+    """The tensor of a separated matrix in orthonormal bases of its factors, so that nothing large is formed."""
+    xp = namespace(*matrix.factors)
+    bases: list[Array | None] = []
+    triangles = []
+    for factor in matrix.factors:
+        s, m, n = factor.shape
+        u, sigma, vh = xp.linalg.svd(xp.reshape(as_double(factor), (s, m * n)), full_matrices=False)
+        held = sum(1 for value in sigma if float(value) > tolerance("float64", s) / 8.0 * float(sigma[0]))
+        bases.append(xp.matrix_transpose(vh[:held, :]))
+        triangles.append(xp.matrix_transpose(u[:, :held] * xp.astype(sigma[:held], u.dtype)))
+    entries = math.prod(int(r.shape[0]) for r in triangles)
+    if entries > LARGEST_CORE:
+        raise ShapeError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} span a core of {entries:,} entries, "
+            f"more than {LARGEST_CORE:,}; recompress after fewer sums and products"
+        )
+    return Compressed(assemble(triangles, xp.astype(as_double(matrix.weights), triangles[0].dtype)), tuple(bases))
+
+
+def _restricted(packed: Compressed, terms: Terms) -> Terms:
+    """Terms of the whole tensor as terms of a core."""
+    first, *rest = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
+    return Terms.of([first * to_numpy(as_double(terms.weights)), *rest])
+
+
+def _no_terms(tensor: Array, shape: KroneckerShape) -> SeparatedMatrix:
+    xp = namespace(tensor)
+    factors = tuple(xp.zeros((0, m, n), dtype=tensor.dtype, device=device(tensor)) for m, n in shape.factors)
+    return SeparatedMatrix(xp.abs(factors[0][:, 0, 0]), factors)

@@ -1,0 +1,178 @@
+"""Fitting a small core with more and more terms: each new term starts from the residual of the ones before."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.cp.levenberg_marquardt import refine, unknowns
+from lsrdecomp.solvers.cp.regularized import alternate
+from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.progress import Journal
+
+POWER_STEPS = 12
+"""Alternating rank-one steps that place a new term; it is moved with all others afterwards."""
+PATH_FACTOR = 1e-2
+"""Between the penalty that guides the search and the asked one, α falls by this factor at a time."""
+NEAR = 2.5
+"""A misfit this many times the goal is worth polishing before another term is added."""
+FELL = 0.3
+"""An error that fell by this much may be held up by the guiding penalty alone: the true rank may be reached."""
+GUIDE = 0.1
+ROUNDING = 16.0 * unit_roundoff("float64")
+"""A misfit that no further term can lower: the rounding of a tensor of norm one."""
+CHEAP = 800
+"""Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term, many starts tried."""
+SPLIT = 0.1
+"""Relative distance between the halves of a split term."""
+"""While terms are being added γ is held so low that the penalty stays about this fraction of the error."""
+
+
+def empty_terms(core: np.ndarray) -> Terms:
+    return Terms(np.zeros(0), tuple(np.zeros((p, 0), dtype=core.dtype) for p in core.shape))
+
+
+def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> Terms:
+    """Unit columns in random directions with equal weights."""
+    columns = []
+    for p in core.shape:
+        column = rng.standard_normal((p, rank))
+        if np.iscomplexobj(core):
+            column = column + 1j * rng.standard_normal((p, rank))
+        columns.append(column)
+    terms = Terms.of(columns)
+    return Terms(np.full(rank, 1.0 / math.sqrt(rank)), terms.columns)
+
+
+def misfit(core: np.ndarray, terms: Terms) -> float:
+    """‖T − Σ‖, from residual entries."""
+    return float(np.linalg.norm(core - terms.to_tensor()))
+
+
+def add_term(core: np.ndarray, terms: Terms, rng: np.random.Generator) -> Terms:
+    """The best of a few rank-one fits to the residual, appended."""
+    residual = core - terms.to_tensor()
+    best: Terms | None = None
+    for start in range(3):
+        trial = _leading_vectors(residual) if start == 0 else random_terms(core, 1, rng)
+        trial, _ = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
+        if best is None or trial.weights[0] > best.weights[0]:
+            best = trial
+    assert best is not None
+    return terms.with_term([c[:, 0] for c in best.columns], best.weights)
+
+
+def split_term(terms: Terms, rng: np.random.Generator) -> Terms:
+    """One term, drawn by its weight, replaced by two halves that differ a little: a start the residual cannot show."""
+    chance = terms.weights**2
+    k = int(rng.choice(terms.rank, p=chance / chance.sum()))
+    moved = []
+    for column in terms.columns:
+        noise = rng.standard_normal(column.shape[0]) * (SPLIT / math.sqrt(column.shape[0]))
+        moved.append(column[:, k] + noise)
+    unit = Terms.of([v[:, None] for v in moved])
+    weights = terms.weights.copy()
+    weights[k] *= 0.5
+    return Terms(weights, terms.columns).with_term([c[:, 0] for c in unit.columns], weights[k : k + 1])
+
+
+def fit(
+    core: np.ndarray,
+    terms: Terms,
+    rank: int,
+    ridge: float,
+    *,
+    rng: np.random.Generator,
+    sweeps: int,
+    starts: int,
+    goal: float = 0.0,
+    journal: Journal | None = None,
+) -> Terms:
+    """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
+
+    Parameters
+    ----------
+    core : ndarray, float64 or complex128, norm one
+    terms : Terms
+        Fewer terms to begin from, possibly none.
+    rank : int
+        Terms to end with, at most.
+    ridge : float
+        α.
+    rng : Generator
+    sweeps : int
+        Alternating sweeps after each new term.
+    starts : int
+        Polished fits to choose the last from: one from the residual, the others by splitting a term of the fit before.
+    goal : float
+        Misfit norm that is good enough.
+    """
+    error = misfit(core, terms)
+    goal = max(goal, ROUNDING)
+    while terms.rank < rank and error > goal and not (journal is not None and journal.exhausted):
+        guide = max(ridge, (GUIDE * error) ** 2)
+        before, previous, terms = terms, error, add_term(core, terms, rng)
+        terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, journal=journal)
+        if unknowns(terms) <= CHEAP:
+            terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
+        error = misfit(core, terms)
+        near = error < max(NEAR * goal, FELL * previous) and goal > ROUNDING
+        if terms.rank == rank or (near and error > goal):
+            tries = starts if terms.rank == rank else 1
+            terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, journal=journal)
+            error = misfit(core, terms)
+    return terms
+
+
+def _best_of(
+    core: np.ndarray,
+    before: Terms,
+    terms: Terms,
+    ridge: float,
+    *,
+    rng: np.random.Generator,
+    starts: int,
+    goal: float,
+    journal: Journal | None,
+) -> Terms:
+    def objective(trial: Terms) -> float:
+        return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
+
+    best = polish(core, terms, ridge, goal=goal, journal=journal)
+    if before.rank == 0 or starts == 1 or unknowns(terms) > CHEAP:
+        return best
+    before = polish(core, before, ridge, journal=journal)
+    for _ in range(starts - 1):
+        if misfit(core, best) <= goal:
+            break
+        trial = polish(core, split_term(before, rng), ridge, goal=goal, journal=journal)
+        best = min(best, trial, key=objective)
+    return best
+
+
+def polish(
+    core: np.ndarray,
+    terms: Terms,
+    ridge: float,
+    *,
+    goal: float = 0.0,
+    iterations: int = 60,
+    journal: Journal | None = None,
+) -> Terms:
+    """Follow the minimiser while the penalty falls to the asked α: Levenberg–Marquardt at each value of it."""
+    guide = max(ridge, (GUIDE * misfit(core, terms)) ** 2)
+    while guide > ridge:
+        terms = refine(core, terms, guide, iterations=iterations // 3, rtol=1e-4, goal=goal, journal=journal)
+        guide = max(ridge, guide * PATH_FACTOR)
+    return refine(core, terms, ridge, iterations=iterations, goal=goal, journal=journal)
+
+
+def _leading_vectors(residual: np.ndarray) -> Terms:
+    """The leading left singular vector of every unfolding, as one term."""
+    columns = []
+    for mode in range(residual.ndim):
+        unfolded = np.moveaxis(residual, mode, 0).reshape(residual.shape[mode], -1)
+        columns.append(np.linalg.eigh(unfolded @ unfolded.conj().T).eigenvectors[:, -1:])
+    return Terms(np.ones(1), tuple(columns))

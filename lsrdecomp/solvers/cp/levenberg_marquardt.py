@@ -1,0 +1,179 @@
+"""Levenberg–Marquardt for all factors of a small core at once: the finisher that alternating sweeps lack."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import scipy.linalg
+
+from lsrdecomp.solvers.cp.mttkrp import assemble, products
+from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.progress import Journal
+
+LARGEST = 2600
+"""Most unknowns: the normal matrix is dense, 54 MB at this size, and costs n³/3 operations a step."""
+
+
+def unknowns(terms: Terms) -> int:
+    """Numbers in all columns."""
+    return sum(int(c.shape[0]) for c in terms.columns) * terms.rank
+
+
+def refine(
+    core: np.ndarray,
+    terms: Terms,
+    ridge: float,
+    *,
+    iterations: int,
+    rtol: float = 1e-9,
+    goal: float = 0.0,
+    journal: Journal | None = None,
+) -> Terms:
+    """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
+
+    The penalty is itself a sum of squares of the terms t_k. So its Gauss–Newton matrix is that of the misfit with only
+    the k = l blocks kept, and both together are the misfit's with 1 + α in place of 1 on the diagonal k = l.
+
+    Parameters
+    ----------
+    core : ndarray, shape (p_1, …, p_d), float64 or complex128, norm one
+    terms : Terms
+        Start, from alternating sweeps; a random start often ends in a poor local minimum.
+    ridge : float
+        α.
+    iterations : int
+        Most accepted steps.
+    rtol : float
+        Stop when a step lowers the objective by less than this fraction.
+    goal : float
+        Stop when the misfit norm is at most this.
+    journal : Journal, optional
+        Told the misfit norm and γ after each accepted step; ends the loop when it is full.
+
+    Returns
+    -------
+    Terms
+        Never worse than the start; the start itself where there are more than `LARGEST` unknowns.
+
+    References
+    ----------
+    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Low complexity damped Gauss–Newton algorithms for
+       CANDECOMP/PARAFAC, SIAM J. Matrix Anal. Appl. 34 (2013). doi:10.1137/100808034
+    .. [2] M. K. Transtrum, B. B. Machta and J. P. Sethna, Geometry of nonlinear least squares with applications to
+       sloppy models and optimization, Phys. Rev. E 83 (2011), sec. VIII. doi:10.1103/PhysRevE.83.036701
+    """
+    if terms.rank == 0 or unknowns(terms) > LARGEST:
+        return terms
+    columns = terms.balanced()
+    offsets = np.cumsum([0] + [c.size for c in columns])
+    coupling = np.ones((terms.rank, terms.rank)) + ridge * np.eye(terms.rank)
+    residual, objective = _objective(core, columns, ridge)
+    damping, growth, small = 1e-4, 2.0, 0
+    for _ in range(iterations):
+        grams = [c.conj().T @ c for c in columns]
+        normal = _normal_matrix(columns, grams, coupling, offsets)
+        gradient = _gradient(residual, columns, grams, ridge)
+        diagonal = np.real(np.diag(normal)).copy()
+        diagonal = np.maximum(diagonal, 1e-12 * diagonal.max())
+        for _attempt in range(12):
+            factor = _factor(normal, damping * diagonal)
+            if factor is not None:
+                step = scipy.linalg.cho_solve(factor, gradient, check_finite=False)
+                tried = _moved(columns, step + _acceleration(factor, residual, columns, step))
+                new_residual, new_objective = _objective(core, tried, ridge)
+                if new_objective < objective:
+                    break
+            damping, growth = damping * growth, growth * 2.0
+        else:
+            break
+        predicted = float(np.real(np.vdot(step, damping * diagonal * step + gradient)))
+        gain = (objective - new_objective) / max(predicted, 1e-300)
+        # Nielsen's rule: the damping falls smoothly with the ratio of actual to predicted gain.
+        damping, growth = damping * max(1.0 / 5.0, 1.0 - (2.0 * gain - 1.0) ** 3), 2.0
+        # One short step may be the damping's doing; three in a row are not.
+        small = small + 1 if objective - new_objective <= rtol * objective else 0
+        renewed = Terms.of(tried)
+        columns, residual, objective = renewed.balanced(), new_residual, new_objective
+        misfit = float(np.linalg.norm(residual))
+        if journal is not None:
+            journal.note(misfit, renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300))))
+        if small == 3 or misfit <= goal or (journal is not None and journal.exhausted):
+            break
+    return Terms.of(columns)
+
+
+def _objective(core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float) -> tuple[np.ndarray, float]:
+    residual = core - assemble(columns, np.ones(columns[0].shape[1]))
+    return residual, float(np.linalg.norm(residual)) ** 2 + ridge * float(np.sum(_squares(columns)))
+
+
+def _squares(columns: tuple[np.ndarray, ...]) -> np.ndarray:
+    """λ_k², from columns of any length."""
+    return np.asarray(np.prod([np.sum(np.abs(c) ** 2, axis=0) for c in columns], axis=0))
+
+
+def _gradient(
+    residual: np.ndarray, columns: tuple[np.ndarray, ...], grams: list[np.ndarray], ridge: float
+) -> np.ndarray:
+    """−½ of the gradient of the objective, all modes in a row."""
+    lengths = [np.real(np.diag(g)) for g in grams]
+    parts = []
+    for mode, product in enumerate(products(residual, columns)):
+        others = np.prod([q for m, q in enumerate(lengths) if m != mode], axis=0)
+        parts.append((product - ridge * columns[mode] * others).ravel())
+    return np.concatenate(parts)
+
+
+def _normal_matrix(
+    columns: tuple[np.ndarray, ...], grams: list[np.ndarray], coupling: np.ndarray, offsets: np.ndarray
+) -> np.ndarray:
+    """Upper triangle of JᴴJ with unknowns ordered (mode, row, term)."""
+    d, s = len(columns), columns[0].shape[1]
+    normal = np.zeros((offsets[-1], offsets[-1]), dtype=columns[0].dtype)
+    for i in range(d):
+        p = columns[i].shape[0]
+        block = coupling * np.prod([g for m, g in enumerate(grams) if m != i], axis=0)
+        rows = normal[offsets[i] : offsets[i + 1], offsets[i] : offsets[i + 1]].reshape(p, s, p, s)
+        rows[np.arange(p), :, np.arange(p), :] = block
+        for j in range(i + 1, d):
+            rest = [g for m, g in enumerate(grams) if m not in (i, j)]
+            shared = coupling * np.prod(rest, axis=0) if rest else coupling
+            left = columns[i][:, None, :] * shared  # (a, k, l)
+            block = np.einsum("akl,bk->akbl", left, columns[j].conj())
+            normal[offsets[i] : offsets[i + 1], offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
+    return normal
+
+
+def _factor(normal: np.ndarray, damping: np.ndarray) -> tuple[np.ndarray, bool] | None:
+    """Cholesky factor of JᴴJ + damping, or None where that matrix is not positive definite."""
+    damped = normal.copy()
+    damped[np.diag_indices_from(damped)] += damping
+    try:
+        factor, lower = scipy.linalg.cho_factor(damped, lower=False, overwrite_a=True, check_finite=False)
+    except scipy.linalg.LinAlgError:
+        return None
+    return factor, lower
+
+
+def _moved(columns: tuple[np.ndarray, ...], step: np.ndarray) -> tuple[np.ndarray, ...]:
+    moved, start = [], 0
+    for column in columns:
+        moved.append(column + step[start : start + column.size].reshape(column.shape))
+        start += column.size
+    return tuple(moved)
+
+
+def _acceleration(
+    factor: tuple[np.ndarray, bool], residual: np.ndarray, columns: tuple[np.ndarray, ...], step: np.ndarray
+) -> np.ndarray:
+    """Second-order part of the step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_: cancelling terms lie in a curved valley."""
+    h = 0.1
+    weights = np.ones(columns[0].shape[1])
+    base = assemble(columns, weights)
+    ahead, behind = assemble(_moved(columns, h * step), weights), assemble(_moved(columns, -h * step), weights)
+    curvature = (ahead + behind - 2.0 * base) / h**2
+    gradient = np.concatenate([product.ravel() for product in products(curvature, columns)])
+    second = -0.5 * scipy.linalg.cho_solve(factor, gradient, check_finite=False)
+    limit = 0.75 * float(np.linalg.norm(step))
+    return np.asarray(second * min(1.0, limit / max(float(np.linalg.norm(second)), 1e-300)))

@@ -1,0 +1,95 @@
+"""Products of a tensor with all factors but one (MTTKRP), by a dimension tree: two passes over the tensor a sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from lsrdecomp.arrays import Array, conjugate, namespace
+from lsrdecomp.kronecker.rearrange import khatri_rao
+
+Update = Callable[[int, Array], Array]
+"""Given a mode and its product (p_i, s), the columns (p_i, s) that later modes of the sweep shall use."""
+
+
+def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Array, ...]:
+    """Visit every mode once with its product T_(i) conj(⊙_{m≠i} F_m), always with the newest factors.
+
+    The modes hang on a binary tree [1]_: the tensor is contracted once with the right half of the factors and once with
+    the left half, and the partial products below cost little. So a sweep reads the tensor twice for any d, not d times.
+
+    Parameters
+    ----------
+    tensor : Array, shape (p_1, …, p_d)
+    columns : sequence of Array, shapes (p_i, s)
+    update : callable
+        ``update(i, product)`` with ``product`` of shape (p_i, s) returns the new columns of mode i.
+
+    Returns
+    -------
+    tuple of Array, shapes (p_i, s)
+
+    References
+    ----------
+    .. [1] A.-H. Phan, P. Tichavský and A. Cichocki, Fast alternating LS algorithms for high order CANDECOMP/PARAFAC
+       tensor factorizations, IEEE Trans. Signal Process. 61 (2013). doi:10.1109/TSP.2013.2269903
+    """
+    xp, d = namespace(tensor), tensor.ndim
+    current = list(columns)
+    if d == 1:
+        current[0] = update(0, xp.broadcast_to(tensor[:, None], current[0].shape))
+        return tuple(current)
+    half = (d + 1) // 2
+    split = math.prod(tensor.shape[:half])
+    matrix = xp.reshape(tensor, (split, math.prod(tensor.shape[half:])))
+    _descend(matrix @ _joined(current, range(half, d)), range(half), current, update)
+    _descend(xp.matrix_transpose(matrix) @ _joined(current, range(half)), range(half, d), current, update)
+    return tuple(current)
+
+
+def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
+    """All d products T_(i) conj(⊙_{m≠i} F_m), shapes (p_i, s), of fixed factors."""
+    found: dict[int, Array] = {}
+
+    def keep(mode: int, product: Array) -> Array:
+        found[mode] = product
+        return columns[mode]
+
+    sweep(tensor, columns, keep)
+    return tuple(found[mode] for mode in range(tensor.ndim))
+
+
+def assemble(columns: Sequence[Array], weights: Array) -> Array:
+    """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾, formed: one matrix product; shape (p_1, …, p_d)."""
+    xp, d = namespace(*columns), len(columns)
+    half = (d + 1) // 2
+    left = columns[0] * weights
+    for column in columns[1:half]:
+        left = khatri_rao(left, column)
+    if half == d:
+        return xp.sum(left, axis=1)
+    right = columns[half]
+    for column in columns[half + 1 :]:
+        right = khatri_rao(right, column)
+    return xp.reshape(left @ xp.matrix_transpose(right), tuple(int(c.shape[0]) for c in columns))
+
+
+def _descend(partial: Array, modes: range, columns: list[Array], update: Update) -> None:
+    """``partial`` (Π p_i over modes, s) is the tensor contracted with every factor outside ``modes``."""
+    if len(modes) == 1:
+        columns[modes[0]] = update(modes[0], partial)
+        return
+    xp = namespace(partial)
+    left, right = modes[: (len(modes) + 1) // 2], modes[(len(modes) + 1) // 2 :]
+    size = math.prod(int(columns[m].shape[0]) for m in left)
+    block = xp.reshape(partial, (size, partial.shape[0] // size, partial.shape[1]))
+    _descend(xp.sum(block * _joined(columns, right)[None, :, :], axis=1), left, columns, update)
+    _descend(xp.sum(block * _joined(columns, left)[:, None, :], axis=0), right, columns, update)
+
+
+def _joined(columns: Sequence[Array], modes: range) -> Array:
+    """conj of the Khatri–Rao product of the factors of ``modes``, the first mode slowest."""
+    joined = columns[modes[0]]
+    for mode in modes[1:]:
+        joined = khatri_rao(joined, columns[mode])
+    return conjugate(joined)

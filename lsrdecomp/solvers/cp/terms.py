@@ -1,0 +1,78 @@
+"""Rank-one terms of a tensor: unit columns and weights, their Gram matrices, their condition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.cp.mttkrp import assemble
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾ with unit columns f."""
+
+    weights: Array  # (s,), real, not negative
+    columns: tuple[Array, ...]  # (p_i, s)
+
+    @classmethod
+    def of(cls, columns: Sequence[Array]) -> Terms:
+        """Normalise columns of any length; a zero column stays zero, with weight zero."""
+        units, weights = [], None
+        for column in columns:
+            unit, length = unit_columns(column)
+            units.append(unit)
+            weights = length if weights is None else weights * length
+        return cls(weights, tuple(units))
+
+    @property
+    def rank(self) -> int:
+        return int(self.weights.shape[0])
+
+    def gram(self, *, skip: int | None = None) -> Array:
+        """Hadamard product of the Gram matrices F_mᴴF_m over all modes but ``skip``; (s, s), unit diagonal."""
+        grams = [adjoint(as_double(c)) @ as_double(c) for m, c in enumerate(self.columns) if m != skip]
+        product = grams[0]
+        for gram in grams[1:]:
+            product = product * gram
+        return product
+
+    def condition(self, size: float = 1.0) -> float:
+        """γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""
+        return norm(self.weights) / size if size > 0.0 else float("inf")
+
+    def balanced(self) -> tuple[Array, ...]:
+        """Columns that share λ_k equally: the scaling in which all modes are alike to a Newton step."""
+        xp, d = namespace(*self.columns), len(self.columns)
+        root = xp.astype(self.weights ** (1.0 / d), self.columns[0].dtype)
+        return tuple(c * root for c in self.columns)
+
+    def to_tensor(self) -> Array:
+        xp = namespace(*self.columns)
+        return assemble(self.columns, xp.astype(self.weights, self.columns[0].dtype))
+
+    def with_term(self, columns: Sequence[Array], weight: Array) -> Terms:
+        """One more term: unit vectors (p_i,) and their weight, shape (1,)."""
+        xp = namespace(*self.columns)
+        joined = tuple(xp.concat((c, v[:, None]), axis=1) for c, v in zip(self.columns, columns, strict=True))
+        return Terms(xp.concat((self.weights, weight)), joined)
+
+    def to_separated(self, shape: KroneckerShape, scale: float = 1.0) -> SeparatedMatrix:
+        """The matrix whose rearrangement, over ``scale``, these terms are."""
+        xp = namespace(*self.columns)
+        factors = [
+            xp.reshape(xp.matrix_transpose(c), (self.rank, m, n))
+            for c, (m, n) in zip(self.columns, shape.factors, strict=True)
+        ]
+        return SeparatedMatrix.from_factors(factors, self.weights * scale)
+
+
+def unit_columns(columns: Array) -> tuple[Array, Array]:
+    """Columns of length one, and their lengths; zero columns stay zero."""
+    xp = namespace(columns)
+    length = xp.sqrt(xp.sum(xp.abs(columns) ** 2, axis=0))
+    safe = xp.where(length > 0, length, xp.ones_like(length))
+    return columns / safe, length

@@ -1,0 +1,1 @@
+"""Pairs of separated matrices against a low-rank target: joint least squares in a weighted norm."""

@@ -1,0 +1,172 @@
+"""One side of the joint least squares problem: block updates of the factors of a batch of separated matrices.
+
+The side X = Σ_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾, m × r, minimises tr(Xᵀ W X H) − 2⟨X, K⟩ over one stack of factors at a time. A
+stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor, the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.batched_terms import (
+    Stacks,
+    balanced_terms,
+    conjugate_gradients,
+    contraction,
+    damped,
+    diagonal_matrix,
+    mttkrp,
+    rearranged,
+    summed,
+)
+from lsrdecomp.solvers.pair.normal_equations import is_small, moved_first, normal_matrix
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces
+from lsrdecomp.targets.weights import Identity, Weight
+
+DAMPING = 64.0
+"""Proximal term of a block solve, in units of size × unit roundoff × mean diagonal: harmless to convergence, and the
+step stays a descent step however singular the normal matrix is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The fixed part of one side's problem: its shape, its weight W and its partial traces, how blocks are solved."""
+
+    shape: KroneckerShape
+    weight: Weight
+    cg_steps: int
+    ridge: float
+    traces: PartialTraces
+    reordered: tuple[Weight, ...]  # W with index i outermost, for the blocks that are formed
+
+    @classmethod
+    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, like: Array) -> Side:
+        """The side of a batch as long as ``like``."""
+        reordered = tuple(moved_first(weight, shape.rows, i) for i in range(shape.order))
+        return cls(shape, weight, cg_steps, ridge, PartialTraces.of(weight, shape.rows, like), reordered)
+
+    def update(self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()) -> Stacks:
+        """Minimise over each stack in turn, those of ``fixed`` left out; the objective never rises.
+
+        Parameters
+        ----------
+        stacks : list of Array, shapes (L, m_i·r_i, s)
+        gram : Array, shape (L, r, r)
+            H, positive semidefinite.
+        cross : Array, shape (L, m, r)
+            K.
+        """
+        against, gram_tensor = contraction(cross, self.shape), rearranged(gram, self._inner)
+        stacks = list(stacks)
+        for i in range(self.shape.order):
+            if i in fixed:
+                continue
+            right_hand = against(stacks, i)
+            penalty = self._penalty(stacks, gram, i)
+            if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
+                normal = normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
+                stacks[i] = self._direct(stacks[i], 1, normal, penalty, right_hand)
+                continue
+            normal = self._normal(stacks, gram_tensor, i)
+            if isinstance(self.weight, Identity):
+                stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
+            else:
+                stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
+        return balanced_terms(stacks)
+
+    def gram(self, stacks: Stacks, formed: Array) -> Array:
+        """XᵀWX of the side X, (L, r, r); without a weight from the factors, which are far smaller than X."""
+        if isinstance(self.weight, Identity):
+            return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
+        return namespace(formed).matrix_transpose(formed) @ self.weight.apply(formed)
+
+    def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
+        """Minimise over one number for each term: its first stack is multiplied by it."""
+        xp, s = namespace(gram), int(stacks[0].shape[2])
+        batch, r = int(gram.shape[0]), int(gram.shape[1])
+        terms = [summed([stack[:, :, k : k + 1] for stack in stacks], self.shape) for k in range(s)]
+        columns = xp.concat(terms, axis=2)  # (L, m, s·r)
+        seen = xp.reshape(xp.matrix_transpose(columns) @ self.weight.apply(columns), (batch, s, r, s, r))
+        normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
+        right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
+        step = right_hand - xp.sum(normal, axis=2)
+        change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
+        return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
+
+    @property
+    def _inner(self) -> KroneckerShape:
+        return KroneckerShape.of(self.shape.columns, self.shape.columns)
+
+    def _normal(self, stacks: Stacks, gram_tensor: Array, i: int) -> Array:
+        """N[(a,k),(b,l)] = Σ H ∏_{j≠i} F_kʲᵀ W_j F_lʲ over the other inner indices; shape (L, r_i·s, r_i·s)."""
+        xp = namespace(gram_tensor)
+        batch, r, s = gram_tensor.shape[0], self.shape.columns[i], stacks[0].shape[2]
+        grams = [stack if j == i else self._factor_gram(stack, j) for j, stack in enumerate(stacks)]  # i is never read
+        normal = xp.reshape(mttkrp(gram_tensor, grams, i), (batch, r, r, s, s))
+        return xp.reshape(xp.permute_dims(normal, (0, 1, 3, 2, 4)), (batch, r * s, r * s))
+
+    def _factor_gram(self, stack: Array, j: int) -> Array:
+        """F_kʲᵀ W_j F_lʲ of all pairs of terms, as a stack (L, r_j·r_j, s·s)."""
+        xp, (batch, _, s), (m, r) = namespace(stack), stack.shape, self.shape.factors[j]
+        rows = xp.reshape(stack, (batch, m, r * s))
+        products = xp.matrix_transpose(rows) @ self.traces.apply(j, rows)
+        products = xp.reshape(products, (batch, r, s, r, s))
+        return xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s))
+
+    def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array:
+        """ridge · mean(W) · tr H / r · ∏_{j≠i} ‖F_kʲ‖² for every column (a, k) of block i; shape (L, r_i·s)."""
+        xp = namespace(gram)
+        batch, s, r = gram.shape[0], stacks[0].shape[2], self.shape.columns[i]
+        if self.ridge == 0.0:
+            return xp.zeros((batch, r * s), dtype=gram.dtype, device=device(gram))
+        sizes = xp.ones((batch, s), dtype=gram.dtype, device=device(gram))
+        for j, stack in enumerate(stacks):
+            if j != i:
+                sizes = sizes * xp.sum(stack * stack, axis=1)
+        scale = self.ridge * self.traces.mean * xp.linalg.trace(gram) / gram.shape[1]
+        return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
+
+    def _direct(self, stack: Array, rows: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
+        """Exact block minimum, as a proximal step from the present block; ``rows`` of it share the normal matrix."""
+        xp, batch, n = namespace(normal), normal.shape[0], normal.shape[1]
+        block = xp.reshape(stack, (batch, rows, n))
+        repeats = n // penalty.shape[1]
+        penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
+        normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
+        gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
+        safe = damped(normal, DAMPING * n * unit_roundoff(dtype_name(normal)))
+        step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
+        step = xp.astype(step, normal.dtype)
+        return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
+
+    def _conjugate_gradients(
+        self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array, gram: Array
+    ) -> Array:
+        """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
+        xp = namespace(normal)
+        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
+        inverse = _inverse(self.traces.mean[:, None, None] * normal + diagonal_matrix(penalty))
+        part = self.traces.parts[i]
+        rows = None if part is None else _inverse(part)
+
+        def precondition(x: Array) -> Array:
+            image = xp.reshape(x, (batch, m, r * s)) @ inverse
+            return xp.reshape(image if rows is None else rows @ image, x.shape)
+
+        def apply(x: Array) -> Array:
+            formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
+            image = contraction(self.weight.apply(formed @ gram), self.shape)(stacks, i)
+            return image + xp.reshape(xp.reshape(x, (batch, m, r * s)) * penalty[:, None, :], x.shape)
+
+        residual = right_hand - apply(stacks[i])
+        return stacks[i] + conjugate_gradients(apply, precondition, residual, self.cg_steps)
+
+
+def _inverse(matrices: Array) -> Array:
+    xp = namespace(matrices)
+    inverse = xp.linalg.inv(damped(matrices, 1e-8))
+    return 0.5 * (inverse + xp.matrix_transpose(inverse))

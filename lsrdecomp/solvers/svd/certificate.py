@@ -1,0 +1,130 @@
+"""What a Krylov space knows of the optimum: errors of all truncations, and how much better they could be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lsrdecomp.solvers.base import ErrorKind
+from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Squared errors of rank-s truncations from one space, and bounds on what the optimum may gain, all for ‖R‖_F = 1.
+
+    Write R = [[Θ₁, 0, F₁], [0, Θ₂, F₂], [0, 0, R₂₂]] in the Ritz vectors of the space, Θ₁ holding the first s Ritz
+    values θ. For every δ > 0 the coupling [F₁] of R Rᴴ is dominated by block diagonals,
+    R Rᴴ ≤ diag(Θ₁² + F₁F₁ᴴ + K Kᴴ/δ, TTᴴ + δ) with K = [0 F₁]Tᴴ and T = [[Θ₂, F₂], [0, R₂₂]]; with τ = ‖T‖₂ and
+    δ = θ_s² − τ² > 0 the first s eigenvalues are those of the first block, so by Ky Fan the optimum captures at most
+    ‖F₁‖²τ²/δ more than the projection does.
+
+    The bound is rigorous with a rigorous τ: ‖R₂₂‖_F² is known, being ‖R‖² less what was seen. That needs a tail below
+    θ_s. Otherwise the gain is extrapolated from the last steps, and labelled an estimate: it assumes that no singular
+    value has hidden from a random start.
+    """
+
+    captured: np.ndarray  # (k + 1,): Σ_{i≤s} σ_i² of the projection U Uᴴ R
+    tails: np.ndarray  # (k + 1,): Σ_{i>s} σ_i² of the projection
+    squared_errors: np.ndarray  # (k + 1,): ‖R‖² less what is captured
+    roundoff: float  # of the squared errors
+    ritz: np.ndarray  # (k,): θ_i
+    coupling: np.ndarray  # (k + 1,): ‖F₁‖_F² for s = 0, 1, …
+    beside: np.ndarray  # (b, k): F₂ and F₁, the coupling of each Ritz vector
+    unseen: float  # ‖R₂₂‖_F²
+    earlier: tuple[np.ndarray, ...]  # `captured` at the two checks before
+
+    @classmethod
+    def of(cls, space: Bidiagonal, earlier: Sequence[np.ndarray] = ()) -> Certificate:
+        sigma = np.linalg.svd(space.projected(), compute_uv=False)
+        u, theta, _ = np.linalg.svd(space.small)
+        beside = space.coupling @ u
+        roundoff = 64.0 * space.roundoff
+        captured = np.concatenate(([0.0], np.cumsum(sigma**2)))
+        tails = np.concatenate((np.cumsum(sigma[::-1] ** 2)[::-1], [0.0]))
+        rest = 1.0 - captured[-1]
+        return cls(
+            captured=captured,
+            tails=tails,
+            squared_errors=tails + (rest if rest > roundoff else 0.0),
+            roundoff=roundoff,
+            ritz=theta,
+            coupling=np.concatenate(([0.0], np.cumsum(np.sum(np.abs(beside) ** 2, axis=0)))),
+            beside=beside,
+            unseen=max(1.0 - float(np.sum(theta**2)) - float(np.sum(np.abs(beside) ** 2)), 0.0) + roundoff,
+            earlier=tuple(earlier[-2:]),
+        )
+
+    def error(self, rank: int) -> float:
+        return math.sqrt(self.squared_errors[rank])
+
+    def resolves(self, rank: int, goal: float | None = None) -> bool:
+        """Whether the error stands above the rounding of ‖R‖² − Σσ², and that rounding cannot hide a missed goal."""
+        squared = float(self.squared_errors[rank])
+        hidden = goal is not None and squared <= goal**2 < squared + self.roundoff
+        return squared > 16.0 * self.roundoff and not hidden
+
+    def exact(self, error: float) -> bool:
+        """Whether an error is no more than the rounding of the products."""
+        return error <= self.roundoff
+
+    def measured_excess(self, rank: int, error: float) -> float:
+        """Bound on error/optimum − 1 from a measured error: singular values of a projection are below those of R.
+
+        Where the rest of the spectrum lies in the space this is sharp below the rounding of ‖R‖² − Σσ² too.
+        """
+        rounding = 0.25 * self.roundoff * math.sqrt(self.ritz.size)
+        seen = math.sqrt(float(self.tails[rank])) - rounding
+        return max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
+
+    def smallest_rank(self, error: float, most: int) -> int:
+        """The fewest terms with that error, or ``most``."""
+        met = np.flatnonzero(self.squared_errors[: most + 1] <= error**2)
+        return int(met[0]) if met.size else most
+
+    def excess(self, rank: int, wanted: float = 0.0) -> tuple[float, ErrorKind]:
+        """error/optimum − 1 for ``rank`` terms: the bound if it is at most ``wanted`` or nothing else is known."""
+        if rank == 0:
+            return 0.0, ErrorKind.bounded
+        outside = np.concatenate((np.diag(self.ritz[rank:]).astype(self.beside.dtype), self.beside[:, rank:].T), axis=1)
+        seen = float(np.linalg.norm(outside, 2)) ** 2 if outside.size else 0.0
+        if not self.resolves(rank):
+            return self._ratio(rank, self._gain(rank, seen) if seen > 0.0 else math.inf), ErrorKind.estimated
+        everything = 1.0 - float(np.sum(self.ritz[:rank] ** 2)) - self.coupling[rank] + self.roundoff
+        bound = self._ratio(rank, self._gain(rank, min(everything, seen + self.unseen)))
+        estimate = self._ratio(rank, self._extrapolated(rank))
+        if bound <= max(wanted, estimate):
+            return bound, ErrorKind.bounded
+        return estimate, ErrorKind.estimated
+
+    def columns_needed(self, error: float) -> float:
+        """Columns a space needs at least to leave no more than ``error``, at the rate of the last ones."""
+        if not self.earlier:
+            return 0.0
+        past = self.earlier[-1]
+        rate = float(self.captured[-1] - past[-1]) / (self.captured.size - past.size)
+        missing = float(self.squared_errors[-1]) - error**2
+        size = self.captured.size - 1
+        return size if missing <= 0.0 else size + missing / rate if rate > 0.0 else math.inf
+
+    def _gain(self, rank: int, tau_squared: float) -> float:
+        delta = float(self.ritz[rank - 1]) ** 2 - tau_squared
+        return float(self.coupling[rank]) * tau_squared / delta if delta > 0.0 else math.inf
+
+    def _extrapolated(self, rank: int) -> float:
+        """What further steps may add, from a geometric series through the last two gains, twice over."""
+        seen = [float(past[rank]) for past in self.earlier if past.size > rank]
+        if not seen:
+            return math.inf
+        last = max(float(self.captured[rank]) - seen[-1], self.roundoff)
+        if len(seen) < 2:
+            return last
+        before = max(seen[-1] - seen[-2], self.roundoff)
+        return max(last, 2.0 * last**2 / (before - last)) if last < before else 4.0 * last
+
+    def _ratio(self, rank: int, gain: float) -> float:
+        squared = float(self.squared_errors[rank])
+        return math.inf if gain >= squared else 1.0 / math.sqrt(1.0 - gain / squared) - 1.0

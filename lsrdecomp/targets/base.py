@@ -1,0 +1,284 @@
+"""Targets: what a solver is asked to approximate, and how its error is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    as_floating,
+    conjugate,
+    namespace,
+    norm,
+    require_finite,
+    require_matrix,
+    triangular_factor,
+)
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.targets.residual import Approximation as Approximation
+from lsrdecomp.targets.residual import check_sizes, pair_distance, residual_norm
+
+
+@runtime_checkable
+class Rearranged(Protocol):
+    """R(M) as an operator: a matrix of shape (m_1·n_1, m_2·n_2) known by its products."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def prototype(self) -> Array:
+        """Some array of the library, element type and device in which products are made."""
+        ...
+
+    def matmat(self, x: Array) -> Array:
+        """R(M) x for x of shape (m_2·n_2, b)."""
+        ...
+
+    def rmatmat(self, y: Array) -> Array:
+        """R(M)ᴴ y for y of shape (m_1·n_1, b)."""
+        ...
+
+    def formed(self) -> Array:
+        """R(M) as an array."""
+        ...
+
+
+class Target(Protocol):
+    """A matrix to approximate."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def norm(self) -> float:
+        """‖M‖_F in double precision."""
+        ...
+
+    def rearranged(self, shape: KroneckerShape) -> Rearranged:
+        """R(M) for two factors, as an operator."""
+        ...
+
+    def residual_norm(self, approximation: Approximation) -> float:
+        """‖M − M̂‖_F from residual entries in at least double precision."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RearrangedDense:
+    """The rearrangement of a dense matrix, held."""
+
+    matrix: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.matrix.shape[0]), int(self.matrix.shape[1])
+
+    @property
+    def prototype(self) -> Array:
+        return self.matrix
+
+    def matmat(self, x: Array) -> Array:
+        return self.matrix @ x
+
+    def rmatmat(self, y: Array) -> Array:
+        return adjoint(self.matrix) @ y
+
+    def formed(self) -> Array:
+        return self.matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """A matrix held as an array.
+
+    Parameters
+    ----------
+    matrix : array_like, shape (m, n)
+        Real or complex, of any array library; integers are promoted to float64, half precisions to float32. Raises
+        `PrecisionError` unless all entries are finite.
+    """
+
+    matrix: Array
+
+    def __post_init__(self) -> None:
+        matrix = as_floating(self.matrix)
+        require_matrix(matrix)
+        require_finite(matrix)
+        object.__setattr__(self, "matrix", matrix)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.matrix.shape[0]), int(self.matrix.shape[1])
+
+    @cached_property
+    def norm(self) -> float:
+        return norm(self.matrix)
+
+    def tensor(self, shape: KroneckerShape) -> Array:
+        """R(M) for any number of factors, as an array (m_1·n_1, …, m_d·n_d)."""
+        return rearrange(self.matrix, shape)
+
+    def rearranged(self, shape: KroneckerShape) -> RearrangedDense:
+        require_two_factors(shape)
+        return RearrangedDense(self.tensor(shape))
+
+    def residual_norm(self, approximation: Approximation) -> float:
+        return residual_norm(self.shape, lambda rows: self.matrix[rows, :], approximation)
+
+
+@dataclass(frozen=True, slots=True)
+class RearrangedLowRank:
+    """R(BA) = Σ_ρ mat(b_ρ) ⊗ mat(a_ρ), mat row by row, applied without being formed.
+
+    ``left`` (m_1, m_2, r) holds the columns of B, ``right`` (n_1, n_2, r) the rows of A. The order of the two
+    contractions is the one that needs less work.
+    """
+
+    left: Array
+    right: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (m, p, _), (n, q, _) = self.left.shape, self.right.shape
+        return m * n, p * q
+
+    @property
+    def prototype(self) -> Array:
+        return self.left[:1, :1, :1] + self.right[:1, :1, :1]
+
+    def matmat(self, x: Array) -> Array:
+        return _apply_pair(self.left, self.right, x)
+
+    def rmatmat(self, y: Array) -> Array:
+        xp = namespace(self.left, self.right)
+        left, right = (xp.permute_dims(f, (1, 0, 2)) for f in (self.left, self.right))
+        return _apply_pair(conjugate(left), conjugate(right), y)
+
+    def formed(self) -> Array:
+        xp = namespace(self.left, self.right)
+        (m, p, r), (n, q, _) = self.left.shape, self.right.shape
+        entries = xp.reshape(self.left, (m * p, r)) @ xp.matrix_transpose(xp.reshape(self.right, (n * q, r)))
+        return xp.reshape(xp.permute_dims(xp.reshape(entries, (m, p, n, q)), (0, 2, 1, 3)), (m * n, p * q))
+
+
+def _apply_pair(left: Array, right: Array, x: Array) -> Array:
+    """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b)."""
+    xp = namespace(left, right, x)
+    (m, p, r), (n, q, _), b = left.shape, right.shape, x.shape[1]
+    columns = xp.reshape(xp.matrix_transpose(x), (b, p, q))  # each column a matrix: no array of size r is ever permuted
+    if p * (q * n + n * m) <= q * (p * m + m * n):  # right first: r·b·p·n·q + r·b·m·p·n against its mirror
+        state = columns @ xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))  # (b, p, r·n)
+        image = xp.reshape(left, (m, p * r)) @ xp.reshape(state, (b, p * r, n))
+    else:
+        state = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p)) @ columns  # (b, m·r, q)
+        rows = xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q))
+        image = xp.reshape(state, (b, m, r * q)) @ xp.matrix_transpose(rows)
+    return xp.matrix_transpose(xp.reshape(image, (b, m * n)))
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A product B A of thin factors, never formed: the ΔW of a LoRA layer.
+
+    Parameters
+    ----------
+    left : array_like, shape (m, r)
+        B, with any scale folded in.
+    right : array_like, shape (r, n)
+        A.
+    """
+
+    left: Array
+    right: Array
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            factor = as_floating(getattr(self, name), f"{name} factor")
+            require_matrix(factor, f"{name} factor")
+            require_finite(factor, f"{name} factor")
+            object.__setattr__(self, name, factor)
+        if self.left.shape[1] != self.right.shape[0]:
+            raise ShapeError(
+                f"low-rank pair: the left factor has {self.left.shape[1]} columns, "
+                f"the right one {self.right.shape[0]} rows"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.left.shape[0]), int(self.right.shape[1])
+
+    @property
+    def rank(self) -> int:
+        """Inner size r of the pair; the rank of the matrix may be lower."""
+        return int(self.left.shape[1])
+
+    @cached_property
+    def svd(self) -> tuple[Array, Array, Array]:
+        """(U, σ, Vᴴ) of the product through two thin QR factorizations, in double precision.
+
+        Cost O((m + n)·r²); at most min(r, m, n) singular values. The gauge of a checkpoint is arbitrary,
+        B A = (B G)(G⁻¹ A), and this is the way out of it.
+        """
+        xp = namespace(self.left, self.right)
+        q_left, r_left = xp.linalg.qr(as_double(self.left))
+        q_right, r_right = xp.linalg.qr(adjoint(as_double(self.right)))
+        u, sigma, vh = xp.linalg.svd(r_left @ adjoint(r_right), full_matrices=False)
+        return q_left @ u, sigma, vh @ adjoint(q_right)
+
+    @cached_property
+    def triangles(self) -> tuple[Array, Array]:
+        """R of thin QR factorizations of B and of Aᴴ, in double precision."""
+        return triangular_factor(as_double(self.left)), triangular_factor(adjoint(as_double(self.right)))
+
+    @cached_property
+    def norm(self) -> float:
+        return norm(self.triangles[0] @ adjoint(self.triangles[1]))
+
+    def balanced(self, rank: int | None = None) -> LowRank:
+        """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
+        u, sigma, vh = self.svd
+        xp = namespace(u)
+        root = xp.sqrt(sigma)
+        left, right = u * root, vh * root[:, None]
+        rank = int(sigma.shape[0]) if rank is None else rank
+        missing = rank - int(sigma.shape[0])
+        if missing > 0:
+            left = xp.concat((left, xp.zeros((left.shape[0], missing), dtype=left.dtype)), axis=1)
+            right = xp.concat((right, xp.zeros((missing, right.shape[1]), dtype=right.dtype)), axis=0)
+        return LowRank(left[:, :rank], right[:rank, :])
+
+    def to_matrix(self) -> Array:
+        """The product, formed; for small cases and tests."""
+        return self.left @ self.right
+
+    def rearranged(self, shape: KroneckerShape) -> RearrangedLowRank:
+        require_two_factors(shape)
+        shape.check(self.shape)
+        xp = namespace(self.left, self.right)
+        (m, n), (p, q) = shape.factors
+        left = xp.reshape(self.left, (m, p, self.rank))
+        right = xp.reshape(xp.matrix_transpose(self.right), (n, q, self.rank))
+        return RearrangedLowRank(left, right)
+
+    def residual_norm(self, approximation: Approximation) -> float:
+        """‖BA − M̂‖_F in double precision; for a product M̂ = B̂Â by `pair_distance`, else block by block.
+
+        The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the order of
+        2⁻⁵³(‖B‖‖A‖ + ‖B̂‖‖Â‖), as for the entries of a residual.
+        """
+        check_sizes(self.shape, approximation.shape)
+        left, right = as_double(self.left), as_double(self.right)
+        if hasattr(approximation, "to_lora"):
+            other_left, other_right = (as_double(f) for f in approximation.to_lora())
+            return pair_distance(left, adjoint(right), other_left, adjoint(other_right))
+        return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)
+
+
+def require_two_factors(shape: KroneckerShape) -> None:
+    if shape.order != 2:
+        raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")

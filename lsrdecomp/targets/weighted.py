@@ -1,0 +1,118 @@
+"""Low-rank targets in a weighted norm ‖G^½ X C^½‖_F: norm, singular gauge, error of an approximation."""
+
+from __future__ import annotations
+
+from lsrdecomp.arrays import Array, as_double, dtype_name, namespace, norm, triangular_factor
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.targets.base import Approximation, LowRank
+from lsrdecomp.targets.residual import pair_core, pair_distances
+from lsrdecomp.targets.weights import NormWeights
+
+
+def weighted_norm(target: LowRank, weights: NormWeights) -> float:
+    """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision."""
+    weights.check(target.shape)
+    return float(pair_norms(as_double(target.left), as_double(target.right), weights))
+
+
+def weighted_residual_norm(target: LowRank, approximation: Approximation, weights: NormWeights) -> float:
+    """‖G^½ (BA − M̂) C^½‖_F from residual entries in double precision.
+
+    Parameters
+    ----------
+    target : LowRank, shape (m, n)
+    approximation : SeparatedProduct, LowRank-like or SeparatedMatrix, shape (m, n)
+    weights : NormWeights
+
+    Returns
+    -------
+    float
+        For an approximation that is a pair of thin factors the entries are those in orthonormal bases of the two row
+        and column spaces, at cost and memory O((m + n)(r + r̂ + q)) and a rounding error of about
+        2⁻⁵³(‖G^½B‖‖AC^½‖ + ‖G^½B̂‖‖ÂC^½‖); a direct Kronecker sum is formed, O(m·n).
+
+    Raises
+    ------
+    ShapeError
+        If the three shapes disagree.
+    """
+    weights.check(target.shape)
+    if tuple(approximation.shape) != tuple(target.shape):
+        raise ShapeError(f"the target is {target.shape}, the approximation {tuple(approximation.shape)}")
+    left, right = as_double(target.left), as_double(target.right)
+    if hasattr(approximation, "to_lora"):
+        other_left, other_right = (as_double(f) for f in approximation.to_lora())
+        return float(pair_residual_norms(left, right, other_left, other_right, weights))
+    xp = namespace(left)
+    residual = weights.output.root(left @ right - as_double(approximation.to_matrix()))
+    return norm(weights.input.root(xp.matrix_transpose(residual)))
+
+
+def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, Array]:
+    """(U, σ, Vᵀ) with U diag(σ) Vᵀ = B A up to weightless directions, and every truncation the best in the norm.
+
+    σ are the singular values of G^½ B A C^½, descending, and U, V are orthonormal in the weighted inner products:
+    Uᵀ G U = I = Vᵀ C V. Keeping k columns is the best approximation of rank k in the weighted norm, with error
+    ‖(σ_{k+1}, …)‖. Roots are never inverted: with G^½B = Q_P R_P, C^½Aᵀ = Q_A R_A and R_P R_Aᵀ = u σ vᵀ it is
+    U = B R_Aᵀ v σ⁻¹ and Vᵀ = σ⁻¹ uᵀ R_P A, so singular weights do no harm.
+    """
+    weights.check(target.shape)
+    if weights.is_frobenius:
+        return target.svd
+    return weighted_pair_svd(as_double(target.left), as_double(target.right), weights)
+
+
+def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> LowRank:
+    """The best approximation of rank ``rank`` in the weighted norm, as a balanced pair U√σ, √σ Vᵀ."""
+    u, sigma, vh = weighted_svd(target, weights)
+    rank = min(rank, int(sigma.shape[-1]))
+    root = namespace(sigma).sqrt(sigma[:rank])
+    return LowRank(u[:, :rank] * root, vh[:rank, :] * root[:, None])
+
+
+def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
+    """`weighted_svd` of pairs (…, m, r), (…, r, n) in double precision, with weights batched alike."""
+    columns, sigma, rows = weighted_gauge(left, right, weights)
+    return left @ columns, sigma, rows @ right
+
+
+def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
+    """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) for which (B S, σ, T A) is `weighted_svd` of the pair."""
+    return gauge_of(*weighted_triangles(left, right, weights))
+
+
+def weighted_triangles(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
+    """R of thin QR factorizations of G^½ B and C^½ Aᵀ for pairs (…, m, r), (…, r, n)."""
+    columns, rows = _weighted(left, right, weights)
+    return triangular_factor(columns), triangular_factor(rows)
+
+
+def gauge_of(triangle: Array, other: Array) -> tuple[Array, Array, Array]:
+    """`weighted_gauge` from its `weighted_triangles`."""
+    xp = namespace(triangle, other)
+    u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
+    floor = int(triangle.shape[-1]) * unit_roundoff(dtype_name(sigma)) * xp.max(sigma, axis=-1, keepdims=True)
+    kept = sigma > floor
+    inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
+    rows = (inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle
+    return columns, xp.where(kept, sigma, xp.zeros_like(sigma)), rows
+
+
+def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:
+    """‖G^½ B A C^½‖_F of pairs (…, m, r), (…, r, n) in double precision, shape (…)."""
+    columns, rows = _weighted(left, right, weights)
+    return namespace(left).linalg.matrix_norm(pair_core([columns], [rows]))
+
+
+def pair_residual_norms(
+    left: Array, right: Array, other_left: Array, other_right: Array, weights: NormWeights
+) -> Array:
+    """‖G^½ (B A − B̂ Â) C^½‖_F of batches of pairs in double precision, shape (…)."""
+    return pair_distances(*_weighted(left, right, weights), *_weighted(other_left, other_right, weights))
+
+
+def _weighted(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:
+    """G^½ B and C^½ Aᵀ."""
+    return weights.output.root(left), weights.input.root(namespace(right).matrix_transpose(right))

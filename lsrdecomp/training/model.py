@@ -1,0 +1,184 @@
+"""From settings to a base with an adapter ready to train, its head where it should start, and the counts of both."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.training.methods import adapter_config, find_method
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+from lsrdecomp.training.tasks import Task
+
+SAVED = ".modules_to_save."
+HEADS = ["classifier", "score"]  # what transformers calls the heads of its classifiers
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model to train, and what reads its texts."""
+
+    model: PeftModel
+    tokenizer: Any
+    prefix: str  # of the adapter's parameters
+
+
+def open_model(settings: FinetuneSettings, base: str | Path, task: Task, choices: int) -> Opened:
+    """Open the base with a head for the task, and put the adapter on it.
+
+    Parameters
+    ----------
+    settings : FinetuneSettings
+    base : str or path
+        As transformers takes it.
+    task : Task
+    choices : int
+        Rows per example; more than one make a scorer of one number per row.
+
+    Raises
+    ------
+    SettingsError
+        If an option or a target does not fit the model, or the adapter directory is of another method.
+    CheckpointError
+        If an adapter's head has another size.
+    LsrError
+        If a 4-bit base is asked for without bitsandbytes.
+    """
+    transformers.set_seed(settings.seed)
+    method = find_method(settings.method)
+    tokenizer = AutoTokenizer.from_pretrained(str(base))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    outputs = 1 if task.regression or choices > 1 else len(task.labels)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        str(base), num_labels=outputs, ignore_mismatched_sizes=True, **_precision(settings, method.four_bit)
+    )
+    model.config.pad_token_id = (
+        tokenizer.pad_token_id if model.config.pad_token_id is None else model.config.pad_token_id
+    )
+    model.config.use_cache = False
+    if method.four_bit:
+        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            model, use_gradient_checkpointing=settings.gradient_checkpointing
+        )
+    adapted = _start(settings, model) if settings.init is None else _continue(settings, model)
+    if settings.head is not None:
+        _take_head(adapted, Path(settings.head))
+    for name, parameter in adapted.named_parameters():
+        if SAVED in name:
+            parameter.requires_grad_(settings.train_head and "original_module" not in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return Opened(adapted, tokenizer, _prefix(adapted))
+
+
+def trained(opened: Opened) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Parameters that are trained, with their names, and whether they are the adapter's."""
+    for name, parameter in opened.model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter, opened.prefix in name and SAVED not in name
+
+
+def counts(opened: Opened) -> tuple[int, int]:
+    """Trained numbers of the adapter, and of everything else."""
+    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(opened)]
+    return sum(size for size, adapters in sizes if adapters), sum(size for size, adapters in sizes if not adapters)
+
+
+def written_bytes(directory: Path) -> tuple[int, int]:
+    """Bytes of the tensors in a written directory that are no head's, and of the whole weight file."""
+    file = directory / WEIGHTS
+    tensors = read_header(file).tensors
+    heads = tuple(f"base_model.model.{name}." for name in HEADS)
+    adapter = sum(tensor.nbytes for name, tensor in tensors.items() if not name.startswith(heads))
+    return adapter, file.stat().st_size
+
+
+def _precision(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
+    if not four_bit:
+        return {"dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32}
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise LsrError(
+            f"{settings.method} holds the base in 4 bits by bitsandbytes: pip install 'lsrdecomp[quantized]'"
+        )
+    return {
+        "quantization_config": BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32 if settings.precision == "float32" else torch.bfloat16,
+            llm_int8_skip_modules=HEADS,
+        )
+    }
+
+
+def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
+    heads = [name for name in HEADS if any(part == name for part, _ in model.named_children())]
+    config = adapter_config(
+        settings.method,
+        settings.options,
+        target_modules=settings.target_modules,
+        layers=settings.layers,
+        modules_to_save=heads,
+    )
+    try:
+        return get_peft_model(model, config)
+    except (ValueError, TypeError, RuntimeError) as error:
+        targets = ", ".join(settings.target_modules or ("its usual layers",))
+        raise SettingsError(f"{settings.method} on {targets} does not fit {settings.model}: {error}") from error
+
+
+def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
+    directory = str(settings.init)
+    config = PeftConfig.from_pretrained(directory)
+    if not find_method(settings.method).is_kind_of(config):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise SettingsError(
+            f"{directory} is {kind}, not of method {settings.method}; give its own method, or turn a LoRA into LSR by "
+            "`lsrdecomp compress` first"
+        )
+    try:
+        return PeftModel.from_pretrained(model, directory, is_trainable=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"does not fit {settings.model}: {error}", path=directory) from error
+
+
+@torch.no_grad()
+def _take_head(model: PeftModel, directory: Path) -> None:
+    """Start the head from the one that is saved in an adapter directory."""
+    own = {
+        name.replace(f"{SAVED}default.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if f"{SAVED}default." in name
+    }
+    file = directory / WEIGHTS
+    if not file.exists():
+        raise CheckpointError("no such file", path=file)
+    with safe_open(str(file), framework="pt") as saved:
+        missing = [name for name in own if name not in saved.keys()]  # noqa: SIM118 not a mapping
+        if missing or not own:
+            raise CheckpointError("holds no head to start from", path=file, tensor=next(iter(missing), None))
+        for name, parameter in own.items():
+            tensor = saved.get_tensor(name)
+            if tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"is of shape {tuple(tensor.shape)}, the task needs {tuple(parameter.shape)}",
+                    path=file,
+                    tensor=name,
+                )
+            parameter.copy_(tensor)
+
+
+def _prefix(model: PeftModel) -> str:
+    return str(model.base_model.prefix)

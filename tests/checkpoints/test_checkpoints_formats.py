@@ -1,0 +1,448 @@
+"""Formats without a config: kohya, diffusers, cloneofsimo, loralib, LyCORIS.
+
+Real files where there are some; the others follow the published key layouts and are synthetic, their expected updates
+computed from each method's definition.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import PREFIX, directory, pair
+from safetensors.numpy import load_file, save_file
+
+from lsrdecomp.checkpoints import (
+    Checkpoint,
+    LsrLayer,
+    open_checkpoint,
+    write_diffusers,
+    write_kohya,
+    write_lora,
+    write_lsr,
+)
+from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.kronecker.shape import ProductShape
+
+RNG = np.random.default_rng(11)
+
+
+def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+    """Random numbers of a dtype."""
+    return np.asarray(RNG.standard_normal(shape)).astype(dtype)
+
+
+def updates(checkpoint: Checkpoint, first: int | None = None) -> dict[str, np.ndarray]:
+    """ΔW of every layer, or of the first few, formed by numpy.kron and matrix products."""
+    found = {}
+    for layer in checkpoint.layers[:first]:
+        left, right = layer.load()
+        if isinstance(layer, LsrLayer):
+            left, right = (sum(_kron([f[k] for f in side]) for k in range(len(side[0]))) for side in (left, right))
+        found[layer.name] = layer.scale * (np.asarray(left, np.float64) @ right)
+    return found
+
+
+def _kron(matrices) -> np.ndarray:
+    product = np.ones((1, 1))
+    for matrix in matrices:
+        product = np.kron(product, matrix.astype(np.float64))
+    return product
+
+
+REAL = {
+    ("sd-mvclab-ntust-course", None): ("diffusers", 128, 797_184, 0),
+    ("sd-cloneofsimo", "analog_svd_rank4.safetensors"): ("cloneofsimo", 192, 1_541_376, 0),
+    ("sd-cloneofsimo", "lora_disney.safetensors"): ("cloneofsimo", 192, 385_344, 1_536),
+    ("sd-cloneofsimo", "lora_disney_inpainting.safetensors"): ("cloneofsimo", 192, 385_344, 1_536),
+}
+
+
+@pytest.mark.parametrize(("folder", "name"), REAL)
+def test_published_files_open_with_the_counts_in_their_description(shared: Path, folder: str, name: str | None) -> None:
+    checkpoint = open_checkpoint(shared / "adapters" / folder, name=name)
+    counts = checkpoint.format, len(checkpoint.layers), checkpoint.adapter_parameters, checkpoint.extra_parameters
+    assert counts == REAL[folder, name]
+    assert {layer.scale for layer in checkpoint.layers} == {1.0}
+    for layer in checkpoint.layers:
+        layer.load()
+
+
+def test_the_official_mnli_file_opens_with_its_alpha(shared: Path) -> None:
+    folder = shared / "adapters" / "ms-roberta-base-mnli"
+    with pytest.raises(CheckpointError, match="rank 8: its alpha is not in it; pass alpha="):
+        open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, alpha=16)
+    assert (len(checkpoint.layers), checkpoint.adapter_parameters, checkpoint.extra_parameters) == (
+        24,
+        294_912,
+        592_899,
+    )
+    assert {layer.scale for layer in checkpoint.layers} == {2.0}
+    assert checkpoint.layers[0].name == "roberta.encoder.layer.0.attention.self.query"
+    assert checkpoint.config["modules_to_save"] == ["classifier"]
+
+
+def test_lists_saved_on_a_gpu_open_on_a_cpu_and_embeddings_alone_are_refused(shared: Path) -> None:
+    folder = shared / "odd" / "cloneofsimo-legacy-pt"
+    checkpoint = open_checkpoint(folder, name="lora_illust.pt")
+    assert len(checkpoint.layers) == 128
+    assert sum(not layer.load()[0].any() for layer in checkpoint.layers) == 32
+    assert len(open_checkpoint(folder / "lora_kiriko2.text_encoder.pt").layers) == 48
+    with pytest.raises(CheckpointError, match="1 token embeddings and no LoRA layer"):
+        open_checkpoint(folder, name="lora_kiriko2.ti.pt")
+
+
+@pytest.mark.parametrize("name", ["loralib", "cloneofsimo"])
+def test_an_lsr_directory_is_written_from_any_format(shared: Path, tmp_path: Path, name: str) -> None:
+    adapters = shared / "adapters"
+    if name == "loralib":
+        source = open_checkpoint(adapters / "ms-roberta-base-mnli", alpha=16)
+    else:
+        source = open_checkpoint(adapters / "sd-cloneofsimo" / "lora_disney.safetensors")
+    layers = (
+        (layer.name, (up[None], np.ones((1, 1, 1))), (down[None], np.ones((1, 1, 1))), layer.scale)
+        for layer in source.layers
+        for up, down in [layer.load()]
+    )
+    write_lsr(tmp_path / "out", source=source, layers=layers)
+    back = open_checkpoint(tmp_path / "out")
+    assert sorted(back.extras) == sorted(source.extras)
+    assert back.config["modules_to_save"] == (["classifier"] if name == "loralib" else None)
+    first, again = source.layers[0], back.layers[0]
+    assert again.shape == ProductShape((first.out_features, 1), (first.rank, 1), (first.in_features, 1))
+    np.testing.assert_allclose(updates(back, 1)[first.name], updates(source, 1)[first.name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.fixture
+def kohya(tmp_path: Path) -> Path:
+    """A synthetic kohya file: two ranks, a convolution, a 1x1 convolution, a LoCon core, and a layer without alpha."""
+    tensors = {
+        "lora_unet_down_0_attn_to_q.lora_down.weight": normal(4, 6, dtype="float16"),
+        "lora_unet_down_0_attn_to_q.lora_up.weight": normal(8, 4, dtype="float16"),
+        "lora_unet_down_0_attn_to_q.alpha": np.array(1.0, np.float16),
+        "lora_te_text_layers_11_fc1.lora_down.weight": normal(2, 5),
+        "lora_te_text_layers_11_fc1.lora_up.weight": normal(7, 2),
+        "lora_unet_conv.lora_down.weight": normal(3, 4, 3, 2),
+        "lora_unet_conv.lora_up.weight": normal(5, 3, 1, 1),
+        "lora_unet_conv.alpha": np.array([6.0], np.float32),
+        "lora_unet_proj_in.lora_down.weight": normal(3, 4, 1, 1),
+        "lora_unet_proj_in.lora_up.weight": normal(5, 3, 1, 1),
+        "lora_unet_proj_in.alpha": np.array(3.0, np.float32),
+        "lora_unet_cp.lora_down.weight": normal(3, 4, 1, 1),
+        "lora_unet_cp.lora_mid.weight": normal(2, 3, 3, 3),
+        "lora_unet_cp.lora_up.weight": normal(5, 2, 1, 1),
+        "lora_unet_cp.alpha": np.array(1.0, np.float32),
+        "emb_params": normal(3, 8),
+    }
+    save_file(tensors, tmp_path / "style.safetensors", metadata={"ss_network_module": "networks.lora"})
+    return tmp_path / "style.safetensors"
+
+
+def test_kohya_layers_are_read_with_alpha_convolutions_and_cores(kohya: Path) -> None:
+    checkpoint, t = open_checkpoint(kohya), load_file(kohya)
+    found = {layer.name: (layer.kind, layer.shape, layer.rank, layer.scale) for layer in checkpoint.layers}
+    assert found == {
+        "lora_unet_down_0_attn_to_q": ("linear", (8, 6), 4, 0.25),
+        "lora_te_text_layers_11_fc1": ("linear", (7, 5), 2, 1.0),
+        "lora_unet_conv": ("conv", (5, 24), 3, 2.0),
+        "lora_unet_proj_in": ("conv", (5, 4), 3, 1.0),
+        "lora_unet_cp": ("conv", (5, 36), 2, 0.5),
+    }
+    assert list(checkpoint.extras) == [f"{PREFIX}emb_params"]
+    names = [f"lora_unet_cp.lora_{part}.weight" for part in ("up", "mid", "down")]
+    core = np.einsum("oiab,ijkl,jcab->ockl", *(t[name].astype(np.float64) for name in names))
+    np.testing.assert_allclose(updates(checkpoint)["lora_unet_cp"], 0.5 * core.reshape(5, 36), rtol=1e-12)
+
+
+def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(kohya)
+    layers = ((layer.name, layer.scale * up, down) for layer in source.layers for up, down in [layer.load()])
+    out = write_kohya(tmp_path / "new" / "out.safetensors", source=source, layers=layers)
+    tensors = load_file(out)
+    assert tensors["lora_unet_conv.lora_down.weight"].shape == (3, 4, 3, 2)
+    assert tensors["lora_unet_conv.lora_up.weight"].shape == (5, 3, 1, 1)
+    assert tensors["lora_unet_conv.alpha"] == 3.0
+    assert tensors["emb_params"].tobytes() == load_file(kohya)["emb_params"].tobytes()
+    back = open_checkpoint(out)
+    assert {(layer.kind, layer.kernel, layer.scale) for layer in back.layers} == {
+        ("linear", (), 1.0),
+        ("conv", (3, 2), 1.0),
+        ("conv", (1, 1), 1.0),
+        ("conv", (3, 3), 1.0),
+    }
+    before = updates(source)
+    assert before.keys() == updates(back).keys()
+    for name, update in updates(back).items():
+        np.testing.assert_allclose(update, before[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"lora_unet_conv.lora_up.weight": None}, "without up"),
+        ({"lora_unet_conv.dora_scale": normal(5)}, "DoRA"),
+        ({"x.diff": normal(5, 5)}, "full-size difference"),
+        ({"lonely.alpha": normal(1)}, "without up, down"),
+        ({"lora_unet_conv.alpha": normal(2)}, "expected one number"),
+        ({"lora_unet_conv.lora_up.weight": normal(5, 3, 3, 2)}, "1 x 1 kernel"),
+        ({"lora_unet_cp.lora_mid.weight": normal(2, 4, 3, 3)}, "does not fit"),
+        ({"lora_te_text_layers_11_fc1.lora_mid.weight": normal(2, 2)}, "does not fit"),
+    ],
+)
+def test_kohya_files_with_parts_amiss_are_refused(kohya: Path, change: dict, word: str) -> None:
+    tensors = {name: array for name, array in (load_file(kohya) | change).items() if array is not None}
+    save_file(tensors, kohya)
+    with pytest.raises(CheckpointError, match=word):
+        open_checkpoint(kohya)
+
+
+STYLES = {
+    "new": (".lora_A.weight", ".lora_B.weight"),
+    "old": (".lora.down.weight", ".lora.up.weight"),
+    "text": (".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight"),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_diffusers_keys_of_each_age_read_the_same(tmp_path: Path, style: str) -> None:
+    name, (down, up) = "text_encoder.layers.3.q_proj", STYLES[style]
+    tensors = {name + down: normal(2, 6), name + up: normal(8, 2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.format == "diffusers"
+    np.testing.assert_allclose(updates(checkpoint)[name], tensors[name + up] @ tensors[name + down], rtol=1e-5)
+
+
+def test_attention_processor_keys_become_module_names(tmp_path: Path) -> None:
+    stored = {
+        "unet.down.0.attn1.processor.to_q_lora": "unet.down.0.attn1.to_q",
+        "unet.down.0.attn1.processor.to_out_lora": "unet.down.0.attn1.to_out.0",
+        "mid.attn2.processor.to_v_lora": "mid.attn2.to_v",
+        "text_encoder.layers.0.self_attn.to_out_lora": "text_encoder.layers.0.self_attn.out_proj",
+    }
+    ends = {"down": (2, 6), "up": (8, 2)}
+    save_file({f"{k}.{e}.weight": normal(*s) for k in stored for e, s in ends.items()}, tmp_path / "x.safetensors")
+    assert {layer.name for layer in open_checkpoint(tmp_path).layers} == set(stored.values())
+
+
+def test_diffusers_scales_come_from_alphas_and_from_the_header(tmp_path: Path) -> None:
+    config = {"unet.r": 2, "unet.lora_alpha": 8, "unet.alpha_pattern": {"b.to_q": 3}, "unet.use_rslora": False}
+    names = ("unet.a.to_q", "unet.b.to_q", "unet.c.to_q", "text_encoder.q")
+    tensors = {n + e: normal(*s) for n in names for e, s in ((".lora_A.weight", (2, 6)), (".lora_B.weight", (8, 2)))}
+    tensors["unet.c.to_q.alpha"] = np.array(5.0, np.float32)
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)})
+    scales = {layer.name: layer.scale for layer in open_checkpoint(tmp_path).layers}
+    assert scales == {"unet.a.to_q": 4.0, "unet.b.to_q": 1.5, "unet.c.to_q": 2.5, "text_encoder.q": 1.0}
+    config["unet.use_dora"] = True
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"lora_adapter_metadata": json.dumps(config)})
+    with pytest.raises(UnsupportedError, match="use_dora"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("keys", ["new", "old"])
+def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path, keys: str) -> None:
+    source = open_checkpoint(shared / "adapters" / "sd-mvclab-ntust-course")
+    out = write_diffusers(
+        tmp_path / "o.safetensors", layers=((x.name, *x.load()) for x in source.layers), source=source, keys=keys
+    )
+    before, after = load_file(source.weights), load_file(out)
+    if keys == "old":
+        assert after.keys() == before.keys()
+        assert all(after[name].tobytes() == array.tobytes() for name, array in before.items())
+    names = [layer.name for layer in source.layers]
+    assert [layer.name for layer in open_checkpoint(out).layers] == names
+    assert next(iter(after)).endswith(".lora_A.weight" if keys == "new" else ".lora.down.weight")
+
+
+def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Path) -> None:
+    layers = [("unet.a_b.0.to_q", normal(8, 2), normal(2, 6)), ("text_encoder.l.1.q", normal(8, 2), normal(2, 6))]
+    out = write_kohya(tmp_path / "o.safetensors", layers=layers, storage="bfloat16")
+    assert set(load_file(out)) == {
+        f"{name}.{end}"
+        for name in ("lora_unet_a_b_0_to_q", "lora_te_l_1_q")
+        for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    odd = [("unet.x", normal(8, 257), normal(257, 6))]
+    wide = load_file(write_kohya(out, layers=odd, storage="bfloat16", force=True))
+    assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
+    with pytest.raises(UnsupportedError, match="model.layers.0.q_proj"):
+        write_kohya(tmp_path / "p.safetensors", layers=[("model.layers.0.q_proj", normal(8, 2), normal(2, 6))])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]
+
+
+def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_source(kohya: Path) -> None:
+    source, before = open_checkpoint(kohya), kohya.read_bytes()
+    layers = [("lora_unet_x", normal(8, 2), normal(2, 6))]
+    with pytest.raises(CheckpointError, match="input"):
+        write_kohya(kohya, source=source, layers=layers, force=True)
+    with pytest.raises(CheckpointError, match="already exists"):
+        write_kohya(kohya, layers=layers)
+    with pytest.raises(CheckpointError, match=r"end in \.safetensors"):
+        write_kohya(kohya.with_suffix(".pt"), layers=layers)
+    assert kohya.read_bytes() == before
+    write_kohya(kohya, layers=layers, force=True)
+    assert len(open_checkpoint(kohya).layers) == 1
+    assert len(list(kohya.parent.iterdir())) == 1
+
+
+def test_a_peft_file_without_its_config_is_told_so(tmp_path: Path) -> None:
+    (directory(tmp_path / "a", pair("q")) / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match="a PEFT file without its adapter_config.json"):
+        open_checkpoint(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kernel", [(), (3, 2)])
+def test_loha_is_read_as_the_low_rank_pair_it_equals(tmp_path: Path, kernel: tuple[int, ...]) -> None:
+    k = int(np.prod(kernel))
+    t = {"w1_a": normal(5, 2), "w1_b": normal(2, 4 * k), "w2_a": normal(5, 2), "w2_b": normal(2, 4 * k)}
+    save_file({f"m.hada_{n}": a for n, a in t.items()} | {"m.alpha": normal(1) * 0 + 1}, tmp_path / "x.safetensors")
+    (layer,) = open_checkpoint(tmp_path).layers
+    assert (layer.rank, layer.scale, layer.kind) == (4, 0.5, "linear")
+    t = {name: array.astype(np.float64) for name, array in t.items()}
+    expected = 0.5 * (t["w1_a"] @ t["w1_b"]) * (t["w2_a"] @ t["w2_b"])
+    np.testing.assert_allclose(updates(open_checkpoint(tmp_path))["m"], expected, rtol=1e-12)
+
+
+def test_loha_with_tucker_cores(tmp_path: Path) -> None:
+    t = {f"w{i}_{s}": normal(r, n) for i, r in ((1, 2), (2, 3)) for s, n in (("a", 5), ("b", 4))}
+    t |= {"t1": normal(2, 2, 3, 2), "t2": normal(3, 3, 3, 2)}
+    save_file({f"m.hada_{n}": a for n, a in t.items()}, tmp_path / "x.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    t = {name: array.astype(np.float64) for name, array in t.items()}
+    one, two = (np.einsum("ijkl,io,jc->ockl", t[f"t{i}"], t[f"w{i}_a"], t[f"w{i}_b"]) for i in (1, 2))
+    np.testing.assert_allclose(updates(checkpoint)["m"], (one * two).reshape(5, 24), rtol=1e-12)
+    assert (checkpoint.layers[0].kind, checkpoint.layers[0].kernel, checkpoint.layers[0].rank) == ("conv", (3, 2), 6)
+
+
+LOKR = {  # tensors, expected ΔW, scale, inner shape
+    "both whole": (lambda: {"w1": normal(2, 3), "w2": normal(4, 5)}, lambda t: np.kron(t["w1"], t["w2"]), 1.0),
+    "second split": (
+        lambda: {"w1": normal(2, 3), "w2_a": normal(4, 2), "w2_b": normal(2, 5)},
+        lambda t: np.kron(t["w1"], t["w2_a"] @ t["w2_b"]),
+        1.5,
+    ),
+    "both split": (
+        lambda: {"w1_a": normal(3, 2), "w1_b": normal(2, 2), "w2_a": normal(4, 2), "w2_b": normal(2, 5)},
+        lambda t: np.kron(t["w1_a"] @ t["w1_b"], t["w2_a"] @ t["w2_b"]),
+        1.5,
+    ),
+    "convolution": (
+        lambda: {"w1": normal(3, 2), "w2": normal(4, 5, 3, 3)},
+        lambda t: np.kron(t["w1"][:, :, None, None], t["w2"]).reshape(12, -1),
+        1.0,
+    ),
+    "tucker": (
+        lambda: {"w1": normal(3, 2), "w2_a": normal(2, 4), "w2_b": normal(2, 5), "t2": normal(2, 2, 3, 3)},
+        lambda t: np.kron(
+            t["w1"][:, :, None, None], np.einsum("ijkl,ip,jr->prkl", t["t2"], t["w2_a"], t["w2_b"])
+        ).reshape(12, -1),
+        1.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOKR)
+def test_lokr_is_read_as_one_term_of_kronecker_products(tmp_path: Path, case: str) -> None:
+    make, expected, scale = LOKR[case]
+    t = make()
+    save_file(
+        {f"m.lokr_{n}": a for n, a in t.items()} | {"m.alpha": np.array([3.0], np.float32)}, tmp_path / "x.safetensors"
+    )
+    checkpoint = open_checkpoint(tmp_path)
+    (layer,) = checkpoint.layers
+    assert (checkpoint.format, layer.scale, layer.left_rank, layer.right_rank) == ("lycoris", scale, 1, 1)
+    exact = {name: array.astype(np.float64) for name, array in t.items()}
+    np.testing.assert_allclose(updates(checkpoint)["m"], scale * expected(exact), rtol=1e-12, atol=1e-13)
+    assert layer.kernel == ((3, 3) if case in ("convolution", "tucker") else ())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "word"),
+    [
+        ({"m.lokr_w1": normal(2, 3)}, "without"),
+        ({"m.lokr_w1": normal(2, 3), "m.lokr_w2": normal(2, 3), "m.lokr_w2_a": normal(2, 2)}, "beside"),
+        ({"m.lokr_w1": normal(2, 3), "m.lokr_w2_a": normal(4, 2), "m.lokr_w2_b": normal(3, 5)}, "do not multiply"),
+        ({"m.lokr_w1": normal(2), "m.lokr_w2": normal(2, 3)}, "not a matrix"),
+        ({f"m.hada_{n}": normal(2, 2) for n in ("w1_a", "w1_b", "w2_a")}, "without w2_b"),
+        ({f"m.hada_{n}": normal(2, 2) for n in ("w1_a", "w1_b", "w2_a")} | {"m.hada_w2_b": normal(2, 3)}, "same size"),
+    ],
+)
+def test_lycoris_parts_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict, word: str) -> None:
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=word):
+        open_checkpoint(tmp_path)
+
+
+def _small_model():
+    import torch
+
+    torch.manual_seed(1)
+    return torch.nn.ModuleDict(
+        {"lin": torch.nn.Linear(12, 8), "big": torch.nn.Linear(36, 40), "conv": torch.nn.Conv2d(6, 8, (3, 3))}
+    )
+
+
+LYCORIS_CONFIGS = [
+    ("LoHaConfig", {"r": 2, "alpha": 3, "alpha_pattern": {"big": 5}}),
+    ("LoHaConfig", {"r": 2, "alpha": 3, "rank_pattern": {"big": 4}, "use_effective_conv2d": True}),
+    ("LoKrConfig", {"r": 2, "alpha": 3, "decompose_both": True}),
+    ("LoKrConfig", {"r": 2, "alpha": 3, "rank_pattern": {"lin": 9}, "use_effective_conv2d": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), LYCORIS_CONFIGS)
+def test_lycoris_directories_of_peft_give_its_own_updates(tmp_path: Path, kind: str, settings: dict) -> None:
+    peft = pytest.importorskip("peft")
+    model = _small_model()
+    config = getattr(peft, kind)(target_modules=["lin", "big", "conv"], init_weights=False, **settings)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "a")
+    checkpoint = open_checkpoint(tmp_path / "a")
+    assert checkpoint.format == f"peft-{kind[:4].lower()}"
+    found = updates(checkpoint)
+    assert found.keys() == {"lin", "big", "conv"}
+    for name, update in found.items():
+        delta = model[name].get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(update, delta.reshape(delta.shape[0], -1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoKrConfig(r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True)
+    peft.get_peft_model(_small_model(), config).save_pretrained(tmp_path / "a")
+    source = open_checkpoint(tmp_path / "a")
+    layers = ((layer.name, *layer.load(), layer.scale) for layer in source.layers)
+    write_lsr(tmp_path / "b", source=source, layers=layers, storage="float64")
+    before, after = updates(source), updates(open_checkpoint(tmp_path / "b"))
+    assert all(np.allclose(after[name], update, rtol=1e-14, atol=1e-15) for name, update in before.items())
+
+
+def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
+    faults = {
+        "MergedLinear of 2": {"q.lora_A": normal(4, 6), "q.lora_B": normal(8, 2)},
+        "without up": {"q.lora_A": normal(4, 6)},
+        "rank 4 in shape": {"unet:0:down": normal(4, 6), "unet:0:up": normal(8, 4)},
+        "one of up and down": {"unet:0:down": normal(4, 6)},
+    }
+    for word, tensors in faults.items():
+        save_file(tensors, tmp_path / "x.safetensors", metadata={"unet:0:rank": "3"})
+        with pytest.raises(CheckpointError, match=word):
+            open_checkpoint(tmp_path)
+
+
+def test_alpha_is_asked_for_only_where_the_file_has_none(tmp_path: Path, kohya: Path) -> None:
+    for path in (directory(tmp_path / "a"), kohya):
+        with pytest.raises(CheckpointError, match="leave alpha= out"):
+            open_checkpoint(path, alpha=8)
+
+
+def test_convolutions_go_from_kohya_to_peft_with_their_kernel(kohya: Path, tmp_path: Path) -> None:
+    source = open_checkpoint(kohya)
+    layers = [(layer.name, layer.scale * up, down) for layer in source.layers for up, down in [layer.load()]]
+    write_lora(tmp_path / "out", source=source, layers=layers)
+    back = open_checkpoint(tmp_path / "out")
+    assert back.layer("lora_unet_conv").kernel == (3, 2)
+    for name, update in updates(source).items():
+        np.testing.assert_allclose(updates(back)[name], update, rtol=1e-5, atol=1e-6)

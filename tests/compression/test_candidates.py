@@ -1,0 +1,220 @@
+"""What a layer can become, and all layers under one budget: errors as measured, never worse than truncated SVD."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lsrdecomp.compression.candidates import (
+    Layer,
+    direct_candidates,
+    drop,
+    keep,
+    low_rank_candidates,
+    lsr_candidates,
+    stored_as,
+)
+from lsrdecomp.compression.fit import Budget, Fit, fit_layers, make_layers
+from lsrdecomp.compression.search import (
+    Search,
+    all_configurations,
+    choose_configurations,
+    parameters,
+    probe_configurations,
+)
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
+from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
+
+SEARCH = Search(
+    probes=16,
+    kept=6,
+    probe_layers=2,
+    probe_sweeps=2,
+    solver=JointALS(sweeps=4, trials=1),
+    polish=JointALS(sweeps=8),
+    terms=6,
+)
+M, N, RANK = 24, 36, 4
+
+
+def weights(rng: np.random.Generator, m: int = M, n: int = N) -> NormWeights:
+    half = rng.standard_normal((m, m)) @ np.diag(0.8 ** np.arange(m))
+    basis = np.linalg.qr(rng.standard_normal((n, 5)))[0]
+    return NormWeights(Dense(half @ half.T / m), LowRankPlusIdentity(basis, np.array([9.0, 5.0, 3.0, 2.0, 1.0]), 0.05))
+
+
+def layers(rng: np.random.Generator, weighted: bool, count: int = 3) -> list[Layer]:
+    found = []
+    for i in range(count):
+        m, n = (M, N) if i < 2 else (N, M)
+        size = 2.0 ** -(i % 3)
+        pair = LowRank(size * rng.standard_normal((m, RANK)) * 0.7 ** np.arange(RANK), rng.standard_normal((RANK, n)))
+        found.append(Layer(f"layer.{i}", pair, weights(rng, m, n) if weighted else None))
+    return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.random.Generator) -> None:
+    layer = layers(rng, weighted)[0]
+    shape = ProductShape((6, 4), (2, 1), (6, 6))
+    found = [
+        drop(layer),
+        keep(layer),
+        *low_rank_candidates(layer),
+        *lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=5))[0],
+        *direct_candidates(layer, KroneckerShape(((6, 6), (4, 6))), [1, 3]),
+    ]
+    assert [c.structure for c in found] == ["drop", "keep", *["low rank"] * RANK, "LSR", "direct", "direct"]
+    for candidate in found:
+        formed = np.zeros((M, N)) if candidate.build is None else np.asarray(candidate.build().to_matrix())
+        difference = layer.pair.to_matrix() - formed
+        g, c = (w.apply(np.eye(w.size)) for w in (layer.norms.output, layer.norms.input))
+        expected = np.trace(difference.T @ g @ difference @ c)
+        assert candidate.squared_error == pytest.approx(expected, rel=1e-9, abs=1e-12 * layer.squared_norm)
+    assert found[0].parameters == 0
+    assert found[1].parameters == RANK * (M + N)
+    assert found[2].parameters == M + N
+    assert found[-3].parameters == shape.parameters(2, 3)
+
+
+def test_low_rank_is_a_product_shape_of_one_term(rng: np.random.Generator) -> None:
+    layer = layers(rng, True)[0]
+    candidate = low_rank_candidates(layer)[1]
+    form = candidate.build() if candidate.build else None
+    assert isinstance(form, SeparatedProduct)
+    assert form.product_shape == candidate.shape == ProductShape.low_rank((M, N), 2)
+    assert form.separation_ranks == (1, 1)
+    best = weighted_residual_norm(layer.pair, weighted_truncation(layer.pair, layer.norms, 2), layer.norms)
+    assert candidate.squared_error == pytest.approx(best**2, rel=1e-9)
+
+
+def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> None:
+    layer = layers(rng, True)[0]
+    shape = ProductShape((6, 4), (2, 1), (6, 6))
+    (candidate,) = lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=5))[0]
+    sizes = {name: stored_as(layer, candidate, name) for name in ("float32", "float16", "int8", "int4")}
+    assert sizes["float32"].bytes == 4 * candidate.parameters
+    assert sizes["float16"].bytes == 2 * candidate.parameters
+    assert sizes["int4"].bytes < sizes["int8"].bytes < sizes["float16"].bytes
+    for stored in sizes.values():
+        assert stored.build is not None
+        assert layer.squared_error(stored.build()) == pytest.approx(stored.squared_error, rel=1e-12)
+    assert stored_as(layer, drop(layer), "int4").bytes == 0
+
+
+def test_configurations_tile_the_matrix_fit_the_limit_and_are_spread() -> None:
+    every = all_configurations((M, N), RANK, SEARCH)
+    assert len(set(every)) == len(every)
+    assert (ProductShape((M, 1), (3, 1), (N, 1)), (1, 1)) in every
+    chosen = probe_configurations((M, N), RANK, SEARCH, 150)
+    sizes = [parameters(configuration) for configuration in chosen]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < 30
+    assert 120 < sizes[-1] <= 150
+    assert all(shape.matrix_shape == (M, N) for shape, _ in chosen)
+    assert chosen == probe_configurations((M, N), RANK, SEARCH, 150)
+    assert probe_configurations((M, N), RANK, SEARCH, 1) == []
+
+
+def test_the_search_keeps_better_shapes_than_it_leaves(rng: np.random.Generator) -> None:
+    some = layers(rng, True)[:2]
+    kept = choose_configurations(some, SEARCH, 200)
+    assert 1 <= len(kept) <= SEARCH.kept
+    left = [c for c in probe_configurations((M, N), RANK, SEARCH, 200) if c not in kept]
+    losses = [
+        sum(lsr_candidates([layer], [c], JointALS(sweeps=6))[0][0].squared_error for layer in some)
+        for c in (kept[-1], *(c for c in left if 0.75 * parameters(kept[-1]) < parameters(c) <= parameters(kept[-1])))
+    ]
+    assert losses[0] <= np.median(losses)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("ranks", [0.5, 1.0, 1.5, 3.0])
+def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
+    weighted: bool, ranks: float, rng: np.random.Generator
+) -> None:
+    some = layers(rng, weighted)
+    budget = int(ranks * (M + N)) * len(some)
+    fit = fit_layers(some, Budget(parameters=budget), search=SEARCH, storages=("float64",))
+    assert fit.parameters <= budget
+    assert fit.relative_error <= _best_truncation(some, budget) * (1 + 1e-12)
+    assert fit.low_rank_error == pytest.approx(_best_truncation(some, budget), rel=1e-9)
+    if ranks == 0.5 or (weighted and ranks % 1.0):  # strictly below the staircase between whole ranks
+        assert fit.relative_error < 0.999 * _best_truncation(some, budget)
+    _check_errors(fit)
+
+
+def _best_truncation(some: list[Layer], budget: int) -> float:
+    """Smallest total error of all ways to give each layer a rank; all layers cost the same per rank."""
+    tails = []
+    for layer in some:
+        errors = [c.squared_error for c in low_rank_candidates(layer)]
+        tails.append([layer.squared_norm, *errors])
+    ranks = budget // (M + N)
+    best = min(
+        tails[0][i] + tails[1][j] + tails[2][k]
+        for i in range(RANK + 1)
+        for j in range(RANK + 1)
+        for k in range(RANK + 1)
+        if i + j + k <= ranks
+    )
+    return float(np.sqrt(best / sum(layer.squared_norm for layer in some)))
+
+
+def _check_errors(fit: Fit) -> None:
+    for fitted in fit.layers:
+        b, a = fitted.pair()
+        error = fitted.layer.squared_error(LowRank(b, a)) if np.any(b) else fitted.layer.squared_norm
+        assert error == pytest.approx(fitted.candidate.squared_error, rel=1e-9, abs=1e-12 * fitted.layer.squared_norm)
+
+
+def test_an_error_budget_is_kept_on_what_is_stored(rng: np.random.Generator) -> None:
+    some = layers(rng, True)
+    for rtol in (0.2, 0.5):
+        fit = fit_layers(some, Budget(rtol=rtol), search=SEARCH, storages=("float16",))
+        assert fit.relative_error <= rtol
+        smallest = next(p for p in range(0, 12 * (M + N), M + N) if _best_truncation(some, p) <= rtol)
+        assert fit.parameters <= smallest
+    kl = 0.5 * 0.3**2 * sum(layer.squared_norm for layer in some)
+    assert fit_layers(some, Budget(kl=kl), search=SEARCH).relative_error <= 0.3
+
+
+def test_a_byte_budget_chooses_few_bits(rng: np.random.Generator) -> None:
+    some = layers(rng, False)
+    coarse = fit_layers(some, Budget(bytes=300), search=SEARCH, storages=("float16",))
+    fine = fit_layers(some, Budget(bytes=300), search=SEARCH, storages=("float16", "int8", "int4"))
+    assert max(coarse.bytes, fine.bytes) <= 300
+    assert fine.relative_error < 0.9 * coarse.relative_error
+    assert {fitted.candidate.storage for fitted in fine.layers} & {"int4", "bits", "int8"}
+    taxed = fit_layers(some, Budget(bytes=300), search=SEARCH, overhead=lambda c: 0 if c.build is None else 120)
+    assert taxed.bytes + 120 * sum(f.form is not None for f in taxed.layers) <= 300
+    _check_errors(fine)
+
+
+def test_what_is_out_of_reach_is_said(rng: np.random.Generator) -> None:
+    some = layers(rng, False)
+    with pytest.raises(BudgetError, match="out of reach: the best options lose"):
+        fit_layers(some, Budget(rtol=1e-5), search=SEARCH, storages=("float16",))
+    for wrong in ({}, {"ratio": 2.0, "bytes": 10.0}, {"rtol": -0.1}, {"ratio": 0.0}, {"kl": float("nan")}):
+        with pytest.raises(BudgetError, match="budget"):
+            Budget(**wrong)
+    assert fit_layers(some, Budget(ratio=4.0), search=SEARCH).parameters <= sum(x.parameters for x in some) / 4
+
+
+def test_layers_without_statistics_are_named(rng: np.random.Generator) -> None:
+    pairs = {layer.name: layer.pair for layer in layers(rng, False)}
+    with pytest.raises(BudgetError, match=r"layer\.1: no statistics"):
+        make_layers(pairs, {"layer.0": weights(rng)})
+    assert all(layer.norms.is_frobenius for layer in make_layers(pairs))
+
+
+def test_a_zero_layer_is_dropped(rng: np.random.Generator) -> None:
+    some = [*layers(rng, False), Layer("zero", LowRank(np.zeros((M, 2)), rng.standard_normal((2, N))))]
+    fit = fit_layers(some, Budget(parameters=300), search=SEARCH)
+    assert fit.layers[-1].candidate.structure == "drop"
+    assert fit.layers[-1].form is None

@@ -1,0 +1,282 @@
+"""Compression of one layer and of a checkpoint: tolerances hold as written, and plain SVD is never lost to."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close
+from safetensors.numpy import load_file
+
+import lsrdecomp as lsr
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression.candidates import Layer
+from lsrdecomp.compression.compress import compress, export_lora
+from lsrdecomp.compression.curves import adapter_curves
+from lsrdecomp.compression.layer import at_given_terms, layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.verify import verify
+from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
+from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.weights import Dense, NormWeights
+from lsrdecomp.testing import low_rank_pairs
+
+DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return open_checkpoint(DEMO)
+
+
+QUICK = Search(probes=12, kept=4, solver=JointALS(sweeps=4), polish=JointALS(sweeps=4))
+
+
+@pytest.mark.parametrize("rtol", [0.05, 0.3, 0.7])
+@pytest.mark.parametrize("storage", ["float32", "float16"])
+def test_every_layer_meets_its_tolerance_as_written(demo, tmp_path, rtol, storage):
+    result = compress(demo, CompressionPlan(rtol=rtol, storage=storage), search=QUICK)
+    assert result.met
+    written = open_checkpoint(result.save(tmp_path / "out"))
+    for layer in demo.layers:
+        source = layer_pair(demo, layer).to_matrix()
+        present = layer.name in {other.name for other in written.layers}
+        update = layer_product(written.layer(layer.name)).to_matrix() if present else 0.0 * source
+        assert np.linalg.norm(source - update) <= rtol * np.linalg.norm(source) * (1 + 1e-9)
+        sigma = np.linalg.svd(source, compute_uv=False)  # and never at a higher price than plain truncated SVD
+        rank = next(k for k in range(9) if np.linalg.norm(sigma[k:]) <= rtol * (1 - 2e-3) * np.linalg.norm(sigma))
+        assert not present or written.layer(layer.name).parameters <= rank * 768
+
+
+@pytest.mark.parametrize("ratio", [3.0, 30.0])
+def test_a_budget_over_all_layers_is_kept_and_svd_not_lost_to(demo, ratio):
+    result = compress(demo, CompressionPlan(ratio=ratio), search=QUICK)
+    assert result.totals.parameters <= demo.adapter_parameters / ratio
+    assert result.totals.relative_error <= result.low_rank_error * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("size", [4800, 9000, 30_000])
+def test_a_file_of_so_many_bytes(demo, tmp_path, size):
+    result = compress(demo, CompressionPlan(bytes=size, storage="auto"), search=QUICK)
+    out = result.save(tmp_path / "out")
+    actual = (out / "adapter_model.safetensors").stat().st_size
+    assert 0.98 * size <= actual <= size
+    assert verify(demo, open_checkpoint(out)).passed
+
+
+def test_too_few_bytes_say_what_would_do(demo):
+    with pytest.raises(BudgetError, match="too few: the smallest file found has 3,"):
+        compress(demo, CompressionPlan(bytes=1000, storage="auto"), search=QUICK)
+
+
+def test_statistics_change_what_is_kept(demo):
+    """With one input direction that matters, and one layer whose output matters most, that is what is kept."""
+    rng = np.random.default_rng(0)
+    weights = {}
+    for i, layer in enumerate(demo.layers):
+        direction = rng.standard_normal((layer.in_features, 1))
+        seen = Dense(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
+        weights[layer.name] = NormWeights(Dense((1e4 if i == 4 else 1.0) * np.eye(layer.out_features)), seen)
+    plain = compress(demo, CompressionPlan(ratio=30), search=QUICK)
+    ours = compress(demo, CompressionPlan(ratio=30), statistics=weights, search=QUICK)
+    assert ours.totals.functional_error <= ours.low_rank_error * (1 + 1e-9)
+    assert ours.totals.functional_error < 0.2 < plain.totals.relative_error
+    assert ours.layers[4].functional_error < 0.1
+    assert ours.totals.kl == pytest.approx(
+        0.5 * sum((x.functional_norm * x.functional_error) ** 2 for x in ours.layers), rel=1e-12
+    )
+    with pytest.raises(BudgetError, match="no statistics for this layer"):
+        compress(demo, CompressionPlan(ratio=30), statistics={}, search=QUICK)
+    with pytest.raises(BudgetError, match="calibrate first"):
+        compress(demo, CompressionPlan(kl=0.1))
+
+
+@given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7))), max_rank=4), st.integers(1, 40))
+def test_side_by_side_error_is_bounded_by_the_two_tails(pair, terms):
+    shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
+    product = FactorwiseSVD(pair, shape).truncate(terms)
+    assert max(product.separation_ranks) <= max(shape.left.max_separation_rank, shape.right.max_separation_rank)
+    sides = pair.balanced(4)
+    left = np.linalg.norm(sides.left - product.left.to_matrix())
+    right = np.linalg.norm(sides.right - product.right.to_matrix())
+    bound = left * np.linalg.norm(sides.right) + np.linalg.norm(product.left.to_matrix()) * right
+    assert pair.residual_norm(product) <= bound + 1e-12 * pair.norm
+
+
+def test_the_balanced_gauge_beats_the_given_one(rng):
+    """The gauge of a checkpoint is arbitrary, and the paper's route depends on it."""
+    left, right = rng.standard_normal((64, 4)), rng.standard_normal((4, 64))
+    mixing = np.diag([100.0, 1.0, 0.1, 1e-3]) @ rng.standard_normal((4, 4))
+    pair = lsr.LowRank(left @ mixing, np.linalg.solve(mixing, right))
+    shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
+    errors = {
+        gauge: pair.residual_norm(FactorwiseSVD(pair, shape, gauge).truncate(8)) for gauge in ("given", "balanced")
+    }
+    assert errors["balanced"] < 0.9 * errors["given"]
+    assert pair.residual_norm(FactorwiseSVD(pair, shape, "given").truncate(99)) <= 1e-9 * pair.norm
+    with pytest.raises(lsr.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
+        FactorwiseSVD(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)), "given")
+
+
+def test_the_scale_of_the_lora_is_part_of_what_is_approximated(demo):
+    raw = load_file(DEMO / "adapter_model.safetensors")
+    config = json.loads((DEMO / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    assert scale != 1.0
+    for layer in demo.layers:
+        left, right = (raw[f"base_model.model.{layer.name}.lora_{side}.weight"].astype(np.float64) for side in "BA")
+        close(layer_pair(demo, layer).to_matrix(), scale * left @ right, size=8)
+        close(layer_product(layer).to_matrix(), scale * left @ right, size=8)
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+def test_errors_are_those_of_the_files(demo, tmp_path, storage):
+    result = compress(demo, CompressionPlan(separation_rank=8, storage=storage))
+    written = open_checkpoint(result.save(tmp_path / "out"))
+    for layer, report in zip(demo.layers, result.layers, strict=True):
+        source = layer_pair(demo, layer).to_matrix()
+        update = layer_product(written.layer(layer.name)).to_matrix()
+        formed = np.linalg.norm(source - update) / np.linalg.norm(source)
+        assert report.relative_error == pytest.approx(formed, rel=1e-9)
+        assert report.parameters == written.layer(layer.name).parameters
+        assert written.layer(layer.name).dtype == storage
+    check = verify(demo, written)
+    assert check.passed
+    assert check.relative_error == pytest.approx(result.totals.relative_error, rel=1e-9)
+
+
+def test_a_tolerance_that_storage_cannot_reach_is_said_and_not_met(demo):
+    result = compress(demo, CompressionPlan(rtol=1e-4, storage="bfloat16"), search=QUICK)
+    assert not result.met
+    assert result.totals.missed == len(demo.layers)
+    assert 1e-4 < result.totals.worst_error < 2e-2
+
+
+def test_other_tensors_are_carried_along_bit_for_bit(demo, tmp_path):
+    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=1)).save(tmp_path / "out"))
+    assert set(written.extras) == set(demo.extras)
+    for name, tensor in demo.extras.items():
+        assert np.array_equal(written.extras[name].load(), tensor.load())
+
+
+@pytest.mark.parametrize("place", [-1, -3000, -12_000, 200, 1500])
+def test_any_flipped_bit_is_noticed(demo, tmp_path, place):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    assert verify(demo, open_checkpoint(out)).passed
+    weights = out / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[place] ^= 1
+    weights.write_bytes(content)
+    try:
+        assert verify(demo, open_checkpoint(out)).changed_files == ("adapter_model.safetensors",)
+    except CheckpointError:
+        assert place > 0  # a header that cannot be read any more
+
+
+def test_another_source_is_noticed_also_through_an_export(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    exported = open_checkpoint(export_lora(open_checkpoint(out), tmp_path / "lora"))
+    assert verify(demo, exported).source_matches
+    other = open_checkpoint(compress(exported, CompressionPlan(separation_rank=2)).save(tmp_path / "again"))
+    assert verify(exported, other).passed
+    check = verify(demo, other)
+    assert (check.source_matches, check.passed) == (False, False)
+
+
+def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    (out / "SHA256SUMS").unlink()
+    weights = out / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
+
+
+@pytest.mark.parametrize(("to", "profile"), [("lora", "peft"), ("lora", "server"), ("diffusers", "peft")])
+def test_export_is_exact(demo, tmp_path, to, profile):
+    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=4)).save(tmp_path / "lsr"))
+    out = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
+    exported = open_checkpoint(export_lora(written, out, to=to, profile=profile))
+    names = {layer.name.replace(".", "_"): layer for layer in exported.layers}
+    for layer in written.layers:
+        (other,) = [value for key, value in names.items() if key.endswith(layer.name.replace(".", "_"))]
+        close(layer_product(other).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+    if profile == "server":
+        assert {layer.rank for layer in exported.layers} == {8}
+        assert exported.extras == {}
+
+
+@pytest.mark.parametrize("to", ["kohya", "gguf"])
+def test_a_format_that_cannot_hold_these_layers_is_refused(demo, tmp_path, to):
+    with pytest.raises(UnsupportedError, match=to):
+        export_lora(demo, tmp_path / "out.safetensors", to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):
+    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is an LSR layer already"):
+        compress(open_checkpoint(out), CompressionPlan(rtol=0.5))
+
+
+def test_zero_layers_become_zero_terms_or_nothing():
+    m, n = 24, 36
+    layer = Layer("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
+    ((_, best),) = at_given_terms([layer], 3, (2, 1), "float16")
+    assert best.squared_error == 0.0
+    left, right = stored_factors(best.build())
+    assert {factor.shape[0] for factor in (*left, *right)} == {1}
+
+
+def test_report_is_json_and_adds_up(demo):
+    seen = []
+    result = compress(demo, CompressionPlan(rtol=0.5), search=QUICK, on_layer=seen.append)
+    assert tuple(seen) == result.layers
+    report = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert report["totals"]["parameters"] == sum(layer["parameters"] for layer in report["layers"])
+    assert report["plan"] == {"rtol": 0.5, "storage": "float32"}
+
+
+def test_curves_start_at_one_and_end_at_zero(demo):
+    low_rank, lsr_curve = adapter_curves(demo)
+    for curve in (low_rank, lsr_curve):
+        assert curve.relative_errors[0] == pytest.approx(1.0)
+        assert curve.relative_errors[-1] < 1e-6
+        assert list(curve.parameters) == sorted(curve.parameters)
+    assert low_rank.parameters[-1] == demo.adapter_parameters
+
+
+@pytest.mark.parametrize(
+    ("plan", "error"),
+    [
+        ({}, BudgetError),
+        ({"rtol": 0.1, "separation_rank": 3}, BudgetError),
+        ({"rtol": 0.0}, BudgetError),
+        ({"rtol": float("nan")}, BudgetError),
+        ({"separation_rank": 0}, BudgetError),
+        ({"separation_rank": 1, "inner_shape": (2, 0)}, lsr.ShapeError),
+        ({"separation_rank": 1, "inner_shape": (2,)}, lsr.ShapeError),
+        ({"rtol": 0.1, "inner_shape": (2, 2)}, BudgetError),
+        ({"ratio": 0}, BudgetError),
+        ({"bytes": -5}, BudgetError),
+        ({"rtol": 0.1, "storage": "float12"}, lsr.PrecisionError),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(plan, error):
+    with pytest.raises(error):
+        CompressionPlan(**plan)
+
+
+def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
+    folders = sorted(path.parent for path in shared.glob("adapters/**/adapter_config.json"))
+    assert len(folders) >= 7
+    for folder in folders:
+        source = open_checkpoint(folder)
+        result = compress(source, CompressionPlan(separation_rank=4, storage="float16"))
+        written = open_checkpoint(result.save(tmp_path / folder.name))
+        assert verify(source, written).passed, folder

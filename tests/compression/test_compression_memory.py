@@ -1,0 +1,131 @@
+"""Memory of a compression: what is held grows with the largest layer, not with the number of layers."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import directory, pair
+
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression import layers as open_layers
+from lsrdecomp.compression import spill_cache as shelf
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.layers import Desk, Layer, StoredLayer, batches
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
+
+M, N, R = 512, 768, 16
+LAYER = 8 * R * (M + N)  # bytes in float64
+ONCE = JointALS(sweeps=1)
+SEARCH = Search(probes=4, kept=2, probe_layers=1, orders=(2,), inner_rank=2, terms=2, solver=ONCE, polish=ONCE)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    made = {}
+    for count in (6, 24):
+        tensors = {k: v for i in range(count) for k, v in pair(f"layers.{i}.q", M, N, R, seed=i).items()}
+        made[count] = directory(folder / str(count), tensors, r=R)
+    return made
+
+
+def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
+    """Bytes held at most by compressing and writing."""
+    gc.collect()
+    tracemalloc.start()
+    compress(open_checkpoint(adapter), plan, search=SEARCH).save(out)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    [
+        (CompressionPlan(separation_rank=2, storage="float16"), 0.2),
+        (CompressionPlan(separation_rank=2, storage="int4"), 0.2),
+        (CompressionPlan(rtol=0.1), 0.2),  # every layer is kept: its factors are as large as the layer
+        (CompressionPlan(ratio=4, storage="float16"), 0.5),  # a table of prices for every layer
+    ],
+    ids=["terms", "terms-int4", "rtol", "ratio"],
+)
+def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, monkeypatch, plan, share):
+    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 2 * LAYER // 8)
+    monkeypatch.setattr(shelf, "IN_MEMORY", LAYER)
+    monkeypatch.setattr("lsrdecomp.checkpoints.writing.IN_MEMORY", LAYER)
+    few, many = (peak(adapters[count], tmp_path / str(count), plan) for count in (6, 24))
+    assert many - few < 18 * share * LAYER
+    assert few < 40 * LAYER
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [(CompressionPlan(separation_rank=2, storage="float16"), 3.0), (CompressionPlan(ratio=4, storage="float16"), 5.0)],
+    ids=["terms", "ratio"],
+)
+def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
+    """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
+    monkeypatch.setattr("lsrdecomp.arrays.ROW_ENTRIES", 2**12)
+    monkeypatch.setattr("lsrdecomp.solvers.svd.leading.NARROW", 64)
+    monkeypatch.setattr("lsrdecomp.solvers.svd.leading.SMALL", 2**12)
+    m, n, r = 4096, 2048, 16
+    adapter = directory(tmp_path / "adapter", pair("layers.0.q", m, n, r), r=r)
+    assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18
+
+
+def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path, monkeypatch):
+    plan = CompressionPlan(rtol=0.9, storage="int8")
+    compress(open_checkpoint(adapters[6]), plan, search=SEARCH).save(tmp_path / "held")
+    monkeypatch.setattr(shelf, "IN_MEMORY", 1)
+    compress(open_checkpoint(adapters[6]), plan, search=SEARCH).save(tmp_path / "spilled")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "compression.json"):
+        assert (tmp_path / "held" / name).read_bytes() == (tmp_path / "spilled" / name).read_bytes()
+
+
+def layer(name: str, size: int) -> Layer:
+    return Layer(name, LowRank(np.ones((size, 1)), np.ones((1, size))))
+
+
+def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
+    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 100)
+    assert batches([]) == []
+    sizes = [20, 30, 60, 10, 10, 10, 10, 10, 10]  # half their numbers
+    assert [part.stop for part in batches([layer("x", size) for size in sizes])] == [2, 3, 8, 9]
+
+
+def test_open_layers_are_kept_while_they_fit(monkeypatch):
+    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 40)
+    desk, read = Desk(), []
+
+    def stored(name: str) -> StoredLayer:
+        def open_it() -> Layer:
+            read.append(name)
+            return layer(name, 10)
+
+        return StoredLayer(name, (10, 10), 1, open_it, desk, weighted=False)
+
+    a, b, c = (stored(name) for name in "abc")
+    for one in (a, b, a, c, a, b):
+        assert one.pair.shape == one.shape
+        assert one.squared_norm == pytest.approx(100.0)
+    assert read == ["a", "b", "c", "b"]  # b was the one not used for longest when c came
+
+
+def test_a_full_disk_under_the_shelf_is_one_line(monkeypatch):
+    held = Shelf()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(held._file, "seek", full)
+    with pytest.raises(CheckpointError, match="No space left on device; point TMPDIR to a larger disk"):
+        held.put(np.ones(3))

@@ -1,0 +1,154 @@
+"""Storage in few bits: what a reader gets back, its bytes, and the error that rounding adds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lsrdecomp.compression.candidates import Layer
+from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
+from lsrdecomp.compression.water_filling import (
+    GAUSSIAN,
+    as_found_candidates,
+    bit_ladder,
+    spectral_code,
+    water_filled_candidates,
+)
+from lsrdecomp.errors import PrecisionError
+from lsrdecomp.formats.bit_packing import pack, unpack
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import weighted_svd
+from lsrdecomp.targets.weights import Dense, NormWeights
+
+SHAPE = ProductShape((8, 6), (2, 2), (8, 6))
+EXTRA = {"float16": 1e-5, "bfloat16": 5e-4, "int8": 3e-3}
+
+
+def pair(rng: np.random.Generator, rank: int = 6) -> LowRank:
+    return LowRank(rng.standard_normal((48, rank)) * 0.6 ** np.arange(rank), rng.standard_normal((rank, 48)))
+
+
+@pytest.fixture
+def product(rng: np.random.Generator) -> SeparatedProduct:
+    return JointALS().solve(pair(rng), SHAPE, (4, 5)).product
+
+
+@pytest.mark.parametrize("storage", EXTRA)
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e6])
+def test_rounding_adds_little_to_the_error(storage: str, scale: float, rng: np.random.Generator) -> None:
+    target = pair(rng)
+    target = LowRank(target.left * scale, target.right)
+    found = JointALS().solve(target, SHAPE, (4, 4))
+    stored = stored_product(found.product, storage).product
+    after = target.residual_norm(stored) / target.norm
+    assert after - found.relative_error <= EXTRA[storage]
+
+
+def test_int4_costs_half_a_byte_a_number_and_keeps_the_direction(
+    product: SeparatedProduct, rng: np.random.Generator
+) -> None:
+    coded = stored_product(product, "int4")
+    stored, size = coded.product, coded.bytes
+    scales = sum(product.separation_ranks)
+    assert size == product.parameters // 2 + 2 * scales + 2
+    difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(product.to_matrix())
+    assert 0.01 < difference < 0.25
+
+
+def test_a_term_has_one_scale_and_zero_terms_cost_no_trouble() -> None:
+    matrix = SeparatedMatrix.from_factors([np.zeros((2, 3, 2)), np.ones((2, 2, 2))])
+    code = quantize(matrix, 4)
+    assert code.bytes == 1
+    assert code.dequantized().norm == 0.0
+    one = quantize(SeparatedMatrix.from_factors([np.full((1, 3, 2), 2.0), np.ones((1, 2, 2))]), 8)
+    assert one.scales.shape == (1,)
+    np.testing.assert_allclose(one.dequantized().to_matrix(), np.full((6, 4), 2.0), rtol=2**-10)
+
+
+@given(st.integers(2, 8), st.integers(0, 1000))
+def test_codes_are_no_worse_than_plain_rounding(bits: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).standard_normal((3, 20)) ** 3
+    codes, steps = nearest_codes(rows, bits)
+    top = 2 ** (bits - 1) - 1
+    plain = np.max(np.abs(rows), axis=1, keepdims=True) / top
+    error = np.sum((rows - steps[:, None] * codes) ** 2, axis=1)
+    assert np.max(np.abs(codes.astype(int))) <= top
+    assert np.all(error <= np.sum((rows - plain * np.rint(rows / plain)) ** 2, axis=1) + 1e-12)
+
+
+@given(st.integers(2, 8), st.integers(0, 40), st.integers(0, 1000))
+def test_packed_codes_come_back(bits: int, count: int, seed: int) -> None:
+    top = 2 ** (bits - 1) - 1
+    codes = np.random.default_rng(seed).integers(-top, top + 1, (1, count)).astype(np.int8)
+    packed = pack(codes, bits)
+    assert packed.size == -(-count * bits // 8)
+    np.testing.assert_array_equal(unpack(packed, bits, codes.shape), codes)
+    with pytest.raises(PrecisionError, match=f"needs {packed.size}"):
+        unpack(np.append(packed, np.uint8(0)), bits, codes.shape)
+
+
+def test_the_table_of_gaussian_distortion_is_what_the_codes_do() -> None:
+    rows = np.random.default_rng(0).standard_normal((100, 512))
+    for bits, expected in GAUSSIAN.items():
+        codes, steps = nearest_codes(rows, bits)
+        lost = np.sum((rows - steps[:, None] * codes) ** 2) / np.sum(rows**2)
+        assert lost == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_water_filling_spends_bits_where_they_count(weighted: bool, rng: np.random.Generator) -> None:
+    weights = None
+    if weighted:
+        halves = [rng.standard_normal((48, 48)) @ np.diag(0.9 ** np.arange(48)) for _ in range(2)]
+        weights = NormWeights(*(Dense(half @ half.T) for half in halves))
+    layer = Layer("q", pair(rng), weights)
+    found = water_filled_candidates(layer)
+    sizes, errors = [c.bytes for c in found], [c.squared_error for c in found]
+    assert sizes == sorted(sizes)
+    assert errors[0] < layer.squared_norm
+    assert errors[-1] < 1e-3 * layer.squared_norm
+    ladder = bit_ladder(layer, *_svd(layer))
+    assert all(sum(late) > sum(early) for early, late in pairwise(ladder))
+    if not weighted:  # equal noise in all components: more bits to larger ones
+        assert all(list(bits) == sorted(bits, reverse=True) for bits in ladder)
+
+
+def _svd(layer: Layer) -> tuple[np.ndarray, ...]:
+    return weighted_svd(layer.pair, layer.norms)
+
+
+def test_refitting_to_the_codes_pays(rng: np.random.Generator) -> None:
+    layer = Layer("q", pair(rng))
+    svd, bits = _svd(layer), (4, 4, 3, 2, 0, 0)
+    refitted = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
+    plain = layer.squared_error(spectral_code(layer, svd, bits, rounds=0).dequantized())
+    assert refitted < plain
+
+
+def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
+    left, right = rng.uniform(-1.0, 1.0, (400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
+    left[:, 2] = 0.0
+    layer = Layer("q", LowRank(left, right))
+    (found,) = as_found_candidates(layer)
+    assert found.bytes == 5 * (900 + 3) + 1
+    components = spectral_code(layer, _svd(layer), (8,) * 5)
+    assert components.bytes == found.bytes
+    assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
+    assert found.codes is not None
+    assert layer.squared_error(found.codes().dequantized()) == found.squared_error
+    assert as_found_candidates(Layer("zero", LowRank(0.0 * left, right))) == []
+
+
+def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:
+    with pytest.raises(PrecisionError, match=r"int3: unknown storage.*float16.*int4"):
+        stored_product(product, "int3")
+    with pytest.raises(PrecisionError, match="2 to 8 bits, got 9"):
+        quantize(product.left, 9)

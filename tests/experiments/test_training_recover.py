@@ -1,0 +1,296 @@
+"""Compress and recover, small: every structure is written so that it can be judged and trained on; nothing twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+pytest.importorskip("peft")
+
+from peft import PeftModel  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from transformers import AutoModelForSequenceClassification  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
+from lsrdecomp.cli.main import app  # noqa: E402
+from lsrdecomp.compression.layer import layer_pair  # noqa: E402
+from lsrdecomp.compression.search import Search  # noqa: E402
+from lsrdecomp.errors import BudgetError  # noqa: E402
+from lsrdecomp.experiments import recover_table  # noqa: E402
+from lsrdecomp.experiments.compress_lora import direct_sums, shape_settings, squeeze  # noqa: E402
+from lsrdecomp.experiments.recover import chosen_rate, jobs, recover  # noqa: E402
+from lsrdecomp.experiments.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
+from lsrdecomp.experiments.suite import SuiteError, read_suite  # noqa: E402
+from lsrdecomp.solvers.pair.joint_als import JointALS  # noqa: E402
+from lsrdecomp.training.embedded import embedded  # noqa: E402
+
+SUITE = """
+seeds = [0, 1]
+rates = [1e-2, 5e-2]
+[common]
+model = "{model}"
+data = "{data}"
+device = "cpu"
+log_every = 0
+train_examples = 200
+dev_examples = 100
+[tasks.embedded]
+[recover]
+budgets = [64, 256]
+judged = [128]
+tune_budget = 64
+steps = 3
+lora = {{ rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
+head = {{ rate = 3e-2, steps = 40 }}
+structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
+scratch = ["lsr"]
+samples = 64
+"""
+SMALL = Search(probes=6, kept=3, solver=JointALS(sweeps=2, trials=0), polish=JointALS(sweeps=2, trials=0))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A suite file, its suite, and the directory where it was run."""
+    folder = tmp_path_factory.mktemp("recover")
+    place = embedded(folder / "place", steps=60)
+    (folder / "suite.toml").write_text(SUITE.format(model=place.model, data=place.data))
+    suite = read_suite(folder / "suite.toml")
+    recover(suite, folder / "out", search=SMALL)
+    return folder / "suite.toml", suite, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def first(done):
+    return jobs(done[1], recover_plan(done[1]), done[2])[0]
+
+
+def changes(job, directory):
+    """ΔW by layer, as PEFT adds it to the base."""
+    base = AutoModelForSequenceClassification.from_pretrained(job.suite.common["model"], num_labels=10)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, directory).merge_and_unload()
+    after = merged.state_dict()
+    return {name: (after[name] - tensor).double().numpy() for name, tensor in before.items() if "attention" in name}
+
+
+def test_rates_are_chosen_with_the_first_seed_at_one_budget(done):
+    out = done[2] / "embedded"
+
+    def tried(seed, point, kind):
+        return sorted(path.parent.name for path in (out / f"seed-{seed}" / point / kind).glob("*/record.json"))
+
+    for point in ("lsr-64", "direct-64"):
+        assert tried(0, point, "recovered") == ["rate-0.01", "rate-0.05"]
+        assert len(tried(1, point, "recovered")) == 1
+    assert len(tried(0, "lsr-64", "scratch")) == 2
+    for point in ("lsr-256", "direct-256"):
+        assert tried(0, point, "recovered") == tried(1, point, "recovered")
+        assert len(tried(0, point, "recovered")) == 1
+    assert tried(0, "direct-64", "scratch") == []
+    assert tried(0, "lora-int8", "recovered") == []
+    for whole in ("lora", "lsr-paper"):
+        assert [len(tried(seed, whole, "recovered")) for seed in (0, 1)] == [2, 1]
+
+
+def test_further_budgets_are_judged_and_not_trained_on(done):
+    for seed in (0, 1):
+        point = done[2] / "embedded" / f"seed-{seed}" / "lsr-128"
+        assert json.loads((point / "squeezed.json").read_text())["scores"]["loss"] > 0
+        assert not (point / "recovered").exists()
+        assert not (point / "scratch").exists()
+    found = recover_table.read_recovery(done[1], done[2])
+    (line,) = (line for line in found.lines if (line.structure, line.budget) == ("lsr", 128))
+    assert [len(line.stages[stage]) for stage in recover_table.STAGES] == [2, 0, 0]
+
+
+def test_the_rate_is_that_of_least_validation_loss(done, first):
+    losses = {}
+    for rate in (1e-2, 5e-2):
+        file = first.place.point("lsr", 64) / "scratch" / f"rate-{rate:g}" / "record.json"
+        losses[rate] = json.loads(file.read_text())["validation"]["loss"]
+    assert chosen_rate(first, "lsr", "scratch") == min(losses, key=losses.get)
+
+
+def test_every_run_of_a_seed_has_the_same_head_and_does_not_train_it(done, first):
+    heads = []
+    for name in ("head", "lora", "lsr-64", "lsr-64/scratch/rate-0.01", "direct-64/recovered/rate-0.05"):
+        tensors = load_file(first.place.directory / name / "adapter" / "adapter_model.safetensors")
+        heads.append(tensors["base_model.model.classifier.weight"])
+    assert all(np.array_equal(heads[0], head) for head in heads[1:])
+
+
+def test_nothing_was_trained_on_what_rates_are_chosen_on(done, first):
+    counts = set()
+    for name in ("head", "lora", "lsr-64/scratch/rate-0.01", "direct-64/recovered/rate-0.05"):
+        record = json.loads((first.place.directory / name / "record.json").read_text())
+        counts.add((record["train_examples"], record["validation"]["examples"]))
+    assert counts == {(180, 20)}  # of 200
+
+
+def test_the_table_counts_shares_of_what_the_lora_gained(done):
+    found = recover_table.read_recovery(done[1], done[2])
+    assert [(gain.task, gain.seed, gain.matrices) for gain in found.gains] == [("embedded", 0, 4), ("embedded", 1, 4)]
+    lines = {(line.structure, line.budget): line for line in found.lines}
+    whole = {("lora", 0), ("lsr-paper", 0), ("lora-int8", 0)}
+    assert set(lines) == whole | {(s, b) for s in ("lsr", "direct") for b in (64, 128, 256)}
+    gain, judged = found.gains[0], lines["lsr", 256].stages["recovered"][0]
+    assert judged.share == pytest.approx((gain.loss_before - judged.loss) / (gain.loss_before - gain.loss))
+    assert [one.share for one in lines["lora", 0].stages["compressed"]] == [1.0, 1.0]
+    assert lines["lora-int8", 0].stages["compressed"][0].share == pytest.approx(1.0, abs=0.05)
+    assert lines["lora-int8", 0].bytes < lines["lora", 0].bytes / 3
+    assert lines["lsr-paper", 0].parameters == 4 * 2 * 16 * (8 * 2 + 8 * 2)
+    for structure in ("lsr", "direct"):
+        assert lines[structure, 64].parameters <= 64 * 4 < lines[structure, 256].parameters <= 256 * 4
+    head, rows = recover_table.table(found)
+    assert all(len(row) == len(head) for row in rows)
+    json.dumps(recover_table.to_json(found), allow_nan=False)
+
+
+def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("done again")
+
+    for name in ("finetune.finetune", "recover.squeeze", "recover.evaluate", "recover.calibrate"):
+        monkeypatch.setattr(f"lsrdecomp.training.{name}", refuse)
+    recover(done[1], done[2], search=SMALL)
+
+
+def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
+    monkeypatch.setattr("lsrdecomp.experiments.recover.squeeze", None)
+    file, _, out = done
+    text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
+    other = file.with_name("other.toml")
+    wanted = 'structures = ["lsr", "direct", "lsr-paper", "lora-int8"]\nscratch = ["lsr"]'
+    other.write_text(text.replace(wanted, 'structures = ["svd"]\nscratch = []'))
+    recover(read_suite(other), out)
+    found = recover_table.read_recovery(read_suite(other), out)
+    assert found.lines == ()
+    assert "too little to speak of shares" in recover_table.notes(found)[1]
+
+
+def test_a_kill_between_writing_and_recording_is_mended(done, first, monkeypatch):
+    point = first.place.point("direct", 64)
+    before = (point / "squeezed.json").read_text()
+    for name in ("squeezed.json", "compressed.json"):
+        (point / name).unlink()
+    recover(done[1], done[2], search=SMALL)
+    again = json.loads((point / "squeezed.json").read_text())
+    assert again | {"cpu_seconds": 0} == json.loads(before) | {"cpu_seconds": 0}
+
+
+def test_the_command_line_draws_what_is_there(done, tmp_path):
+    arguments = ["recover", str(done[0]), "--out", str(done[2]), "--table", "--json", str(tmp_path / "figures.json")]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "LSR, K-FAC norm" in shown.stdout
+    assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 9
+    assert (done[2] / "embedded-parameters.png").stat().st_size > 5000
+    assert "| embedded | direct Kronecker sum |" in (done[2] / "table.md").read_text()
+
+
+def test_a_direct_sum_is_written_as_it_was_solved(first):
+    checkpoint = open_checkpoint(first.place.lora / "adapter")
+    statistics = read_statistics(first.place.statistics)
+    written = changes(first, first.place.point("direct", 64) / "adapter")
+    chosen = direct_sums(checkpoint, 64 * 4, statistics)
+    assert 0 < len(chosen) < 4
+    for name, matrix in written.items():
+        if not name.endswith(".weight"):
+            continue
+        candidate = chosen.get(name.removesuffix(".weight"))
+        expected = 0.0 if candidate is None else np.asarray(candidate.build().to_matrix())
+        np.testing.assert_allclose(matrix, np.broadcast_to(expected, matrix.shape), atol=1e-6)
+
+
+def test_a_truncated_svd_is_the_best_of_its_rank(first, tmp_path):
+    checkpoint = open_checkpoint(first.place.lora / "adapter")
+    made = squeeze(first.place.lora / "adapter", STRUCTURES["svd"], 1024, None, tmp_path / "svd")
+    assert made.parameters == 1024 * 4
+    assert made.relative_error < 1e-6
+    half = squeeze(first.place.lora / "adapter", STRUCTURES["svd"], 128, None, tmp_path / "small")
+    size = sum(layer_pair(checkpoint, layer).norm ** 2 for layer in checkpoint.layers)
+    values = sorted(v**2 for layer in checkpoint.layers for v in layer_pair(checkpoint, layer).svd[1])[::-1]
+    assert half.relative_error == pytest.approx((1 - sum(values[:4]) / size) ** 0.5, rel=1e-5)
+
+
+def test_training_from_scratch_has_the_shapes_of_the_compressed_form(done, first):
+    for structure, budget in (("lsr", 64), ("lsr", 256)):
+        point = first.place.point(structure, budget)
+        counts = {
+            kind: json.loads(next(point.glob(f"{kind}/*/record.json")).read_text())["adapter_parameters"]
+            for kind in ("recovered", "scratch")
+        }
+        assert counts["recovered"] == counts["scratch"]
+
+
+def test_shape_settings_keep_to_the_layers_of_the_compressed_form(first, tmp_path):
+    config = json.loads((first.place.point("lsr-paper", 0) / "adapter" / "adapter_config.json").read_text())
+    assert config["shape_pattern"] == {}  # all layers alike: modules are named by their endings alone
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [1, 3]}))
+    assert shape_settings(tmp_path, "lsr")["layers"] == [1, 3]
+
+
+def test_a_budget_below_the_smallest_direct_sum_is_refused(first, tmp_path):
+    with pytest.raises(BudgetError, match="the smallest direct sum has"):
+        squeeze(first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_shape_settings_name_the_layers_that_are_kept(first):
+    point = first.place.point("direct", 64) / "adapter"
+    settings = shape_settings(point, "direct")
+    assert set(settings["options"]["shape_pattern"]) == {f"^{name}$" for name in settings["target_modules"]}
+
+
+def test_one_task_may_want_another_lora(tmp_path):
+    text = SUITE.format(model="embedded", data="d").replace("samples = 64", "lora_of.embedded = { rate = 0.25 }")
+    (tmp_path / "suite.toml").write_text(text)
+    suite = read_suite(tmp_path / "suite.toml")
+    settings = lora_settings(suite, recover_plan(suite), "embedded", 0, "head")
+    assert (settings.rate, settings.steps) == (0.25, 20)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("budgets = [64, 256]\n", "", "budgets must be given"),
+        ("budgets = [64, 256]", "budgets = [0]", "recover.budgets: whole numbers of 1 or more"),
+        ("budgets = [64, 256]", 'budgets = "64"', "recover.budgets must be a list"),
+        ("tune_budget = 64", "tune_budget = 65", "tune_budget 65 is not one of the budgets"),
+        ("samples = 64", "sample = 64", "no key is called sample"),
+        ('"lsr", "direct"', '"lsr", "tucker"', "no structure is called 'tucker'"),
+        ("judged = [128]", "judged = [64]", "beside the budgets"),
+        ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),
+        ("samples = 64", "lora_of.CoIA = { steps = 5 }", "no task is called 'CoIA'"),
+        ('scratch = ["lsr"]', 'scratch = ["lora-int8"]', "lora-int8 is not among the structures"),
+        ("rate = 5e-2, steps = 20", "rate = -1.0", r"\[recover\] together: rate must be"),
+        ("[recover]\n", "[other]\n", "unknown key 'other'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
+    text = SUITE.format(model="embedded", data="d")
+    assert old in text
+    (tmp_path / "suite.toml").write_text(text.replace(old, new))
+    with pytest.raises(SuiteError, match=message):
+        recover_plan(read_suite(tmp_path / "suite.toml"))
+
+
+def test_experiments_that_ship_can_be_read():
+    from lsrdecomp.experiments.compare import check_options
+
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "experiments"
+    files = sorted(folder.glob("*.toml"))
+    assert len(files) >= 4
+    for file in files:
+        suite = read_suite(file)
+        check_options(suite)
+        if suite.recover:
+            recover_plan(suite)

@@ -1,0 +1,275 @@
+"""Fleets: every adapter once, the same bytes wherever it ran, nothing lost to a kill or to a bad neighbour."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.fleet import runners
+from lsrdecomp.fleet.batch import MANIFEST, Broken, Job, Outcome, find_adapters, run_fleet, run_job, summary
+
+joblib = pytest.importorskip("joblib")
+from lsrdecomp.fleet.runners import joblib_runner, ray_runner  # noqa: E402 - after the skip
+
+PLAN = CompressionPlan(separation_rank=2, storage="float16")
+
+
+def in_process(jobs, plan):
+    """The simplest runner."""
+    return (run_job(job, plan) for job in jobs)
+
+
+def make_fleet(folder: Path, count: int, size: int = 12) -> Path:
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        layers = [(f"layers.{k}.q", rng.standard_normal((size, 2)), rng.standard_normal((2, size))) for k in range(2)]
+        write_lora(folder / f"team{i % 3}" / f"adapter{i}", layers=layers, config={"base_model_name_or_path": "base"})
+    return folder
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """Every byte below ``out``, except the manifest, whose order is that of finishing."""
+    files = (path for path in out.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    return make_fleet(tmp_path_factory.mktemp("fleet") / "in", 9)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    outcomes = run_fleet(fleet, out, PLAN, runner=in_process)
+    assert summary(outcomes) | {"parameters": 0, "parameters_before": 0} == {
+        "adapters": 9,
+        "done": 9,
+        "missed": 0,
+        "failed": 0,
+        "parameters": 0,
+        "parameters_before": 0,
+    }
+    return out
+
+
+def test_what_a_kill_left_half_written_is_no_adapter(fleet, tmp_path):
+    shutil.copytree(fleet, tmp_path / "in")
+    name = find_adapters(fleet)[0]
+    (tmp_path / "in" / name).rename((tmp_path / "in" / name).with_name(".adapter.0123.partial"))
+    assert find_adapters(tmp_path / "in") == find_adapters(fleet)[1:]
+
+
+def test_every_adapter_appears_at_its_place(fleet, undisturbed):
+    assert find_adapters(fleet) == find_adapters(undisturbed)
+    assert all(open_checkpoint(undisturbed / name).format == "lsr" for name in find_adapters(fleet))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_processes_write_the_same_bytes(fleet, undisturbed, tmp_path, workers):
+    seen = []
+    run_fleet(
+        fleet,
+        tmp_path / "out",
+        PLAN,
+        runner=joblib_runner(workers),
+        on_outcome=lambda outcome, total: seen.append(total),
+    )
+    assert contents(tmp_path / "out") == contents(undisturbed)
+    assert seen == [9] * 9
+
+
+def never(jobs, plan):
+    """A runner for runs that should find nothing to do."""
+    raise AssertionError(f"{len(jobs)} jobs were run again")
+
+
+def test_a_second_run_does_nothing(fleet, undisturbed):
+    before = (undisturbed / MANIFEST).read_bytes()
+    assert len(run_fleet(fleet, undisturbed, PLAN, runner=never)) == 9
+    assert (undisturbed / MANIFEST).read_bytes() == before
+
+
+def test_bad_adapters_are_reported_and_stop_nobody(fleet, tmp_path):
+    folder = tmp_path / "in"
+    make_fleet(folder, 3)
+    (folder / "team0" / "adapter0" / "adapter_model.safetensors").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\n"
+    )
+    (folder / "team1" / "adapter1" / "adapter_config.json").write_text("[]")
+    outcomes = {o.name: o for o in run_fleet(folder, tmp_path / "out", PLAN, runner=joblib_runner(2))}
+    assert {name: outcome.state for name, outcome in outcomes.items()} == {
+        "team0/adapter0": "failed",
+        "team1/adapter1": "failed",
+        "team2/adapter2": "done",
+    }
+    assert "adapter_model.safetensors" in outcomes["team0/adapter0"].message
+    assert find_adapters(tmp_path / "out") == ["team2/adapter2"]
+
+
+def test_a_tolerance_out_of_reach_is_missed_and_not_tried_again(tmp_path):
+    make_fleet(tmp_path / "in", 2)
+    plan = CompressionPlan(rtol=1e-6, storage="bfloat16")
+    outcomes = run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=in_process)
+    assert {outcome.state for outcome in outcomes} == {"missed"}
+    assert run_fleet(tmp_path / "in", tmp_path / "out", plan, runner=None) == outcomes
+
+
+def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
+    groups = []
+
+    def fragile(jobs, plan):
+        groups.append(len(jobs))
+        for job in jobs:
+            dies = job.name == "team1/adapter1" or (job.name == "team2/adapter2" and len(jobs) > 1)
+            yield Broken(job, "its worker died: killed") if dies else run_job(job, plan)
+
+    outcomes = {o.name: o for o in run_fleet(fleet, tmp_path / "out", PLAN, runner=fragile)}
+    assert groups == [9, 1, 1]
+    assert (outcomes["team2/adapter2"].state, outcomes["team2/adapter2"].attempts) == ("done", 2)
+    assert (outcomes["team1/adapter1"].state, outcomes["team1/adapter1"].message) == (
+        "failed",
+        "its worker died: killed",
+    )
+
+
+def test_lost_lines_and_cut_lines_cost_no_work(fleet, undisturbed, tmp_path):
+    out = tmp_path / "out"
+    run_fleet(fleet, out, PLAN, runner=in_process)
+    lines = (out / MANIFEST).read_text().splitlines(keepends=True)
+    (out / MANIFEST).write_text("".join(lines[:4]) + lines[4][:20])  # killed in mid-line; five outputs have no line
+
+    outcomes = run_fleet(fleet, out, PLAN, runner=never)
+    assert summary(outcomes)["done"] == 9
+    assert contents(out) == contents(undisturbed)
+
+
+def test_another_plan_and_bad_places_are_refused(fleet, undisturbed, tmp_path):
+    with pytest.raises(CheckpointError, match="belongs to another plan"):
+        run_fleet(fleet, undisturbed, CompressionPlan(rtol=0.5), runner=in_process)
+    with pytest.raises(CheckpointError, match="lies inside the input"):
+        run_fleet(fleet, fleet / "out", PLAN, runner=in_process)
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        run_fleet(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", PLAN, runner=in_process)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MANIFEST).write_text("not json\n")
+    with pytest.raises(CheckpointError, match="is not a manifest"):
+        run_fleet(fleet, tmp_path / "out", PLAN, runner=in_process)
+
+
+RUN = """
+import sys
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.fleet.batch import run_fleet
+from lsrdecomp.fleet.runners import joblib_runner
+run_fleet(sys.argv[1], sys.argv[2], CompressionPlan(**{plan}), runner=joblib_runner(2))
+"""
+
+
+def test_three_kills_lose_nothing(tmp_path):
+    folder, out = make_fleet(tmp_path / "in", 40), tmp_path / "out"
+    program = RUN.format(plan={"separation_rank": 2, "storage": "float16"})
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", program, str(folder), str(out)], start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not (out / MANIFEST).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(float(rng.uniform(0.3, 1.2)))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    outcomes = run_fleet(folder, out, PLAN, runner=joblib_runner(2))
+    assert summary(outcomes)["done"] == 40
+    run_fleet(folder, tmp_path / "calm", PLAN, runner=in_process)
+    assert contents(out) == contents(tmp_path / "calm")
+    lines = [json.loads(line) for line in (out / MANIFEST).read_text().splitlines()[1:]]
+    assert len({line["name"] for line in lines}) == len(lines) == 40
+
+
+@pytest.mark.slow
+def test_two_ray_nodes_write_the_bytes_of_joblib(fleet, undisturbed, tmp_path):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        outcomes = run_fleet(fleet, tmp_path / "out", PLAN, runner=ray_runner(cluster.address))
+        assert summary(outcomes)["done"] == 9
+        assert contents(tmp_path / "out") == contents(undisturbed)
+    finally:
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_workers_solve_on_the_device_that_is_asked_for(fleet, tmp_path):
+    def with_torch(jobs, plan):
+        return (run_job(replace(job, device="cpu"), plan) for job in jobs)
+
+    run_fleet(fleet, tmp_path / "calm", PLAN, runner=with_torch)
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(2, "cpu"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+
+
+def test_jobs_take_the_gpus_of_a_host_in_turn(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(runners, "check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runners._devices(-1, "cuda", 3) == (6, ["cuda:0", "cuda:1"])
+    assert runners._devices(4, "cuda", 3) == (4, ["cuda:0", "cuda:1"])
+    assert runners._devices(-1, "cuda:1", 3) == (-1, ["cuda:1"])
+    assert runners._devices(-1, None, 1) == (-1, [None])
+    jobs = [Job(str(k), "nowhere", "nowhere") for k in range(3)]
+    monkeypatch.setattr(runners, "run_job", device_of)
+    assert sorted(found.message for found in joblib_runner(2, "cuda")(jobs, PLAN)) == ["cuda:0", "cuda:0", "cuda:1"]
+
+
+def device_of(job, plan):
+    return Outcome(job.name, "done", job.device)
+
+
+def test_a_device_that_is_not_there_stops_a_fleet_before_it_starts(fleet, tmp_path):
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("here is a CUDA device")
+    with pytest.raises(LsrError, match="cannot compute in float64 on device 'cuda'"):
+        run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(2, "cuda"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
+    """Ray believes in a GPU that is not there; a job that has its share of it then fails on its own, in one line."""
+    ray = pytest.importorskip("ray")
+    if pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("here is a CUDA device")
+    ray.init(num_cpus=2, num_gpus=gpus)
+    try:
+        runner = ray_runner(device="cuda", per_gpu=2)
+        if gpus == 0:
+            with pytest.raises(LsrError, match="no node of the Ray cluster has a GPU"):
+                run_fleet(fleet, tmp_path / "out", PLAN, runner=runner)
+        else:
+            outcomes = run_fleet(fleet, tmp_path / "out", PLAN, runner=runner)
+            assert summary(outcomes)["failed"] == 9
+            assert all("cannot compute in float64 on device 'cuda'" in outcome.message for outcome in outcomes)
+            mine = run_fleet(fleet, tmp_path / "cpu", PLAN, runner=ray_runner(device="cpu"))
+            assert summary(mine)["done"] == 9
+            run_fleet(fleet, tmp_path / "joblib", PLAN, runner=joblib_runner(2, "cpu"))
+            assert contents(tmp_path / "cpu") == contents(tmp_path / "joblib")
+    finally:
+        ray.shutdown()

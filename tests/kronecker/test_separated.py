@@ -1,0 +1,160 @@
+"""SeparatedMatrix: normalised terms, norm and condition that survive cancellation, exact changes of form."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close, kron_sum
+
+from lsrdecomp import KroneckerShape, PrecisionError, SeparatedMatrix, SeparatedProduct, ShapeError
+from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.testing import kronecker_shapes, low_rank_pairs, separated_matrices
+
+TWO = kronecker_shapes(order=2)
+
+
+@given(separated_matrices())
+def test_terms_are_normalised_and_descend(case):
+    assert np.all(np.diff(case.weights) <= 0)
+    for factor in case.factors:
+        close(np.linalg.norm(factor, axis=(1, 2)), np.ones(case.separation_rank))
+
+
+@given(separated_matrices())
+def test_norm_and_condition_are_those_of_the_formed_matrix(case):
+    formed = kron_sum(case.weights, case.factors)
+    rounding = 1e-14 * np.linalg.norm(case.weights)
+    assert abs(case.norm - np.linalg.norm(formed)) <= rounding
+    assert case.condition >= 1 / math.sqrt(case.separation_rank) - 1e-12
+    assert abs(case.condition * case.norm - np.linalg.norm(case.weights)) <= rounding
+
+
+def test_norm_resolves_cancellation_that_a_gram_matrix_cannot(rng):
+    a, b, e = rng.standard_normal((4, 4)), rng.standard_normal((5, 5)), 1e-11
+    bump = rng.standard_normal((4, 4))
+    case = SeparatedMatrix.from_factors((np.stack((a + e * bump, -a)), np.stack((b, b))))
+    expected = e * np.linalg.norm(bump) * np.linalg.norm(b)
+    assert case.norm == pytest.approx(expected, rel=1e-3)  # through the Gram matrix this reads zero or 1e-7
+    assert case.condition > 1e10
+
+
+@given(separated_matrices(shape=KroneckerShape(((3, 4), (5, 2)))))
+def test_canonical_form_is_the_same_matrix_with_condition_one(case):
+    canonical = case.canonical()
+    assert np.linalg.norm(canonical.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(case.weights)
+    assert canonical.condition == pytest.approx(1.0, abs=1e-10)
+
+
+@given(separated_matrices())
+def test_folding_and_normalising_again_changes_nothing(case):
+    again = SeparatedMatrix.from_factors(case.folded())
+    assert np.allclose(again.weights, case.weights, rtol=1e-13)
+    assert np.linalg.norm(again.to_matrix() - case.to_matrix()) <= 1e-13 * np.linalg.norm(case.weights)
+
+
+@given(separated_matrices(), st.sampled_from(("float32", "float16", "bfloat16")))
+def test_rounding_costs_about_gamma_mu(case, storage):
+    mu = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}[storage]
+    gap = np.linalg.norm(case.round_to(storage).to_matrix() - case.to_matrix())
+    smallest = 2.0**-24 if storage == "float16" else 0.0  # float16 underflows below this
+    entries = sum(f.size for f in case.factors)
+    allowed = case.order * mu * (1 + mu) ** case.order * np.sum(case.weights)
+    assert gap <= 1.01 * allowed + smallest * entries * (1 + case.weights[0])
+
+
+@given(separated_matrices(shape=KroneckerShape(((2, 3), (3, 1), (2, 2)))), st.data())
+def test_sum_difference_negation_scaling_and_transpose(case, data):
+    other = data.draw(separated_matrices(shape=case.kronecker_shape))
+    a, b = case.to_matrix(), other.to_matrix()
+    size = np.sum(case.weights) + np.sum(other.weights)
+    for ours, theirs in (
+        (case + other, a + b),
+        (case - other, a - b),
+        (-case, -a),
+        (case * -2.5, -2.5 * a),
+        (0.5 * case, 0.5 * a),
+        (case.mT, a.T),
+    ):
+        assert np.linalg.norm(ours.to_matrix() - theirs) <= 1e-13 * size
+    assert (case - case).norm <= 1e-13 * size
+
+
+def test_complex_terms_and_signed_weights(rng):
+    factors = [
+        rng.standard_normal((2, 2, 3)) + 1j * rng.standard_normal((2, 2, 3)),
+        rng.standard_normal((2, 3, 2)) + 0j,
+    ]
+    case = SeparatedMatrix.from_factors(factors, np.array([-1.0, 2.0j]))
+    close(case.to_matrix(), kron_sum(np.array([-1.0, 2.0j]), factors))
+    assert case.norm == pytest.approx(np.linalg.norm(case.to_matrix()), rel=1e-13)
+    close(case @ np.arange(6.0), case.to_matrix() @ np.arange(6.0))
+
+
+def test_every_library_agrees(xp, rng):
+    factors = [rng.standard_normal((3, 2, 3)), rng.standard_normal((3, 3, 2))]
+    case = SeparatedMatrix.from_factors([xp.asarray(f) for f in factors], xp.asarray([1.0, -2.0, 0.5]))
+    reference = SeparatedMatrix.from_factors(factors, np.array([1.0, -2.0, 0.5]))
+    close(case.weights, reference.weights)
+    close(case.canonical().to_matrix(), reference.to_matrix())
+    assert case.norm == pytest.approx(reference.norm, rel=1e-13)
+    for storage in ("float16", "bfloat16"):
+        close(case.round_to(storage).to_matrix(), reference.round_to(storage).to_matrix())
+
+
+def test_zero_terms_vanish_and_the_zero_matrix_has_none():
+    case = SeparatedMatrix.from_factors((np.zeros((2, 2, 2)), np.ones((2, 3, 1))))
+    assert (case.separation_rank, case.norm, case.condition) == (0, 0.0, 1.0)
+    assert np.array_equal(case.to_matrix(), np.zeros((6, 2)))
+    assert np.array_equal(case @ np.ones(2), np.zeros(6))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e300])
+def test_extreme_scales_neither_overflow_nor_vanish(scale):
+    case = SeparatedMatrix.from_factors((scale * np.ones((1, 2, 2)), np.ones((1, 2, 2))))
+    assert case.norm == pytest.approx(4 * scale, rel=1e-14)
+    assert case.condition == pytest.approx(1.0)
+
+
+def test_factors_that_are_not_finite_or_do_not_fit_are_refused():
+    with pytest.raises(PrecisionError, match="factor 2"):
+        SeparatedMatrix.from_factors((np.ones((1, 2, 2)), np.full((1, 2, 2), np.nan)))
+    with pytest.raises(ShapeError, match="weights"):
+        SeparatedMatrix(np.ones(2), (np.ones((1, 2, 2)),))
+    with pytest.raises(ShapeError, match="cannot add"):
+        SeparatedMatrix.from_factors((np.ones((1, 2, 2)),)) + SeparatedMatrix.from_factors((np.ones((1, 4, 1)),))
+    with pytest.raises(PrecisionError, match="float16: the entry"):
+        SeparatedMatrix.from_factors((1e12 * np.ones((1, 2, 2)),)).round_to("float16")
+
+
+@given(low_rank_pairs())
+def test_low_rank_as_a_separated_product_is_exact(pair):
+    product = low_rank_product(pair.left, pair.right)
+    close(product.to_matrix(), pair.to_matrix(), size=pair.rank)
+    left, right = product.to_lora()
+    close(left @ right, product.to_matrix(), size=pair.rank)
+
+
+@given(
+    separated_matrices(shape=KroneckerShape(((3, 2), (2, 2)))),
+    separated_matrices(shape=KroneckerShape(((2, 2), (2, 5)))),
+)
+def test_product_action_expansion_and_canonical_form(left, right):
+    product = SeparatedProduct(left, right)
+    formed = left.to_matrix() @ right.to_matrix()
+    size = np.sum(left.weights) * np.sum(right.weights)
+    x = np.ones((10, 2))
+    assert product.parameters == left.parameters + right.parameters
+    assert np.linalg.norm(product @ x - formed @ x) <= 1e-12 * size
+    canonical = product.canonical()
+    assert np.linalg.norm(canonical.to_matrix() - formed) <= 1e-12 * size
+    assert canonical.left.norm == pytest.approx(canonical.right.norm, rel=1e-9)
+    assert canonical.condition == pytest.approx(1.0, abs=1e-9)
+
+
+def test_a_product_of_unequal_inner_splits_is_refused(rng):
+    left = SeparatedMatrix.from_factors((rng.standard_normal((1, 3, 4)), rng.standard_normal((1, 3, 1))))
+    right = SeparatedMatrix.from_factors((rng.standard_normal((1, 2, 3)), rng.standard_normal((1, 2, 3))))
+    with pytest.raises(ShapeError, match="inner splits differ"):
+        SeparatedProduct(left, right)

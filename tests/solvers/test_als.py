@@ -1,0 +1,231 @@
+"""Alternating least squares with a penalty: array libraries, numbers of factors, goals, statuses, bad input."""
+
+import math
+from functools import reduce
+
+import numpy as np
+import problems
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.decompose import decompose
+from lsrdecomp.errors import BudgetError, PrecisionError, ShapeError
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import tolerance
+from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.cp.hosvd import compress
+from lsrdecomp.solvers.cp.levenberg_marquardt import refine
+from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
+from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
+from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.targets.base import Dense
+
+THREE = KroneckerShape(((2, 3), (3, 2), (4, 2)))
+
+
+def exact(shape, rank, seed=0, kind=np.float64):
+    rng = np.random.default_rng(seed)
+    factors = [rng.standard_normal((rank, m, n)).astype(kind) for m, n in shape.factors]
+    if np.issubdtype(kind, np.complexfloating):
+        factors = [(f + 1j * rng.standard_normal(f.shape)).astype(kind) for f in factors]
+    return SeparatedMatrix.from_factors(factors)
+
+
+def unfold(tensor, mode):
+    return np.moveaxis(tensor, mode, 0).reshape(tensor.shape[mode], -1)
+
+
+def khatri_rao(columns):
+    return np.stack([reduce(np.kron, [c[:, k] for c in columns]) for k in range(columns[0].shape[1])], axis=1)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (3, 5), (2, 3, 4), (2, 1, 3, 2), (2, 2, 2, 2, 3)])
+def test_the_dimension_tree_gives_the_products_of_their_definition(sizes, rng):
+    tensor = rng.standard_normal(sizes) + 1j * rng.standard_normal(sizes)
+    columns = [rng.standard_normal((p, 3)) + 1j * rng.standard_normal((p, 3)) for p in sizes]
+    for mode, product in enumerate(products(tensor, columns)):
+        others = [c for m, c in enumerate(columns) if m != mode]
+        expected = unfold(tensor, mode) @ khatri_rao(others).conj() if others else np.stack([tensor] * 3, axis=1)
+        np.testing.assert_allclose(product, expected, atol=1e-12)
+
+
+def test_a_sweep_uses_the_newest_factors(rng):
+    tensor, columns = rng.standard_normal((2, 3, 4)), [rng.standard_normal((p, 2)) for p in (2, 3, 4)]
+    seen = []
+
+    def update(mode, product):
+        current = [2.0 * c if m in seen else c for m, c in enumerate(columns)]
+        others = [c for m, c in enumerate(current) if m != mode]
+        np.testing.assert_allclose(product, unfold(tensor, mode) @ khatri_rao(others), atol=1e-12)
+        seen.append(mode)
+        return 2.0 * columns[mode]
+
+    sweep(tensor, columns, update)
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sizes", [(30, 20, 25), (40, 6), (5, 40), (30, 3, 2)])
+def test_compression_is_exact_up_to_the_multilinear_rank(sizes, xp, rng):
+    columns = [xp.asarray(rng.standard_normal((p, 3))) for p in sizes]
+    tensor = assemble(columns, xp.asarray([1.0, 1e-3, 1e-10]))
+    packed = compress(tensor, [3] * len(sizes))
+    rebuilt = to_numpy(packed.core)
+    for mode, basis in enumerate(packed.bases):
+        if basis is not None:
+            q = to_numpy(basis)
+            np.testing.assert_allclose(q.T @ q, np.eye(q.shape[1]), atol=1e-13)
+            rebuilt = np.moveaxis(np.tensordot(q, rebuilt, (1, mode)), 0, mode)
+    assert np.linalg.norm(rebuilt - to_numpy(tensor)) <= 1e-13 * np.linalg.norm(to_numpy(tensor))
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.complex128])
+def test_the_newton_step_descends_along_the_gradient_of_the_penalised_objective(kind, rng):
+    """Refining from a minimiser of the objective stays there; a small move away comes back."""
+    tensor = problems.border_rank_two().astype(kind)
+    tensor = tensor / np.linalg.norm(tensor)
+    if kind is np.complex128:
+        unitary = np.linalg.qr(rng.standard_normal((2, 2)) + 1j * rng.standard_normal((2, 2)))[0]
+        tensor = np.einsum("abc,xa,yb,zc->xyz", tensor, unitary, unitary, unitary)
+    ridge = 1e-5
+    start = Terms.of([rng.standard_normal((2, 2)).astype(kind) for _ in range(3)])
+    start, _ = alternate(tensor, start, ridge, sweeps=200)
+
+    def objective(terms):
+        return np.linalg.norm(tensor - terms.to_tensor()) ** 2 + ridge * np.sum(terms.weights**2)
+
+    best = refine(tensor, start, ridge, iterations=300)
+    assert objective(best) <= objective(start)
+    gradient_free = [
+        objective(Terms.of([c + 1e-4 * rng.standard_normal(c.shape) for c in best.balanced()])) for _ in range(20)
+    ]
+    assert min(gradient_free) > objective(best)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4])
+@pytest.mark.parametrize("kind", [np.float64, np.complex128])
+def test_exact_terms_are_found(d, kind):
+    shape = KroneckerShape(((3, 2), (2, 4), (3, 3), (2, 2))[:d])
+    target = Dense(exact(shape, 3, d, kind).to_matrix())
+    solution = ALS(storage="float64").solve(target, shape, rank=3)
+    assert target.residual_norm(solution.approximation) <= 1e-12 * target.norm
+    assert solution.status is Status.rank_reached
+
+
+def test_every_library_finds_the_same(xp):
+    matrix = exact(THREE, 2, 5).to_matrix()
+    target = Dense(xp.asarray(matrix))
+    solution = ALS(storage="float64").solve(target, THREE, rank=2)
+    assert type(solution.approximation.factors[0]) is type(target.matrix)
+    assert target.residual_norm(solution.approximation) <= 1e-12 * target.norm
+    again = ALS(storage="float64").solve(Dense(matrix), THREE, rank=2)
+    np.testing.assert_allclose(to_numpy(solution.approximation.weights), again.approximation.weights, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["float32", "complex64"])
+def test_single_precision_stays_single_and_reaches_it(xp, kind):
+    shape = KroneckerShape(((6, 6), (6, 6), (2, 3)))
+    matrix = exact(shape, 2, 3, np.dtype(kind)).to_matrix()
+    target = Dense(xp.asarray(matrix.astype(kind)))
+    approximation = ALS().solve(target, shape, rank=2).approximation
+    assert approximation.factors[0].dtype == target.matrix.dtype
+    assert target.residual_norm(approximation) <= tolerance("float32", 8) * target.norm
+
+
+def test_with_two_factors_it_agrees_with_the_svd():
+    matrix, shape = problems.hilbert(36), problems.square(6, 6)
+    target = Dense(matrix)
+    error = target.residual_norm(ALS(storage="float64").solve(target, shape, rank=3).approximation)
+    sigma = np.linalg.svd(problems.rearranged(matrix, shape), compute_uv=False)
+    assert math.isclose(error, np.linalg.norm(sigma[3:]), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
+def test_the_scale_of_the_matrix_does_not_matter(scale):
+    unit = problems.hilbert(24)
+    shape = KroneckerShape(((2, 2), (3, 3), (4, 4)))
+    relative = [
+        Dense(unit * s).residual_norm(ALS().solve(Dense(unit * s), shape, rank=3).approximation) / Dense(unit * s).norm
+        for s in (1.0, scale)
+    ]
+    assert math.isclose(*relative, rel_tol=1e-6)
+
+
+def test_a_tolerance_takes_few_terms_and_keeps_it():
+    target, shape = Dense(problems.hilbert(64)), problems.square(4, 4, 4)
+    seen = []
+    solution = ALS().solve(target, shape, atol=1e-3 * target.norm, on_sweep=seen.append)
+    assert solution.status is Status.converged
+    assert target.residual_norm(solution.approximation) <= 1e-3 * target.norm
+    fewer = ALS().solve(target, shape, rank=solution.approximation.separation_rank - 1)
+    assert target.residual_norm(fewer.approximation) > 0.7e-3 * target.norm
+    assert tuple(seen) == solution.sweeps
+    assert [sweep.index for sweep in seen] == list(range(1, len(seen) + 1))
+    assert seen[-1].relative_error <= 1.1e-3
+
+
+def test_statuses_say_how_it_ended():
+    target, shape = Dense(problems.hilbert(64)), problems.square(4, 4, 4)
+    assert ALS().solve(target, shape, rank=2, atol=1e-6 * target.norm).status is Status.rank_exhausted
+    assert ALS(max_sweeps=2).solve(target, shape, atol=1e-6 * target.norm).status is Status.sweep_limit
+    matrix, border = problems.as_matrix(problems.border_rank_two())
+    cancelling = ALS(storage="bfloat16", ridge=0.0).solve(Dense(matrix), border, rank=2, atol=1e-3 * np.sqrt(3))
+    assert cancelling.status is Status.ill_conditioned
+
+
+def test_the_penalty_is_what_rounding_costs():
+    """α stands for the mean square rounding error of d factors: measured over random factors, within a quarter."""
+    rng = np.random.default_rng(0)
+    for storage in ("float16", "bfloat16"):
+        squares = []
+        for _ in range(50):
+            term = SeparatedMatrix.from_factors([rng.standard_normal((1, 8, 8)) for _ in range(3)])
+            squares.append((term - term.round_to(storage)).norm ** 2 / term.norm**2)
+        assert math.isclose(np.sqrt(np.mean(squares)), math.sqrt(storage_ridge(storage, 3)), rel_tol=0.25)
+
+
+def test_zero_and_one_entry_matrices():
+    zero = ALS().solve(Dense(np.zeros((24, 12))), THREE, rank=3)
+    assert zero.approximation.separation_rank == 0
+    assert ALS().solve(Dense(np.zeros((24, 12))), THREE, atol=0.0).status is Status.converged
+    one = ALS().solve(Dense([[3.0]]), KroneckerShape(((1, 1),) * 3), rank=4)
+    np.testing.assert_allclose(one.approximation.to_matrix(), [[3.0]])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.integers(0, 99),
+)
+@settings(max_examples=15)
+def test_any_shape_is_fitted_without_surprise(pairs, rank, seed):
+    """1×n factors, one factor, rank-deficient targets: the error is never above that of the zero matrix."""
+    shape = KroneckerShape(tuple(pairs))
+    target = Dense(exact(shape, 2, seed).to_matrix())
+    approximation = ALS(starts=1).solve(target, shape, rank=rank).approximation
+    assert target.residual_norm(approximation) <= (1.0 + 1e-12) * target.norm
+    if rank >= shape.max_separation_rank:
+        assert target.residual_norm(approximation) <= 1e-6 * target.norm
+
+
+def test_bad_input_is_refused_with_a_reason():
+    with pytest.raises(BudgetError, match="rank= or atol="):
+        ALS().solve(Dense(np.eye(8)), problems.square(2, 2, 2))
+    with pytest.raises(BudgetError, match="ridge"):
+        ALS(ridge=-1.0)
+    with pytest.raises(BudgetError, match="starts"):
+        ALS(starts=0)
+    with pytest.raises(PrecisionError, match="float12"):
+        ALS(storage="float12")
+    with pytest.raises(ShapeError, match="8"):
+        ALS().solve(Dense(np.eye(9)), problems.square(2, 2, 2), rank=1)
+
+
+def test_decompose_takes_it_for_three_factors():
+    result = decompose(problems.hilbert(64), problems.square(4, 4, 4), rtol=1e-3, storage="float16")
+    assert result.status is Status.converged
+    assert result.relative_error <= 1e-3
+    assert result.sweeps

@@ -1,0 +1,117 @@
+"""Joint least squares on another device: the same answers, nothing left on the way, one line where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+from console import lsr
+from test_pair import CUBE, SMALL, low_rank, norms
+
+from lsrdecomp.arrays import check_device, placed
+from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
+from lsrdecomp.errors import LsrError
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair import joint_als as pair
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.weights import Identity, NormWeights
+
+WIDE = ProductShape((64, 48), (2, 2), (40, 50))  # its start goes through a Krylov space
+KINDS = ("frobenius", "dense", "diagonal", "low rank", "kronecker")
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
+
+
+def on_a_strict_device(value: Any, device: str | None) -> Any:
+    """As `placed`, to a device whose arrays refuse to meet those of any other."""
+    if isinstance(value, list | tuple):
+        return type(value)(on_a_strict_device(item, device) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: on_a_strict_device(getattr(value, f.name), device) for f in fields(value)})
+    if not hasattr(value, "shape"):
+        return value
+    if device is None:
+        return np.asarray(value.to_device(array_api_strict.Device("CPU_DEVICE")))
+    return array_api_strict.asarray(np.array(value), device=array_api_strict.Device("device1"))
+
+
+@pytest.mark.parametrize("device", ["strict", "cpu"])
+@pytest.mark.parametrize(
+    ("shape", "ranks", "kind"),
+    [*((shape, (2, 2), kind) for shape in (SMALL, CUBE) for kind in KINDS), (WIDE, (3, 3), "frobenius")],
+)
+def test_another_device_finds_the_same(shape, ranks, kind, device, rng, monkeypatch):
+    if device == "strict":
+        monkeypatch.setattr(pair, "placed", on_a_strict_device)
+        monkeypatch.setattr(pair, "check_device", lambda name: None)
+    targets = [low_rank(rng, shape, 4) for _ in range(2)]
+    weights = None if kind == "frobenius" else [norms(rng, shape, kind) for _ in targets]
+    here = JointALS(sweeps=3, tolerance=0.0, ridge=1e-4)
+    there = replace(here, device=device)
+    solved = [solver.solve_batch(targets, shape, ranks, weights=weights) for solver in (here, there)]
+    for one, other in zip(*solved, strict=True):
+        assert other.relative_error == pytest.approx(one.relative_error, rel=1e-8)
+        assert all(isinstance(factor, np.ndarray) for factor in other.product.left.factors)
+    again = there.solve_batch(targets, shape, ranks, weights=weights, starts=[one.product for one in solved[1]])
+    assert again[0].relative_error <= solved[1][0].relative_error * (1.0 + 1e-12)
+
+
+def test_arrays_are_placed_wherever_they_are_nested(rng):
+    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "kronecker").output, Identity(20)), 3, None)
+    there = placed(value, "cpu")
+    assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.factors[0].matrix))
+    assert (there[1].input, *there[2:]) == (Identity(20), 3, None)
+    assert isinstance(placed(there, None)[1].output.factors[0].matrix, np.ndarray)
+
+
+@NO_CUDA
+@pytest.mark.parametrize("device", ["cuda", "meta", "nonsense", "cuda:x"])
+def test_a_device_that_cannot_compute_is_refused_in_one_line(device):
+    with pytest.raises(LsrError, match=f"float64 on device '{device}': .") as caught:
+        check_device(device)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, rng) -> Path:
+    pairs = [(f"layers.{k}.q", rng.standard_normal((24, 4)), rng.standard_normal((4, 20))) for k in range(3)]
+    return write_lora(tmp_path / "lora", layers=pairs, config={"base_model_name_or_path": "base"})
+
+
+@pytest.mark.parametrize(
+    "plan", [CompressionPlan(separation_rank=2), CompressionPlan(ratio=2), CompressionPlan(rtol=0.6)]
+)
+def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
+    solved_on = []
+    monkeypatch.setattr(pair, "placed", lambda value, device: solved_on.append(device) or placed(value, device))
+    search = Search(probes=8, kept=3, orders=(2,))
+    checkpoint = open_checkpoint(adapter)
+    with_numpy = compress(checkpoint, plan, search=search).totals
+    assert solved_on == []
+    with_torch = compress(checkpoint, plan, search=search, device="cpu").totals
+    assert set(solved_on) == {"cpu", None}
+    assert with_torch.relative_error == pytest.approx(with_numpy.relative_error, rel=1e-6)
+    assert with_torch.parameters == with_numpy.parameters
+
+
+def test_the_verb_takes_a_device(adapter, tmp_path):
+    assert (
+        lsr("compress", adapter, "--separation-rank", "2", "--out", tmp_path / "out", "--device", "cpu").returncode == 0
+    )
+    assert open_checkpoint(tmp_path / "out").format == "lsr"
+
+
+@NO_CUDA
+def test_a_missing_device_ends_the_verb_in_one_line(adapter, tmp_path):
+    asked = "compress", adapter, "--ratio", "2", "--out", tmp_path / "out", "--device", "cuda"
+    done = lsr(*asked)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "torch cannot compute in float64 on device 'cuda'" in done.stderr
+    assert not (tmp_path / "out").exists()

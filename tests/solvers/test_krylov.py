@@ -1,0 +1,248 @@
+"""Block Golub–Kahan and the Gram route: the optimum of the SVD, and a certificate that holds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close
+
+from lsrdecomp import KroneckerShape, LowRank, PrecisionError, ShapeError, decompose
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import ErrorKind, Status
+from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.targets.base import Dense, RearrangedDense
+from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
+
+SHAPE = KroneckerShape(((20, 15), (14, 18)))  # R(M) is 300 × 252
+SIDE = 252
+K = np.arange(1, SIDE + 1)
+
+SPECTRA = {
+    "1/k": 1.0 / K,
+    "1/√k": K**-0.5,
+    "fast": np.exp(-K / 2.0),
+    "slow": np.exp(-K / 25.0),
+    "cliff": np.where(K <= 12, 1.0, 1e-2),
+    "flat": np.ones(SIDE),
+    "repeated": np.repeat(0.5 ** np.arange(SIDE // 12 + 1), 12)[:SIDE],
+    "rank 5": np.where(K <= 5, 1.0 / K, 0.0),
+}
+
+
+def orthogonal(rng, rows, columns):
+    return np.linalg.qr(rng.standard_normal((rows, columns)))[0]
+
+
+def with_spectrum(sigma, rng, kind=float):
+    u, v = orthogonal(rng, 300, SIDE), orthogonal(rng, SIDE, SIDE)
+    if kind is complex:
+        u, v = u * np.exp(1j * rng.random((300, 1))), v * np.exp(1j * rng.random((SIDE, 1)))
+    return inverse_rearrange((u * sigma) @ v.conj().T, SHAPE)
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("rank", [1, 7, 12])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind, rng):
+    sigma = SPECTRA[name]
+    target = Dense(with_spectrum(sigma, rng, kind))
+    solution = BlockGolubKahan(tolerance=1e-3).solve(target, SHAPE, rank=rank)
+    optimum = np.linalg.norm(sigma[rank:])
+    error = target.residual_norm(solution.approximation)
+    rounding = 64 * unit_roundoff("float64") * target.norm
+    assert solution.status is Status.rank_reached
+    assert error <= optimum * (1 + 1e-3) + rounding
+    if solution.gap_kind is ErrorKind.bounded:
+        assert error <= optimum * (1 + solution.optimality_gap) + rounding
+    assert solution.approximation.condition == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])
+@pytest.mark.parametrize("name", ["1/k", "fast", "slow", "rank 5"])
+def test_the_fewest_terms_that_meet_a_tolerance(name, rtol, rng):
+    target = Dense(with_spectrum(SPECTRA[name], rng))
+    least = SVD().solve(target, SHAPE, atol=rtol * target.norm)
+    for solver in (BlockGolubKahan(), Gram()):
+        solution = solver.solve(target, SHAPE, atol=rtol * target.norm)
+        assert solution.status is Status.converged
+        assert target.residual_norm(solution.approximation) <= rtol * target.norm
+        assert solution.approximation.separation_rank == least.approximation.separation_rank
+
+
+def test_a_cap_on_the_terms_is_kept_and_told(rng):
+    target = Dense(with_spectrum(SPECTRA["1/k"], rng))
+    for solver in (BlockGolubKahan(), Gram(), SVD()):
+        solution = solver.solve(target, SHAPE, rank=3, atol=1e-3 * target.norm)
+        assert solution.status is Status.rank_exhausted
+        assert solution.approximation.separation_rank == 3
+
+
+def test_too_few_steps_end_with_the_step_limit_and_an_honest_gap(rng):
+    target = Dense(with_spectrum(SPECTRA["1/√k"], rng))
+    solution = BlockGolubKahan(max_steps=2).solve(target, SHAPE, rank=12)
+    error = target.residual_norm(solution.approximation)
+    assert solution.status is Status.sweep_limit
+    assert solution.optimality_gap >= error / np.linalg.norm(SPECTRA["1/√k"][12:]) - 1 > 1e-3
+
+
+def test_the_rigorous_bound_is_used_where_the_tail_is_small(rng):
+    target = Dense(with_spectrum(SPECTRA["fast"], rng))
+    solution = BlockGolubKahan().solve(target, SHAPE, rank=7)
+    assert solution.gap_kind is ErrorKind.bounded
+    assert 0.0 <= solution.optimality_gap <= 1e-3
+
+
+@given(kronecker_shapes(order=2), st.data())
+def test_any_shape_rank_and_solver_agree_with_the_svd(shape, data):
+    pair = data.draw(low_rank_pairs(shape=shape))
+    rank = data.draw(st.integers(1, 2 * shape.max_separation_rank))
+    best = SVD().solve(pair, shape, rank=rank).approximation
+    for solver in (BlockGolubKahan(block=1), BlockGolubKahan(), Gram()):
+        found = solver.solve(pair, shape, rank=rank).approximation
+        allowed = pair.residual_norm(best) * (1 + 1e-3) + 256 * unit_roundoff("float64") * pair.norm
+        assert pair.residual_norm(found) <= allowed
+
+
+@given(st.integers(1, 4), st.integers(40, 70), st.integers(40, 70), st.integers(1, 5))
+def test_the_recurrence_holds_to_rounding(block, rows, columns, rank):
+    rng = np.random.default_rng(rows * columns)
+    matrix = rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))
+    norm = np.linalg.norm(matrix) or 1.0
+    space = Bidiagonal(RearrangedDense(matrix), norm, block, seed=1)
+    for _ in range(6):
+        space.step()
+    both = np.concatenate((space.right, space.following), axis=1)
+    size = 4 * space.size
+    close(space.left.T @ space.left, np.eye(space.size), size)
+    close(both.T @ both, np.eye(space.size + block), size)
+    close(matrix / norm @ space.right, space.left @ space.small, size)
+    close(matrix.T / norm @ space.left, both @ space.projected().T, size)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e160, 1e300])
+def test_huge_and_tiny_norms(scale, rng):
+    plain = with_spectrum(SPECTRA["slow"], rng)
+    for solver in (BlockGolubKahan(), Gram(), SVD()):
+        expected = Dense(plain).residual_norm(solver.solve(Dense(plain), SHAPE, rank=5).approximation)
+        target = Dense(plain * scale)
+        error = target.residual_norm(solver.solve(target, SHAPE, rank=5).approximation)
+        assert error / scale == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_zero_matrix_has_no_terms():
+    target = Dense(np.zeros((280, 270)))
+    for solver in (BlockGolubKahan(), Gram(), SVD()):
+        solution = solver.solve(target, SHAPE, rank=4)
+        assert solution.approximation.separation_rank == 0
+        assert solution.approximation.shape == (280, 270)
+
+
+def test_exact_rank_is_found_and_no_more(rng):
+    target = Dense(with_spectrum(SPECTRA["rank 5"], rng))
+    solution = BlockGolubKahan().solve(target, SHAPE, atol=1e-12 * target.norm)
+    assert solution.approximation.separation_rank == 5
+    assert solution.status is Status.converged
+
+
+def test_a_spectrum_of_equal_values_needs_fresh_directions(rng):
+    identity = Dense(inverse_rearrange(np.eye(300, SIDE), SHAPE))
+    solution = BlockGolubKahan(block=4).solve(identity, SHAPE, rank=40)
+    assert identity.residual_norm(solution.approximation) == pytest.approx(np.sqrt(SIDE - 40), rel=1e-12)
+
+
+def test_every_library_takes_the_same_steps(xp, rng):
+    matrix = with_spectrum(SPECTRA["slow"], rng)
+    ours = BlockGolubKahan(seed=3).solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
+    theirs = BlockGolubKahan(seed=3).solve(Dense(matrix), SHAPE, rank=6)
+    close(ours.approximation.to_matrix(), theirs.approximation.to_matrix(), size=4 * SIDE)
+    assert len(ours.sweeps) == len(theirs.sweeps)
+    gram = Gram().solve(Dense(xp.asarray(matrix)), SHAPE, rank=6)
+    best = SVD().solve(Dense(matrix), SHAPE, rank=6)
+    close(gram.approximation.to_matrix(), best.approximation.to_matrix(), size=4 * SIDE, condition=100)
+
+
+def test_single_precision_stays_single_and_is_certified(xp, rng):
+    matrix = with_spectrum(SPECTRA["slow"], rng).astype(np.float32)
+    target = Dense(xp.asarray(matrix))
+    solution = BlockGolubKahan().solve(target, SHAPE, rank=6)
+    assert solution.approximation.dtype == xp.float32
+    best = Dense(matrix).residual_norm(SVD().solve(Dense(matrix), SHAPE, rank=6).approximation)
+    assert best <= target.residual_norm(solution.approximation) <= best * (1 + 1e-3)
+    assert to_numpy(solution.approximation.weights).dtype == np.float32
+
+
+def test_a_low_rank_pair_is_never_formed(rng):
+    class Unformed(LowRank):
+        def rearranged(self, shape):
+            operator = super().rearranged(shape)
+
+            class Products:
+                shape, prototype = operator.shape, operator.prototype
+                matmat, rmatmat = operator.matmat, operator.rmatmat
+
+            return Products()
+
+    pair = Unformed(rng.standard_normal((280, 6)), rng.standard_normal((6, 270)) / K[:6, None] ** 2)
+    solution = BlockGolubKahan().solve(pair, SHAPE, rank=5)
+    best = SVD().solve(Dense(pair.to_matrix()), SHAPE, rank=5).approximation
+    assert pair.residual_norm(solution.approximation) <= pair.residual_norm(best) * (1 + 1e-3)
+
+
+def test_progress_is_a_callback(rng):
+    seen = []
+    target = Dense(with_spectrum(SPECTRA["1/√k"], rng))
+    solution = BlockGolubKahan().solve(target, SHAPE, rank=12, on_sweep=seen.append)
+    assert tuple(seen) == solution.sweeps
+    assert all(later.relative_error <= earlier.relative_error for earlier, later in itertools.pairwise(seen))
+
+
+@pytest.mark.parametrize("solver", [BlockGolubKahan(), Gram(), SVD()])
+def test_three_factors_are_refused(solver, rng):
+    with pytest.raises(ShapeError, match="two factors"):
+        solver.solve(Dense(rng.standard_normal((8, 8))), KroneckerShape.balanced((8, 8), 3), rank=1)
+
+
+SOLVERS = [BlockGolubKahan(), Gram(), SVD()]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("matrix", "error", "message"),
+    [
+        (np.array([[1.0, np.nan]]), PrecisionError, "1 of 2 entries are not finite"),
+        (np.array([[np.inf, -np.inf]]), PrecisionError, "2 of 2 entries"),
+        (np.array([[1, "a"]], dtype=object), PrecisionError, "object have no arithmetic"),
+        (np.zeros((0, 3)), ShapeError, "no entries"),
+        (np.ones(4), ShapeError, "two dimensions"),
+    ],
+)
+def test_bad_matrices_are_refused(solver, matrix, error, message):
+    with pytest.raises(error, match=message):
+        decompose(matrix, rank=1, solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("size", [(1, 1), (1, 12), (12, 1), (7, 13), (1, 4099), (101, 103)])
+def test_single_rows_and_prime_sizes(solver, size, rng):
+    matrix = rng.standard_normal(size)
+    shape = KroneckerShape(((size[0], 1), (1, size[1])))
+    result = decompose(matrix, shape, rank=min(size), solver=solver)
+    assert result.relative_error <= 1e-13
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_integers_booleans_and_strided_views(solver, rng):
+    whole = rng.integers(-9, 9, (140, 270))
+    strided = whole[::2, ::-1]
+    assert not strided.flags.c_contiguous
+    shape = KroneckerShape(((10, 15), (7, 18)))
+    expected = decompose(np.ascontiguousarray(strided, dtype=float), shape, rank=9, solver=solver).relative_error
+    assert decompose(strided, shape, rank=9, solver=solver).relative_error == pytest.approx(expected, rel=1e-3)
+    assert decompose(strided > 0, shape, rank=9, solver=solver).relative_error < 1.0

@@ -1,0 +1,64 @@
+"""Leading singular triples, and R of a QR factorization by blocks of rows, against the whole matrix at once."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from lsrdecomp import arrays
+from lsrdecomp.arrays import to_numpy, triangular_factor
+from lsrdecomp.solvers.svd import leading
+from lsrdecomp.solvers.svd.leading import leading_triples
+
+
+def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.ndarray) -> np.ndarray:
+    k = len(sigma)
+    u, v = (np.linalg.qr(rng.standard_normal((batch, size, k)))[0] for size in (p, q))
+    return np.asarray((u * sigma) @ np.swapaxes(v, 1, 2))
+
+
+@pytest.mark.parametrize("way", ["whole", "through R", "krylov", "iteration"])
+@pytest.mark.parametrize(("p", "q"), [(90, 60), (60, 90)])
+@pytest.mark.parametrize("terms", [60, 3], ids=["full rank", "fewer terms than asked for"])
+def test_every_way_finds_the_best_truncation(
+    way: str, p: int, q: int, terms: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "SMALL", 2**17 if way == "whole" else 1)
+    monkeypatch.setattr(leading, "NARROW", 8 if way == "krylov" else 512)
+    monkeypatch.setattr(leading, "OVERSAMPLING", 8 if way == "iteration" else 60)
+    rank, matrices = 5, spectrum(rng, 2, p, q, 0.8 ** np.arange(terms))
+    u, sigma, vh = (to_numpy(part) for part in leading_triples(xp.asarray(matrices), rank))
+    assert (u.shape, sigma.shape, vh.shape) == ((2, p, rank), (2, rank), (2, rank, q))
+    exact = np.linalg.svd(matrices, compute_uv=False)
+    found = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
+    best = np.linalg.norm(exact[:, rank:], axis=1)
+    assert found == pytest.approx(best, rel=1e-6, abs=1e-13)
+    assert sigma == pytest.approx(exact[:, :rank], rel=1e-5, abs=1e-13)
+    kept = min(rank, terms)
+    for side in (np.swapaxes(u, 1, 2), vh):
+        rows = side[:, :kept, :]
+        assert rows @ np.swapaxes(rows, 1, 2) == pytest.approx(np.stack([np.eye(kept)] * 2), abs=1e-9)
+
+
+def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(rng: np.random.Generator) -> None:
+    matrices = spectrum(rng, 3, 200, 150, 1.0 / np.arange(1.0, 151.0))
+    u, sigma, vh = leading_triples(matrices, 12)
+    found = np.linalg.norm(matrices - (u * sigma[:, None, :]) @ vh, axis=(1, 2))
+    best = np.linalg.norm(1.0 / np.arange(13.0, 151.0))
+    assert np.all(found >= best * (1.0 - 1e-12))
+    assert np.all(found <= best * (1.0 + 2e-3))
+
+
+@pytest.mark.parametrize("rows", [3, 40, 100])
+def test_blocks_of_rows_give_the_triangle_of_the_whole(
+    rows: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
+    parts = [rng.standard_normal((2, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)]
+    whole = np.concatenate(parts, axis=-1)
+    found = to_numpy(triangular_factor(*(xp.asarray(part) for part in parts)))
+    exact = np.linalg.qr(whole, mode="r")
+    assert found.shape == exact.shape
+    assert np.abs(found) == pytest.approx(np.abs(exact), rel=1e-10, abs=1e-15)

@@ -1,0 +1,315 @@
+"""Joint least squares for separated products: against brute force, monotone, never worse than its start."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import least_squares
+
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.rearrange import kron
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
+from lsrdecomp.solvers.pair.initialization import along_the_first
+from lsrdecomp.solvers.pair.joint_als import JointALS, PairSolution
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
+from lsrdecomp.targets.weights import Dense, Diagonal, Identity, KroneckerWeight, LowRankPlusIdentity, NormWeights
+
+TINY = ProductShape((3, 2), (2, 1), (2, 2))
+SMALL = ProductShape((6, 4), (2, 2), (5, 4))
+CUBE = ProductShape((3, 2, 2), (2, 2, 1), (2, 3, 2))
+
+
+def low_rank(rng: np.random.Generator, shape: ProductShape, rank: int, xp: Any = np) -> LowRank:
+    m, n = shape.matrix_shape
+    decay = 0.7 ** np.arange(rank)
+    return LowRank(xp.asarray(rng.standard_normal((m, rank)) * decay), xp.asarray(rng.standard_normal((rank, n))))
+
+
+def semidefinite(rng: np.random.Generator, n: int) -> np.ndarray:
+    half = rng.standard_normal((n, n))
+    return half @ np.diag(0.8 ** np.arange(n)) @ half.T / n
+
+
+def norms(rng: np.random.Generator, shape: ProductShape, kind: str, xp: Any = np) -> NormWeights:
+    sides = []
+    for n in shape.matrix_shape:
+        if kind == "diagonal":
+            sides.append(Diagonal(xp.asarray(rng.random(n) + 0.1)))
+        elif kind == "low rank":
+            basis = np.linalg.qr(rng.standard_normal((n, 3)))[0]
+            sides.append(LowRankPlusIdentity(xp.asarray(basis), xp.asarray([5.0, 3.0, 2.0]), 0.2))
+        elif kind == "kronecker":
+            half = n // 2
+            sides.append(
+                KroneckerWeight((Dense(xp.asarray(semidefinite(rng, half))), Diagonal(xp.asarray([1.0, 2.0]))))
+            )
+        else:
+            sides.append(Dense(xp.asarray(semidefinite(rng, n))))
+    return NormWeights(*sides)
+
+
+def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g: np.ndarray, c: np.ndarray) -> float:
+    """Best error of several local least squares fits over all factors, with roots of the weights formed."""
+    matrix = target.to_matrix()
+    roots = [np.linalg.cholesky(w).T for w in (g, c)]
+    sides = [(shape.left, ranks[0]), (shape.right, ranks[1])]
+    counts = [s * size for side, s in sides for size in side.sizes]
+
+    def residual(x: np.ndarray) -> np.ndarray:
+        parts = np.split(x, np.cumsum(counts)[:-1])
+        formed = []
+        for side, s in sides:
+            factors = [parts.pop(0).reshape(s, *pair) for pair in side.factors]
+            formed.append(sum(kron(*(f[k] for f in factors)) for k in range(s)))
+        return (roots[0] @ (matrix - formed[0] @ formed[1]) @ roots[1].T).ravel()
+
+    rng = np.random.default_rng(5)
+    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-14, ftol=1e-14) for _ in range(12)]
+    return min(float(np.linalg.norm(fit.fun)) for fit in fits)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_end_is_the_best_of_brute_force_fits(weighted: bool, rng: np.random.Generator) -> None:
+    target = low_rank(rng, TINY, 3)
+    g, c = (semidefinite(rng, n) + 0.1 * np.eye(n) if weighted else np.eye(n) for n in TINY.matrix_shape)
+    weights = NormWeights(Dense(g), Dense(c))
+    found = JointALS(sweeps=2000, tolerance=1e-12).solve(target, TINY, (2, 2), weights=weights if weighted else None)
+    best = brute_force(target, TINY, (2, 2), g, c)
+    assert found.error == pytest.approx(best, rel=1e-4)
+    assert weighted_residual_norm(target, found.product, weights) == pytest.approx(found.error, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["frobenius", "dense", "diagonal", "low rank", "kronecker"])
+@pytest.mark.parametrize("shape", [SMALL, CUBE], ids=["two factors", "three factors"])
+def test_monotone_measured_and_equal_on_every_library(
+    kind: str, shape: ProductShape, xp: ModuleType, rng: np.random.Generator
+) -> None:
+    target = low_rank(rng, shape, 5, xp)
+    weights = None if kind == "frobenius" else norms(rng, shape, kind, xp)
+    solution = JointALS(sweeps=12, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
+    steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
+    assert len(solution.sweeps) == 12
+    assert np.all(np.diff(steering) <= 1e-12)
+    assert solution.relative_error < solution.start_error
+    assert solution.relative_error == pytest.approx(steering[-1], rel=1e-9)
+    measure = weights or NormWeights.frobenius(shape.matrix_shape)
+    assert weighted_residual_norm(target, solution.product, measure) == pytest.approx(solution.error, rel=1e-10)
+    assert solution.product.separation_ranks == (3, 4)
+    assert solution.product.product_shape == shape
+
+    twin = _on_numpy(target, weights)
+    reference = JointALS(sweeps=12, tolerance=0.0).solve(twin[0], shape, (3, 4), weights=twin[1])
+    assert solution.relative_error == pytest.approx(reference.relative_error, rel=1e-9)
+
+
+def test_components_run_along_the_first_inner_factor(rng: np.random.Generator) -> None:
+    """Another gauge of the same pair: the product stays, and component k stands where k = a1 + r1 a2 + r1 r2 a3."""
+    left, right = rng.standard_normal((1, 7, 12)), rng.standard_normal((1, 12, 5))
+    inner = (3, 2, 2)
+    turned = along_the_first(left, inner), along_the_first(right.transpose(0, 2, 1), inner)
+    np.testing.assert_allclose(turned[0] @ turned[1].transpose(0, 2, 1), left @ right, atol=1e-13)
+    for place, (a1, a2, a3) in enumerate(np.ndindex(inner)):
+        assert np.array_equal(turned[0][:, :, place], left[:, :, a1 + 3 * a2 + 6 * a3])
+
+
+def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, NormWeights | None]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Dense):
+            return Dense(to_numpy(value.matrix))
+        if isinstance(value, Diagonal):
+            return Diagonal(to_numpy(value.values))
+        if isinstance(value, KroneckerWeight):
+            return KroneckerWeight(tuple(moved(f) for f in value.factors))
+        return LowRankPlusIdentity(to_numpy(value.basis), to_numpy(value.values), float(value.rest))
+
+    pair = LowRank(to_numpy(target.left), to_numpy(target.right))
+    return pair, None if weights is None else NormWeights(moved(weights.output), moved(weights.input))
+
+
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "low rank"])
+@pytest.mark.parametrize("shape", [SMALL, CUBE], ids=["two factors", "three factors"])
+def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
+    kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
+    solver = JointALS(sweeps=3, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
+    formed = solver.solve(target, shape, (2, 3), weights=weights)
+    monkeypatch.setattr("lsrdecomp.solvers.pair.normal_equations.LARGEST_BLOCK", 0)
+    stepped = solver.solve(target, shape, (2, 3), weights=weights)
+    assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
+    few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(target, shape, (2, 3), weights=weights)
+    assert np.all(np.diff([sweep.relative_error for sweep in few.sweeps]) <= 1e-12)
+
+
+def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_kronecker(
+    rng: np.random.Generator,
+) -> None:
+    """Weights that split like the shape map separated products to separated products, so the optima agree."""
+    target = low_rank(rng, SMALL, 5)
+    parts = [[semidefinite(rng, q) + 0.05 * np.eye(q) for q in sizes] for sizes in (SMALL.out, SMALL.into)]
+    weights = NormWeights(*(KroneckerWeight(tuple(Dense(p) for p in side)) for side in parts))
+    transformed = LowRank(weights.output.root(target.left), weights.input.root(target.right.T).T)
+    many = JointALS(sweeps=40, tolerance=0.0, trials=0)  # trials may end in another local optimum
+    weighted = many.solve(target, SMALL, (3, 3), weights=weights)
+    identity = NormWeights(*(Dense(np.eye(size)) for size in SMALL.matrix_shape))  # starts as the other one does
+    plain = many.solve(transformed, SMALL, (3, 3), weights=identity)
+    assert weighted.norm == pytest.approx(plain.norm, rel=1e-12)
+    assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.integers(0, 1000))
+def test_never_worse_than_the_start_on_any_layer_of_a_batch(rank: int, s: int, t: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    targets = [low_rank(rng, SMALL, rank) for _ in range(2)] + [LowRank(np.zeros((24, 1)), np.zeros((1, 20)))]
+    weights = [norms(rng, SMALL, "low rank") for _ in targets]
+    for chosen in (None, weights):
+        solutions = JointALS(sweeps=3).solve_batch(targets, SMALL, (s, t), weights=chosen)
+        for solution in solutions:
+            assert solution.relative_error <= solution.start_error
+            steering = [sweep.relative_error for sweep in solution.sweeps]
+            assert np.all(np.diff(steering) <= 1e-7)  # inner products resolve √μ near an exact fit
+        assert solutions[-1].error == 0.0
+
+
+def test_a_batch_finds_what_each_target_finds_alone(rng: np.random.Generator) -> None:
+    targets = [low_rank(rng, SMALL, rank) for rank in (3, 5, 4)]
+    weights = [norms(rng, SMALL, "low rank") for _ in targets]
+    solver = JointALS(sweeps=4, tolerance=0.0)
+    together = solver.solve_batch(targets, SMALL, (2, 3), weights=weights)
+    for target, weight, found in zip(targets, weights, together, strict=True):
+        alone = solver.solve(target, SMALL, (2, 3), weights=weight)
+        assert found.relative_error == pytest.approx(alone.relative_error, rel=1e-9)
+
+
+def test_enough_terms_reproduce_the_target(rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 4)
+    assert JointALS().solve(target, SMALL, SMALL.left.max_separation_rank).relative_error <= 1e-14
+
+
+@pytest.mark.parametrize("kind", ["frobenius", "low rank"])
+def test_plain_low_rank_shape_reaches_the_truncated_svd(kind: str, rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 5)
+    weights = NormWeights.frobenius(target.shape) if kind == "frobenius" else norms(rng, SMALL, kind)
+    shape = ProductShape((target.shape[0], 1), (2, 1), (target.shape[1], 1))
+    found = JointALS().solve(target, shape, 1, weights=weights)
+    best = weighted_residual_norm(target, weighted_truncation(target, weights, 2), weights)
+    assert found.error == pytest.approx(best, rel=1e-10)
+
+
+def test_the_gauge_of_the_checkpoint_does_not_matter(rng: np.random.Generator) -> None:
+    target, mixed = low_rank(rng, SMALL, 4), rng.standard_normal((4, 4))
+    other = LowRank(target.left @ mixed, np.linalg.solve(mixed, target.right))
+    errors = [JointALS(sweeps=5, tolerance=0.0).solve(pair, SMALL, 3).relative_error for pair in (target, other)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-8)
+
+
+def test_a_penalty_on_the_weights_lowers_them(rng: np.random.Generator) -> None:
+    target = low_rank(rng, CUBE, 4)
+    for weights in (None, norms(rng, CUBE, "low rank")):
+        free, held = (
+            JointALS(sweeps=60, ridge=ridge, tolerance=0.0).solve(target, CUBE, 3, weights=weights)
+            for ridge in (0.0, 0.1)
+        )
+        assert _sizes(held) < _sizes(free)
+        assert held.relative_error > free.relative_error
+
+
+def _sizes(solution: PairSolution) -> float:
+    product = solution.product
+    return float(np.sum(product.left.weights**2) * np.sum(product.right.weights**2))
+
+
+def test_a_given_start_is_improved_and_kept_if_it_is_already_best(rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 5)
+    first = JointALS(sweeps=3, tolerance=0.0).solve(target, SMALL, (3, 3))
+    again = JointALS(sweeps=3, tolerance=0.0).solve(target, SMALL, (3, 3), start=first.product)
+    assert again.start_error == pytest.approx(first.relative_error, rel=1e-10)
+    assert again.relative_error < first.relative_error
+    kept = JointALS(sweeps=0).solve(target, SMALL, (3, 3), start=first.product)
+    assert kept.relative_error == pytest.approx(first.relative_error, rel=1e-10)
+
+
+def test_callbacks_and_status_say_how_it_went(rng: np.random.Generator) -> None:
+    target, seen = low_rank(rng, SMALL, 5), []
+    short = JointALS(sweeps=2, tolerance=0.0).solve(target, SMALL, 2, on_sweep=seen.append)
+    assert [sweep.index for sweep in seen] == [1, 2]
+    assert short.status is Status.sweep_limit
+    assert JointALS(sweeps=500, tolerance=1e-4).solve(target, SMALL, 2).status is Status.rank_reached
+
+
+def test_canonical_form_is_exact_and_has_condition_one(rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 5)
+    found = JointALS(sweeps=10).solve(target, SMALL, (4, 4))
+    canonical = found.product.canonical()
+    assert canonical.condition == pytest.approx(1.0, abs=1e-6)
+    assert target.residual_norm(canonical) == pytest.approx(found.error, rel=1e-10)
+
+
+def test_contradictions_are_named(rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 3)
+    with pytest.raises(ShapeError, match=r"target 0 is 24×20, but .* is 6×4"):
+        JointALS().solve(target, TINY, 2)
+    with pytest.raises(ShapeError, match="two or more"):
+        JointALS().solve(target, ProductShape((24,), (3,), (20,)), 1)
+    with pytest.raises(ShapeError, match="must be positive, got 0 and 2"):
+        JointALS().solve(target, SMALL, (0, 2))
+    with pytest.raises(ShapeError, match="1 norms for 2 targets"):
+        JointALS().solve_batch([target, target], SMALL, 2, weights=[NormWeights.frobenius(target.shape)])
+    with pytest.raises(ShapeError, match="24 \\(output\\) and 24 \\(input\\)"):
+        JointALS().solve(target, SMALL, 2, weights=NormWeights(Identity(24), Identity(24)))
+    with pytest.raises(PrecisionError, match="complex"):
+        JointALS().solve(LowRank(target.left * 1j, target.right), SMALL, 2)
+    wide = SeparatedProduct(
+        *(
+            SeparatedMatrix.from_factors([np.ones((3, *pair)) for pair in side.factors])
+            for side in (SMALL.left, SMALL.right)
+        )
+    )
+    with pytest.raises(ShapeError, match=r"\(3, 3\) terms for a solve with \(2, 2\)"):
+        JointALS().solve(target, SMALL, 2, start=wide)
+
+
+def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: ModuleType) -> None:
+    shape = ProductShape((16, 8), (2, 2), (12, 10))
+    targets = [low_rank(rng, shape, 4, xp) for _ in range(3)]
+    exact, quick = (
+        JointALS(tolerance=1e-6, single=single).solve_batch(targets, shape, (4, 4)) for single in (False, True)
+    )
+    for target, one, other in zip(targets, exact, quick, strict=True):
+        assert other.relative_error == pytest.approx(one.relative_error, rel=1e-3)
+        assert other.relative_error < other.start_error
+        assert other.error == pytest.approx(target.residual_norm(other.product), rel=1e-12)
+        assert all(factor.dtype == xp.float64 for factor in other.product.left.factors)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-20, 1.0, 1e20, 1e150])
+def test_single_precision_gives_way_where_it_sees_too_little(scale: float, rng: np.random.Generator) -> None:
+    target = low_rank(rng, SMALL, 4)
+    target = LowRank(scale * target.left, target.right)
+    near = JointALS(single=True).solve(target, SMALL, SMALL.left.max_separation_rank)
+    assert near.relative_error <= 1e-14
+    zero = JointALS(single=True).solve(LowRank(0.0 * target.left, target.right), SMALL, 2)
+    assert zero.relative_error == 0.0
+    far, exact = (JointALS(single=single, tolerance=1e-6).solve(target, SMALL, 2) for single in (True, False))
+    assert far.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10**6), rank=st.integers(2, 6), terms=st.integers(1, 5))
+def test_never_above_either_order_of_the_singular_gauge(seed: int, rank: int, terms: int) -> None:
+    target = low_rank(np.random.default_rng(seed), SMALL, rank)
+    found = JointALS(sweeps=1, tolerance=0.0).solve(target, SMALL, terms)
+    plain = FactorwiseSVD(target, SMALL, "balanced").truncate(terms)
+    assert found.error <= target.residual_norm(plain) * (1.0 + 1e-9)

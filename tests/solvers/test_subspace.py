@@ -1,0 +1,129 @@
+"""A batch of matrices solved together: each as good as alone, and the odd ones out are not lost."""
+
+import numpy as np
+import pytest
+from oracles import close
+
+from lsrdecomp import KroneckerShape, PrecisionError, SeparatedMatrix, ShapeError
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.solvers.base import ErrorKind, Solution
+from lsrdecomp.solvers.svd import batched as subspace
+from lsrdecomp.solvers.svd.batched import BatchedKrylov
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.targets.base import Dense
+
+SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
+K = np.arange(1, 91)
+
+
+def with_spectrum(sigma, rng):
+    u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in (90, 112))
+    return inverse_rearrange((u * sigma) @ v.T, SHAPE)
+
+
+def a_batch(rng):
+    spectra = [1.0 / K, np.exp(-K / 4.0), np.exp(-K / 30.0), K**-0.5, np.where(K <= 20, 1.0, 0.1)]
+    return np.stack([with_spectrum(sigma, rng) for sigma in spectra] + [rng.standard_normal(SHAPE.matrix_shape)])
+
+
+def in_numpy(matrix):
+    return SeparatedMatrix(to_numpy(matrix.weights), tuple(to_numpy(f) for f in matrix.factors))
+
+
+def check(batch, solutions, rank, tolerance):
+    assert len(solutions) == len(batch)
+    for matrix, solution in zip(batch, solutions, strict=True):
+        target = Dense(matrix)
+        best = SVD().solve(target, SHAPE, rank=rank).approximation
+        allowed = target.residual_norm(best) * (1 + tolerance) + 1e-14 * target.norm
+        assert target.residual_norm(solution.approximation) <= allowed
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_each_is_as_good_as_alone(rank, kind, rng):
+    batch = a_batch(rng)
+    if kind == "complex":
+        batch = batch * np.exp(1j * rng.random(batch.shape[1:]))
+    solutions = BatchedKrylov(tolerance=1e-4).solve(batch, SHAPE, rank=rank)
+    check(batch, solutions, rank, 1e-4)
+    for solution in solutions:
+        assert solution.approximation.condition == pytest.approx(1.0, rel=1e-10)
+        assert solution.optimality_gap <= 1e-4
+
+
+def test_matrices_that_need_more_care_are_solved_alone(rng):
+    easy = with_spectrum(np.exp(-K / 30.0), rng)
+    exact = with_spectrum(np.where(K <= 4, 1.0, 0.0), rng)
+    tiny_error = with_spectrum(10.0**-K, rng)
+    batch = np.stack([easy, np.zeros_like(easy), exact, 1e-200 * easy, 1e200 * easy, tiny_error])
+    solutions = BatchedKrylov().solve(batch, SHAPE, rank=6)
+    check(batch, solutions, 6, 1e-3)
+    assert solutions[0].gap_kind is ErrorKind.estimated
+    assert solutions[1].approximation.separation_rank == 0
+
+
+def test_single_precision_stays_single(rng):
+    batch = a_batch(rng).astype(np.float32)
+    solutions = BatchedKrylov().solve(batch, SHAPE, rank=6)
+    check(batch, solutions, 6, 2e-4)
+    assert all(solution.approximation.dtype == np.float32 for solution in solutions)
+
+
+def test_every_library_agrees(xp, rng):
+    batch = a_batch(rng)
+    theirs = BatchedKrylov().solve(batch, SHAPE, rank=3)
+    ours = BatchedKrylov().solve(xp.asarray(batch), SHAPE, rank=3)
+    for i in (0, 1, 2):  # the others have repeated or close singular values, and so many best answers
+        ours_formed = ours[i].approximation.to_matrix()
+        close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
+    check(batch, [Solution(in_numpy(o.approximation), o.status) for o in ours], 3, 1e-4)
+
+
+def test_chunks_do_not_change_the_answer(monkeypatch, rng):
+    batch = a_batch(rng)
+    together = BatchedKrylov().solve(list(batch), SHAPE, rank=3)
+    monkeypatch.setattr(subspace, "CHUNK_ENTRIES", 1)
+    one_by_one = BatchedKrylov().solve(batch, SHAPE, rank=3)
+    for a, b in zip(together, one_by_one, strict=True):
+        assert a.approximation.norm == pytest.approx(b.approximation.norm, rel=1e-4)
+    check(batch, one_by_one, 3, 1e-4)
+
+
+def test_a_rank_near_the_size_of_the_rearrangement(rng):
+    batch = rng.standard_normal((3, 6, 8))
+    shape = KroneckerShape(((3, 2), (2, 4)))
+    for matrix, solution in zip(batch, BatchedKrylov().solve(batch, shape, rank=9), strict=True):
+        assert Dense(matrix).residual_norm(solution.approximation) <= 1e-13
+
+
+def test_small_matrices_go_through_one_svd(xp, rng):
+    shape = KroneckerShape(((3, 2), (4, 5)))
+    few = np.zeros((2, 3, 4, 2, 5))
+    few[1] = np.einsum("ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))).transpose(0, 2, 1, 3)
+    batch = np.concatenate([rng.standard_normal((2, 12, 10)), few.reshape(2, 12, 10)])
+    found = BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+    assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
+    for matrix, one in zip(batch, found, strict=True):
+        best = SVD().solve(Dense(matrix), shape, rank=3).approximation
+        close(to_numpy(one.approximation.to_matrix()), best.to_matrix(), size=100, dtype="float64")
+        assert one.gap_kind is ErrorKind.bounded
+    batch[1, 2, 3] = np.nan
+    with pytest.raises(PrecisionError, match="1 of 480 entries are not finite"):
+        BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+
+
+def test_bad_batches_are_refused(rng):
+    with pytest.raises(ShapeError, match=r"matrices of one size, got \[\(2, 2\), \(2, 3\)\]"):
+        BatchedKrylov().solve([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
+    with pytest.raises(ShapeError, match=r"expected shape \(L, m, n\)"):
+        BatchedKrylov().solve(np.ones((2, 2)), SHAPE, rank=1)
+    with pytest.raises(ShapeError, match="rows, but the matrix has 81"):
+        BatchedKrylov().solve(np.ones((2, 81, 126)), SHAPE, rank=1)
+    with pytest.raises(ShapeError, match="two factors"):
+        BatchedKrylov().solve(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
+    bad = a_batch(rng)
+    bad[2, 3, 4] = np.nan
+    with pytest.raises(PrecisionError, match="1 of 60480 entries"):
+        BatchedKrylov().solve(bad, SHAPE, rank=1)

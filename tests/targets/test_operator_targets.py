@@ -1,0 +1,204 @@
+"""Every kind of target says of a matrix what the dense one says, and bad ones are refused."""
+
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import close
+from scipy.sparse.linalg import LinearOperator, aslinearoperator
+
+from lsrdecomp import KroneckerShape, LowRank, PrecisionError, SeparatedMatrix, ShapeError, decompose
+from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.operator import Operator, Separated, Sparse, as_target
+from lsrdecomp.targets.residual import whole_blocks
+from lsrdecomp.targets.row_stream import RowStream
+from lsrdecomp.testing import kronecker_shapes, separated_matrices
+
+
+class VectorsOnly:
+    """The least an operator can be."""
+
+    def __init__(self, matrix):
+        self.shape, self.matvec = matrix.shape, lambda x: matrix @ x
+
+
+def stream(matrix, height):
+    return RowStream(lambda: (matrix[i : i + height] for i in range(0, len(matrix), height)), matrix.shape)
+
+
+KINDS = {
+    "sparse array": lambda matrix, height: Sparse(scipy.sparse.coo_array(matrix)),
+    "sparse matrix": lambda matrix, height: as_target(scipy.sparse.csc_matrix(matrix)),
+    "linear operator": lambda matrix, height: as_target(aslinearoperator(matrix)),
+    "vectors only": lambda matrix, height: as_target(VectorsOnly(matrix)),
+    "stream": stream,
+    "slices": lambda matrix, height: RowStream.of(matrix, height),
+    "one term": lambda matrix, height: as_target(SeparatedMatrix.from_factors([matrix[None], np.ones((1, 1, 1))])),
+}
+
+
+def agree(target, matrix, shape, size=64):
+    dense = Dense(matrix)
+    ours, theirs = target.rearranged(shape), dense.rearranged(shape)
+    assert target.shape == dense.shape
+    assert ours.shape == theirs.shape
+    assert target.norm == pytest.approx(dense.norm, rel=1e-13)
+    close(ours.formed(), theirs.formed(), size)
+    x = np.cos(np.arange(ours.shape[1] * 2)).reshape(-1, 2).astype(matrix.dtype)
+    y = np.sin(np.arange(ours.shape[0] * 2) + 1).reshape(-1, 2).astype(matrix.dtype)
+    close(ours.matmat(x), theirs.matmat(x), size, condition=100)
+    close(ours.rmatmat(y), theirs.rmatmat(y), size, condition=100)
+    best = Gram().solve(dense, shape, rank=1).approximation
+    expected = dense.residual_norm(best)
+    assert target.residual_norm(best) == pytest.approx(expected, rel=1e-10, abs=1e-12 * dense.norm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(kronecker_shapes(order=2, max_entries=600), st.integers(1, 9), st.booleans(), st.integers(0, 99))
+def test_every_kind_of_target_agrees_with_the_dense_one(kind, shape, height, is_complex, seed):
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal(shape.matrix_shape) * (rng.random(shape.matrix_shape) < 0.7)
+    if is_complex:
+        matrix = matrix * np.exp(6j * rng.random(shape.matrix_shape))
+    if not matrix.any():
+        matrix[0, 0] = 1.0
+    agree(KINDS[kind](matrix, height), matrix, shape)
+
+
+@given(separated_matrices(), st.data())
+def test_a_sum_of_kronecker_products_in_its_own_and_in_any_other_shape(matrix, data):
+    given_shape = matrix.kronecker_shape
+    formed = matrix.to_matrix()
+    if not np.any(formed):
+        return
+    cut = data.draw(st.integers(1, max(given_shape.order - 1, 1)))
+    sides = given_shape.factors[:cut], given_shape.factors[cut:]
+    own = KroneckerShape(tuple((int(np.prod([m for m, _ in s])), int(np.prod([n for _, n in s]))) for s in sides))
+    divisor = data.draw(st.sampled_from([q for q in range(1, formed.shape[0] + 1) if formed.shape[0] % q == 0]))
+    other = KroneckerShape(((divisor, formed.shape[1]), (formed.shape[0] // divisor, 1)))
+    for shape in (own, other):
+        agree(Separated(matrix), formed, shape, size=64 * matrix.separation_rank)
+
+
+def test_own_shape_is_never_formed(rng):
+    factors = [rng.standard_normal((3, 400, 300)), rng.standard_normal((3, 300, 200))]
+    matrix = SeparatedMatrix.from_factors(factors, np.array([4.0, 2.0, 1.0]))  # 120,000 × 60,000
+    target, shape = Separated(matrix), matrix.kronecker_shape
+    exact = matrix.canonical()
+    solution = BlockGolubKahan().solve(target, shape, rank=2)
+    assert target.residual_norm(solution.approximation) == pytest.approx(float(exact.weights[2]), rel=1e-6)
+    everything = BlockGolubKahan().solve(target, shape, rank=5)
+    assert target.residual_norm(everything.approximation) <= 1e-13 * matrix.norm
+
+
+def test_a_memory_map_is_streamed(tmp_path, rng):
+    matrix = rng.standard_normal((1300, 24)) @ np.diag(0.5 ** np.arange(24.0))
+    np.save(tmp_path / "matrix.npy", matrix)
+    mapped = np.load(tmp_path / "matrix.npy", mmap_mode="r")
+    target = as_target(mapped)
+    assert isinstance(target, RowStream)
+    assert [len(part) for _, part in target.parts()] == [512, 512, 276]
+    shape = KroneckerShape(((50, 4), (26, 6)))
+    ours, theirs = decompose(mapped, shape, rtol=0.2), decompose(matrix, shape, rtol=0.2)
+    assert ours.separation_rank == theirs.separation_rank
+    assert ours.relative_error == pytest.approx(theirs.relative_error, rel=1e-10)
+
+
+def test_streams_in_every_library(xp, rng):
+    matrix = rng.standard_normal((40, 30))
+    shape = KroneckerShape(((5, 6), (8, 5)))
+    blocks = [xp.asarray(matrix[:11]), xp.asarray(matrix[11:12]), xp.asarray(matrix[12:])]
+    target = RowStream(lambda: blocks, (40, 30))
+    theirs = Dense(matrix)
+    close(target.rearranged(shape).formed(), theirs.rearranged(shape).formed())
+    best = Gram().solve(Dense(xp.asarray(matrix)), shape, rank=3).approximation
+    expected = theirs.residual_norm(Gram().solve(theirs, shape, rank=3).approximation)
+    assert target.residual_norm(best) == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_krylov_on_every_kind(kind, rng):
+    shape = KroneckerShape(((12, 10), (11, 13)))
+    spectrum = np.linalg.qr(rng.standard_normal((120, 120)))[0] * np.exp(-np.arange(120) / 5.0)
+    rows = (spectrum @ rng.standard_normal((120, 143))).reshape(12, 10, 11, 13)
+    matrix = rows.transpose(0, 2, 1, 3).reshape(132, 130)
+    best = Dense(matrix).residual_norm(Gram().solve(Dense(matrix), shape, rank=6).approximation)
+    target = KINDS[kind](matrix, 17)
+    solution = BlockGolubKahan(block=6).solve(target, shape, rank=6)
+    assert solution.sweeps
+    assert best * (1 - 1e-12) <= target.residual_norm(solution.approximation) <= best * (1 + 1e-3)
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 12))
+def test_cutting_rows_into_blocks_loses_none(start, length, height):
+    covered = []
+    for i, i_end, k, k_end in whole_blocks(start, start + length, height):
+        assert i_end - i == 1 or (k, k_end) == (0, height)
+        covered += [row * height + inner for row in range(i, i_end) for inner in range(k, k_end)]
+    assert covered == list(range(start, start + length))
+
+
+def test_residuals_of_products_and_of_many_factors(rng):
+    matrix = rng.standard_normal((24, 24))
+    product = low_rank_product(matrix[:, :3], matrix[:3, :])
+    three = SeparatedMatrix.from_factors([rng.standard_normal((4, 2, 3)), rng.standard_normal((4, 3, 2)),
+                                          rng.standard_normal((4, 4, 4))])  # fmt: skip
+    for approximation in (product, three):
+        expected = np.linalg.norm(matrix - approximation.to_matrix())
+        for target in (Dense(matrix), Sparse(scipy.sparse.csr_array(matrix)), stream(matrix, 5), VectorsOnly(matrix)):
+            assert as_target(target).residual_norm(approximation) == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_becomes_which(rng):
+    pair = LowRank(rng.standard_normal((4, 2)), rng.standard_normal((2, 3)))
+    assert as_target(pair) is pair
+    assert isinstance(as_target([[1, 2], [3, 4]]), Dense)
+    assert isinstance(as_target(LinearOperator((2, 3), matvec=lambda x: x[:2])), Operator)
+    assert isinstance(as_target(scipy.sparse.eye_array(3)), Sparse)
+    assert as_target(scipy.sparse.eye_array(3, dtype=np.int64)).norm == pytest.approx(np.sqrt(3))
+
+
+def test_duplicate_entries_of_a_sparse_matrix_add_up():
+    matrix = scipy.sparse.coo_array(([1.0, 2.0], ([0, 0], [1, 1])), shape=(2, 2))
+    target = Sparse(matrix)
+    assert target.norm == pytest.approx(3.0)
+    assert matrix.nnz == 2
+
+
+SHAPE = KroneckerShape(((2, 2), (3, 2)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_entries_that_are_not_finite_are_refused_with_their_place(bad):
+    matrix = np.ones((6, 4))
+    matrix[4, 3] = bad
+    with pytest.raises(PrecisionError, match="rows 4 to 5"):
+        decompose(stream(matrix, 2), SHAPE, rank=1)
+    with pytest.raises(PrecisionError, match="1 of 24 stored entries"):
+        Sparse(scipy.sparse.csr_array(matrix))
+    with pytest.raises(PrecisionError, match="columns 0 to 3"):
+        decompose(aslinearoperator(matrix), SHAPE, rank=1)
+
+
+def test_streams_that_do_not_fill_the_matrix_are_refused():
+    with pytest.raises(ShapeError, match=r"blocks hold 4 rows, the matrix has 6"):
+        _ = RowStream(lambda: [np.ones((4, 4))], (6, 4)).norm
+    with pytest.raises(ShapeError, match=r"shape \(2, 3\), expected \(rows, 4\)"):
+        _ = RowStream(lambda: [np.ones((4, 4)), np.ones((2, 3))], (6, 4)).norm
+    with pytest.raises(ShapeError, match="two dimensions"):
+        RowStream.of(np.ones(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_shapes_and_more_factors_are_refused(kind):
+    target = KINDS[kind](np.ones((6, 4)), 4)
+    with pytest.raises(ShapeError, match="columns, but the matrix has 4"):
+        target.rearranged(KroneckerShape(((2, 2), (3, 3))))
+    with pytest.raises(ShapeError, match="two factors"):
+        target.rearranged(KroneckerShape(((2, 2), (3, 2), (1, 1))))
+    with pytest.raises(ShapeError, match="the target is 6×4"):
+        target.residual_norm(SeparatedMatrix.from_factors([np.ones((1, 2, 2)), np.ones((1, 2, 2))]))

@@ -1,0 +1,39 @@
+"""Distances of low-rank pairs: from inner products where these are exact, from formed entries elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), near=st.integers(0, 15), scale=st.sampled_from([1e-180, 1e-8, 1.0, 1e9, 1e170]))
+def test_distances_of_pairs_are_those_of_the_formed_matrices(seed: int, near: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    left, right = rng.standard_normal((2, 30, 4)), rng.standard_normal((2, 20, 4))
+    close = 10.0**-near * rng.standard_normal((2, 30, 2)), rng.standard_normal((2, 20, 2))
+    other = np.concatenate((left, close[0]), axis=2), np.concatenate((right, close[1]), axis=2)
+    exact = np.linalg.norm(close[0] @ np.swapaxes(close[1], 1, 2), axis=(1, 2))
+    found = pair_distances(left, right, *other)
+    size = np.linalg.norm(left @ np.swapaxes(right, 1, 2), axis=(1, 2))
+    assert np.all(np.abs(found - exact) <= 1e-11 * exact + 1e-14 * size)
+    scaled = pair_distance(scale * left[0], right[0], scale * other[0][0], other[1][0])
+    assert scaled == pytest.approx(scale * exact[0], rel=1e-10, abs=scale * 1e-14 * size[0])
+
+
+def test_inner_products_are_used_where_they_are_exact_and_nowhere_else(rng: np.random.Generator) -> None:
+    left, right = rng.standard_normal((30, 4)), rng.standard_normal((20, 4))
+    assert inner_distances(left, right, 0.5 * left, right) is not None
+    assert inner_distances(left, right, (1.0 - 1e-4) * left, right) is None
+    assert inner_distances(1e200 * left, right, 0.5e200 * left, right) is None
+    assert inner_distances(left, right, np.nan * left, right) is None
+
+
+def test_distances_of_complex_pairs(rng: np.random.Generator) -> None:
+    parts = [rng.standard_normal((n, 3)) + 1j * rng.standard_normal((n, 3)) for n in (9, 7, 9, 7)]
+    exact = np.linalg.norm(parts[0] @ parts[1].conj().T - parts[2] @ parts[3].conj().T)
+    assert pair_distance(*parts) == pytest.approx(exact, rel=1e-13)

@@ -1,0 +1,272 @@
+"""lsrdecomp.testing finds planted bugs in a user's Kronecker code, names them, and lets sound code pass."""
+
+import math
+from functools import reduce
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from lsrdecomp import KroneckerShape, ShapeError, decompose
+from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers, inverse_rearrange, kron, rearrange, sum_of_kroneckers
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.targets.base import Dense
+from lsrdecomp.testing import (
+    IdentityError,
+    check_apply,
+    check_decomposition,
+    check_kron,
+    check_rearrange,
+    check_sum,
+    identities,
+    invertible_matrices,
+    lora_layers,
+    separated_matrices,
+    small_matrices,
+    special_matrices,
+)
+
+
+def our_terms(matrix, shape, rank):
+    found = SVD().solve(Dense(matrix), shape, rank=rank).approximation
+    return found.weights, found.factors
+
+
+def textbook_terms(matrix, shape, rank):
+    """A user's own decomposition, written without this library."""
+    (m, n), (p, q) = shape.factors
+    u, sigma, vh = np.linalg.svd(rearrange_by_reshape(matrix, shape), full_matrices=False)
+    return sigma[:rank], (u.T[:rank].reshape(-1, m, n), vh[:rank].reshape(-1, p, q))
+
+
+def rearrange_by_reshape(matrix, shape):
+    (m, n), (p, q) = shape.factors
+    return matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q)
+
+
+def sum_by_kron(weights, factors):
+    return sum(lam * reduce(np.kron, (f[k] for f in factors)) for k, lam in enumerate(weights))
+
+
+def apply_by_vec(factors, x):
+    state = x.reshape(1, -1, x.shape[1])
+    for factor in reversed(factors):
+        rows, columns = factor.shape
+        state = np.einsum("mn,anb->amb", factor, state.reshape(-1, columns, state.shape[2]))
+        state = state.reshape(-1, rows * state.shape[2])[:, None, :]
+    return state.reshape(-1, x.shape[1])
+
+
+def test_this_library_passes_its_own_checks(xp):
+    check_kron(kron, xp=xp, max_examples=8)
+    check_apply(lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x), xp=xp)
+    check_rearrange(rearrange, inverse_rearrange, order=None, xp=xp)
+    check_rearrange(rearrange, xp=xp)
+    check_sum(lambda w, fs: sum_of_kroneckers(fs, xp.astype(w, fs[0].dtype)), xp=xp, complex_values=False)
+    check_decomposition(our_terms, xp=xp, complex_values=False)
+
+
+def test_sound_code_of_a_user_passes():
+    check_kron(np.kron, max_examples=8)
+    check_apply(apply_by_vec)
+    check_rearrange(rearrange_by_reshape)
+    check_sum(sum_by_kron)
+    check_decomposition(textbook_terms)
+
+
+# Six planted bugs ----------------------------------------------------------------------------------------------------
+
+
+def test_swapped_factor_order_is_found():
+    with pytest.raises(IdentityError, match="definition") as caught:
+        check_kron(lambda a, b: np.kron(b, a))
+    assert "A 1×" in str(caught.value), "the failing case is shrunk and shown"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda factors, x: apply_by_vec([f.T if f.shape[0] == f.shape[1] else f for f in factors], x),
+        lambda factors, x: apply_by_vec([*factors[:-1], factors[-1].reshape(factors[-1].shape[::-1]).T], x),
+    ],
+    ids=["square factors transposed", "last factor read by columns"],
+)
+def test_a_missing_transpose_is_found(planted):
+    with pytest.raises(IdentityError, match="apply"):
+        check_apply(planted)
+
+
+def test_a_wrong_conjugate_is_found():
+    def planted(matrix, shape, rank):
+        weights, (left, right) = textbook_terms(matrix, shape, rank)
+        return weights, (left, right.conj())
+
+    check_decomposition(planted, complex_values=False)
+    with pytest.raises(IdentityError, match="tail of the spectrum"):
+        check_decomposition(planted)
+
+
+def test_a_conjugate_in_the_product_is_found():
+    with pytest.raises(IdentityError, match="definition"):
+        check_kron(lambda a, b: np.kron(a, b.conj()))
+
+
+@pytest.mark.parametrize(
+    ("planted", "identity"),
+    [
+        (lambda matrix, shape: rearrange_by_reshape(np.roll(matrix, 1, axis=1), shape), "outer product"),
+        (lambda matrix, shape: np.roll(rearrange_by_reshape(matrix, shape), 1, axis=0), "outer product"),
+        (lambda matrix, shape: rearrange_by_reshape(matrix, shape)[[*range(1, shape.sizes[0]), -1]], "isometry"),
+    ],
+    ids=["columns shifted", "rows shifted", "first block skipped"],
+)
+def test_an_index_off_by_one_in_the_rearrangement_is_found(planted, identity):
+    with pytest.raises(IdentityError, match=identity):
+        check_rearrange(planted)
+
+
+def test_blocks_read_by_columns_are_another_convention_not_a_bug():
+    def by_columns(matrix, shape):
+        (m, n), (p, q) = shape.factors
+        return matrix.reshape(m, p, n, q).transpose(2, 0, 3, 1).reshape(m * n, p * q)
+
+    check_rearrange(by_columns, columns=True)
+    with pytest.raises(IdentityError):
+        check_rearrange(by_columns)
+
+
+def test_unnormalised_weights_are_found():
+    def planted(matrix, shape, rank):
+        weights, (left, right) = textbook_terms(matrix, shape, rank)
+        root = np.sqrt(weights)[:, None, None]
+        return np.ones_like(weights), (left * root, right * root)
+
+    with pytest.raises(IdentityError, match="unit factors"):
+        check_decomposition(planted)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda w, fs: sum_by_kron(w[1:], [f[1:] for f in fs]) + 0 * sum_by_kron(w, fs),
+        lambda w, fs: sum_by_kron(w[: max(1, len(w) - 1)], [f[: max(1, len(w) - 1)] for f in fs]),
+    ],
+    ids=["first", "last"],
+)
+def test_a_dropped_term_is_found(planted):
+    with pytest.raises(IdentityError, match="sum of"):
+        check_sum(planted)
+
+
+def test_a_term_dropped_by_the_decomposition_is_found():
+    def planted(matrix, shape, rank):
+        weights, (left, right) = textbook_terms(matrix, shape, rank)
+        return weights[:-1], (left[:-1], right[:-1])
+
+    with pytest.raises(IdentityError, match="tail of the spectrum"):
+        check_decomposition(planted)
+
+
+def halved(a, b):
+    return 0.5 * np.kron(a, b)
+
+
+def mirrored(a, b):
+    return np.kron(a, b)[:, ::-1]
+
+
+def numbered_rows(a, b):
+    return np.kron(a, b) * np.arange(1.0, a.shape[0] * b.shape[0] + 1)[:, None]
+
+
+@pytest.mark.parametrize("wrong", [halved, mirrored, numbered_rows])
+@pytest.mark.parametrize(
+    ("name", "count", "blind"),
+    [
+        ("definition", 2, ()),
+        ("mixed_product", 4, ()),
+        ("vec", 3, ()),
+        ("trace", 2, ()),
+        ("inverse", 2, ()),
+        ("determinant", 2, (mirrored,)),
+        ("eigenvectors", 2, ()),
+        ("transpose", 2, (halved,)),
+        ("conjugate_transpose", 2, (halved,)),
+        ("commutation", 2, (halved, mirrored)),
+        ("singular_values", 2, (mirrored,)),
+        ("norms", 2, (mirrored,)),
+    ],
+)
+def test_each_identity_can_fail_by_itself(name, count, blind, wrong):
+    """``blind``: wrong products that satisfy this identity all the same."""
+    rng = np.random.default_rng(1)
+    arguments = [rng.standard_normal((3, 3)) for _ in range(count)]
+    identity = getattr(identities, name)
+    identity(np.kron, *arguments)
+    if wrong in blind:
+        identity(wrong, *arguments)
+    else:
+        with pytest.raises(IdentityError):
+            identity(wrong, *arguments)
+
+
+def test_a_wrong_rank_is_found():
+    unit = [np.linalg.qr(np.random.default_rng(k).standard_normal((3, 3)))[0] for k in range(2)]
+    identities.rank(np.kron, *unit)
+    with pytest.raises(IdentityError, match="rank"):
+        identities.rank(halved, *unit)
+
+
+def test_products_that_are_not_linear_or_not_associative_are_found():
+    a, b, c = np.ones((1, 2)), np.ones((2, 1)), np.full((1, 2), 2.0)
+    with pytest.raises(IdentityError, match="bilinearity"):
+        identities.bilinearity(lambda x, y: np.kron(x, y) + 1.0, a, b, c)
+    with pytest.raises(IdentityError, match="associativity"):
+        identities.associativity(lambda x, y: np.kron(x, y) + y.shape[0], a, b, c)
+
+
+def test_numbers_that_are_not_finite_are_a_difference():
+    with pytest.raises(IdentityError):
+        identities.definition(lambda a, b: np.kron(a, b) * np.nan, np.ones((2, 2)), np.ones((1, 1)))
+
+
+# Strategies ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.8, 1e6), st.booleans(), st.data())
+def test_a_condition_that_is_asked_for_is_met(condition, complex_values, data):
+    case = data.draw(separated_matrices(condition=condition, complex_values=complex_values))
+    assert case.separation_rank == 2
+    assert_allclose(case.condition, condition, rtol=1e-15 * condition + 1e-12)
+
+
+@pytest.mark.parametrize(("condition", "shape"), [(0.5, ((2, 2),)), (10.0, ((1, 1), (1, 1)))])
+def test_a_condition_that_cannot_be_is_refused(condition, shape):
+    @given(separated_matrices(shape=KroneckerShape(shape), condition=condition))
+    def draw(case):
+        pass
+
+    with pytest.raises(ShapeError):
+        draw()
+
+
+@given(special_matrices((4, 6)))
+def test_special_matrices_decompose_or_are_zero(matrix):
+    result = decompose(matrix, KroneckerShape(((2, 3), (2, 2))), rank=4)
+    assert result.relative_error < 1e-12 or math.isclose(result.norm, 0.0, abs_tol=1e-300)
+
+
+@given(lora_layers())
+def test_lora_layers_are_pairs_with_their_scale(case):
+    scaled = (case.alpha / case.down.shape[0]) * case.up @ case.down
+    assert_allclose(case.pair.to_matrix(), scaled, rtol=1e-12, atol=1e-15 * np.abs(scaled).max(initial=0.0))
+    assert np.array_equal(case.up.astype(case.storage).astype(float), case.up)
+
+
+@given(invertible_matrices(4, max_condition=10.0), small_matrices((2, 3)))
+def test_matrices_keep_their_promise(invertible, small):
+    assert np.linalg.cond(invertible) <= 10.0 * (1 + 1e-12)
+    assert np.array_equal(small, np.round(small))
+    assert np.abs(small).max() <= 3

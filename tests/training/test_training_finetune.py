@@ -1,0 +1,379 @@
+"""Fine-tuning on the embedded task: runs learn, are recorded whole, go on after a kill, and never look at dev."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("sklearn")
+
+from safetensors.numpy import load_file  # noqa: E402
+
+from lsrdecomp.calibration.examples import Example  # noqa: E402
+from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.compression.compress import compress  # noqa: E402
+from lsrdecomp.compression.layer import layer_product  # noqa: E402
+from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.training.arguments import common_arguments  # noqa: E402
+from lsrdecomp.training.embedded import embedded  # noqa: E402
+from lsrdecomp.training.encoding import Collator, WholeBatches  # noqa: E402
+from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
+from lsrdecomp.training.model import open_model  # noqa: E402
+from lsrdecomp.training.record import read_record  # noqa: E402
+from lsrdecomp.training.scoring import judge  # noqa: E402
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
+from lsrdecomp.training.tasks import TASKS  # noqa: E402
+from lsrdecomp.training.trainer import rates  # noqa: E402
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    return embedded(tmp_path_factory.mktemp("embedded") / "small", steps=80)
+
+
+@pytest.fixture(scope="session")
+def common(place):
+    """Settings of a short run."""
+    return FinetuneSettings(
+        str(place.model), "embedded", str(place.data), method="lsr", rate=0.01, steps=24, device="cpu", log_every=6,
+        dev_examples=120,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def finished(common, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    return out, finetune(common.replace(measure_start=True), out)
+
+
+def test_the_embedded_task_is_made_once_and_the_same_each_time(place, tmp_path):
+    assert len(TASKS["embedded"].read(place.data, "train")) == 600
+    dev = TASKS["embedded"].read(place.data, "dev")
+    assert len(dev) == 300
+    words = [example.choices[0][0].split() for example in dev]
+    assert {len(picture) for picture in words} == {16}
+    assert {int(word) for picture in words for word in picture} == set(range(17))
+    first, second = (embedded(tmp_path / name, steps=2) for name in ("one", "two"))
+    assert (first.model / "model.safetensors").read_bytes() == (second.model / "model.safetensors").read_bytes()
+    before = (first.model / "model.safetensors").stat().st_mtime_ns
+    assert embedded(tmp_path / "one") == first
+    assert (first.model / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_learns_and_its_record_says_how(finished, common):
+    out, record = finished
+    assert read_record(out) == record
+    assert record.dev.loss < record.start.loss
+    assert record.dev.accuracy > record.baseline["accuracy"]
+    assert set(record.dev.metrics) == {"accuracy", "macro_f1"}
+    assert (record.steps, record.dev.examples, record.train_examples) == (24, 120, 600)
+    assert [step for step, _ in record.losses] == [6, 12, 18, 24]
+    tensors = load_file(out / "adapter" / WEIGHTS)
+    head = [name for name in tensors if "classifier" in name]
+    sizes = {name: tensor.size for name, tensor in tensors.items()}
+    assert record.head_parameters == sum(sizes[name] for name in head) == 650
+    assert record.adapter_parameters == sum(sizes.values()) - 650 == 4 * 2 * 4 * (8 * 2 + 8 * 2)
+    assert record.adapter_bytes == 4 * record.adapter_parameters
+    assert record.file_bytes == (out / "adapter" / WEIGHTS).stat().st_size
+    assert record.versions["torch"] == torch.__version__
+    assert sorted(path.name for path in out.iterdir()) == ["adapter", "layers.jsonl", "record.json"]
+    assert [path.name for path in out.parent.iterdir()] == ["run"]
+
+
+def test_what_was_written_answers_as_what_was_trained(finished, common):
+    out, record = finished
+    assert evaluate(common.replace(init=str(out / "adapter"))) == record.dev
+
+
+def test_an_existing_output_is_not_touched(finished, common):
+    with pytest.raises(CheckpointError, match="run: already exists"):
+        finetune(common, finished[0])
+
+
+def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
+    out, _ = finished
+    lines = [json.loads(line) for line in (out / "layers.jsonl").read_text().splitlines()]
+    assert Counter(line["step"] for line in lines) == dict.fromkeys([0, 6, 12, 18, 24], 4)
+    assert all(line["norm"] == 0.0 and line["lsr_B"]["condition"] is None for line in lines if line["step"] == 0)
+    products = {layer.name: layer for layer in open_checkpoint(out / "adapter").layers}
+    for line in lines[-4:]:
+        left, right = layer_product(products[line["layer"]]).to_lora()
+        assert line["norm"] == pytest.approx(float(np.linalg.norm(left @ right)), rel=1e-4)
+        assert line["lsr_A"]["weights"] == sorted(line["lsr_A"]["weights"], reverse=True)
+        assert len(line["lsr_A"]["weights"]) == 4
+        assert line["lsr_B"]["condition"] >= 0.5  # γ ≥ 1/√s
+
+
+def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
+    task = TASKS["embedded"]
+    settings = common.replace(head_rate=0.5, zero_rate=4.0)
+    found = rates(open_model(settings, place.model, task, 1), settings)
+    fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
+    assert len(fast) == 4
+    assert all("lsr_B" in name for name in fast)
+    assert {rate for name, rate in found.items() if "classifier" in name} == {0.5}
+    plain = common.replace(method="lora")
+    assert set(rates(open_model(plain, place.model, task, 1), plain).values()) == {0.01}
+
+
+def test_whole_batches_hold_every_example_and_like_lengths():
+    lengths = np.random.default_rng(0).integers(1, 100, 250)
+    sampler = WholeBatches(lengths, 32, seed=3)
+    order = list(sampler)
+    assert len(order) == len(sampler) == 256
+    assert set(order) == set(range(250))
+    assert max(Counter(order).values()) == 2
+    batches = np.array(order).reshape(-1, 32)
+    assert np.ptp(lengths[batches], axis=1).max() < 30
+    assert list(WholeBatches(lengths, 32, seed=3)) == order
+    sampler.epoch = 1
+    assert list(sampler) != order
+    assert list(WholeBatches(lengths, 32, seed=4)) != order
+    assert len(list(WholeBatches(lengths[:5], 32, seed=0))) == 32  # fewer examples than a batch
+
+
+KILLED = """
+import os, signal, sys
+from lsrdecomp.training.finetune import finetune
+from lsrdecomp.training.settings import FinetuneSettings
+import json
+settings = FinetuneSettings.from_mapping(json.loads(sys.argv[1]))
+def stop(step):
+    if step.step == 15:
+        os.kill(os.getpid(), signal.SIGKILL)
+finetune(settings, sys.argv[2], on_step=stop)
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path):
+    settings = common.replace(save_every=6, train_examples=300)  # 10 steps an epoch: the kill is within the second
+    command = [sys.executable, "-c", KILLED, json.dumps(settings.to_json()), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "out").exists()
+    (run,) = tmp_path.iterdir()
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-12"}
+    (run / "checkpoints" / "checkpoint-13").mkdir()  # what a kill while saving leaves
+    with (run / "layers.jsonl").open("a") as log:
+        log.write('{"step": 15, "la')
+    with pytest.raises(CheckpointError, match="interrupted run with other settings"):
+        finetune(settings.replace(rate=0.02), tmp_path / "out")
+    seen = []
+    record = finetune(settings, tmp_path / "out", on_step=lambda step: seen.append(step.step))
+    assert seen == list(range(13, 25))
+    whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
+    # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed otherwise.
+    assert [step for step, _ in record.losses] == [step for step, _ in whole.losses]
+    assert [loss for _, loss in record.losses] == pytest.approx([loss for _, loss in whole.losses], rel=1e-5)
+    assert record.dev.loss == pytest.approx(whole.dev.loss, rel=1e-5)
+    logs = [(tmp_path / name / "layers.jsonl").read_text().splitlines() for name in ("out", "whole")]
+    assert [json.loads(line)["step"] for line in logs[0]] == [json.loads(line)["step"] for line in logs[1]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
+    settings = common.replace(patience=2, evaluate_every=3, steps=60, rate=0.05, validation=0.2, log_every=0)
+    first = finetune(settings, tmp_path / "first")
+    other = finetune(settings.replace(dev_examples=20), tmp_path / "other")
+    assert first.train_examples == 480
+    assert first.validation.examples == 120
+    assert first.best_step == other.best_step
+    assert first.best_step <= first.steps - 2 * 3 or first.steps == 60
+    assert first.validation == other.validation
+    assert (first.dev.examples, other.dev.examples) == (120, 20)
+
+
+def test_training_goes_on_from_an_adapter_as_it_is(finished, common, tmp_path):
+    out, record = finished
+    settings = common.replace(init=str(out / "adapter"), steps=2, measure_start=True)
+    more = finetune(settings, tmp_path / "more")
+    assert more.start == record.dev
+    with pytest.raises(SettingsError, match="is LSR, not of method lora"):
+        finetune(settings.replace(method="lora"), tmp_path / "no")
+    with pytest.raises(SettingsError, match="is LSR, not of method lsr-dora"):
+        finetune(settings.replace(method="lsr-dora"), tmp_path / "no")
+    assert [path.name for path in tmp_path.iterdir()] == ["more"]
+
+
+def test_a_compressed_lora_starts_where_its_compression_left_it(common, tmp_path):
+    trained = common.replace(method="lora", rate=0.01)
+    record = finetune(trained, tmp_path / "lora")
+    compressed = compress(open_checkpoint(tmp_path / "lora" / "adapter"), CompressionPlan(separation_rank=16))
+    compressed.save(tmp_path / "lsr")
+    start = evaluate(common.replace(init=str(tmp_path / "lsr")))
+    more = finetune(common.replace(init=str(tmp_path / "lsr"), measure_start=True, steps=4), tmp_path / "more")
+    assert more.start == start
+    assert start.accuracy > record.baseline["accuracy"]
+
+
+def test_the_head_alone(common, tmp_path, place):
+    record = finetune(common.replace(method="head", steps=4), tmp_path / "head")
+    tensors = load_file(tmp_path / "head" / "adapter" / WEIGHTS)
+    assert record.adapter_parameters == record.adapter_bytes == 0
+    assert record.head_parameters == sum(tensor.size for tensor in tensors.values()) == 650
+    base = load_file(place.model / "model.safetensors")
+    head = tensors["base_model.model.classifier.weight"]
+    assert not np.array_equal(head, base["classifier.weight"])
+    frozen = common.replace(head=str(tmp_path / "head" / "adapter"), train_head=False, steps=4, measure_start=True)
+    adapted = finetune(frozen, tmp_path / "frozen")
+    assert adapted.head_parameters == 0
+    assert adapted.start == record.dev
+    kept = load_file(tmp_path / "frozen" / "adapter" / WEIGHTS)
+    assert np.array_equal(kept["base_model.model.classifier.weight"], head)
+    with pytest.raises(CheckpointError, match="no such file"):
+        finetune(frozen.replace(head=str(tmp_path)), tmp_path / "no")
+
+
+def test_a_lost_run_is_said_to_be_lost(common, tmp_path):
+    record = finetune(common.replace(method="lora", rate=1e30, log_every=2), tmp_path / "out")
+    assert record.dev.loss is None
+    assert record.steps < 24
+    assert read_record(tmp_path / "out") == record
+
+
+def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, finished, tmp_path):
+    _, record = finished
+    recomputed = finetune(common.replace(gradient_checkpointing=True), tmp_path / "recomputed")
+    assert [loss for _, loss in recomputed.losses] == pytest.approx([loss for _, loss in record.losses], rel=1e-4)
+    for precision in ("bfloat16", "bfloat16-autocast"):
+        short = finetune(common.replace(precision=precision, steps=6), tmp_path / precision)
+        assert short.losses[0][1] == pytest.approx(record.losses[0][1], rel=0.1)
+        assert short.losses != record.losses[:1]
+
+
+def rows(directory, name, lines):
+    file = TASKS[name].file(directory, "train")
+    file.parent.mkdir(parents=True)
+    for split in ("train", "dev"):
+        TASKS[name].file(directory, split).write_text("\n".join(lines) + "\n")
+
+
+def test_scores_and_choices_are_learnt_too(common, tmp_path):
+    pairs = [(f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 3) for a in range(0, 16, 2) for b in range(0, 16, 3)]
+    rows(tmp_path, "STS-B", ["sentence1\tsentence2\tscore", *(f"{a}\t{b}\t{score}" for a, b, score in pairs)])
+    settings = common.replace(task="STS-B", data=str(tmp_path), steps=30, max_length=16, measure_start=True)
+    record = finetune(settings, tmp_path / "scores")
+    assert record.dev.loss < 0.5 * record.start.loss
+    assert record.dev.accuracy is None
+    assert set(record.dev.metrics) == {"pearson", "spearman"}
+    assert record.head_parameters == 65
+    choices = [
+        {"premise": f"{n}", "choice1": f"{n} {n}", "choice2": "16 0 16", "question": "cause", "label": 0}
+        for n in range(10)
+    ]
+    flipped = [
+        {**row, "choice1": row["choice2"], "choice2": row["choice1"], "label": 1} for row in choices
+    ]  # fmt: skip
+    rows(tmp_path, "COPA", [json.dumps(row) for row in choices + flipped])
+    record = finetune(settings.replace(task="COPA"), tmp_path / "choices")
+    assert record.start.loss == pytest.approx(math.log(2), abs=1.0)
+    assert record.dev.accuracy > 0.8
+    assert record.head_parameters == 65
+
+
+def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch):
+    with pytest.raises(SettingsError, match=r"lsr on nothing_like_it does not fit .*No modules were targeted"):
+        finetune(common.replace(target_modules=("nothing_like_it",)), tmp_path / "no")
+    with pytest.raises(SettingsError, match="c3a"):
+        finetune(common.replace(method="c3a", options={"block_size": 7}), tmp_path / "no")
+    with pytest.raises(SettingsError, match="nowhere is not supported"):
+        finetune(common.replace(report_to=("nowhere",)), tmp_path / "no")
+    if not torch.cuda.is_available():
+        with pytest.raises(SettingsError, match="device is cuda, but torch sees none"):
+            finetune(common.replace(device="cuda"), tmp_path / "no")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LsrError, match=r"qlsr holds the base in 4 bits .*lsrdecomp\[quantized\]"):
+        finetune(common.replace(method="qlsr"), tmp_path / "no")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_are_cut_to_what_the_base_can_read(common, place):
+    opened = open_model(common, place.model, TASKS["embedded"], 1)
+    long = Example(((" ".join(["3"] * 90), None),), 3.0)
+    assert Collator(opened.tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
+    assert Collator(opened.tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
+
+
+def test_judging_by_definition():
+    outputs, labels = np.log([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]), np.array([0, 0, 0])
+    scores = judge(TASKS["SST-2"], outputs, labels)
+    assert scores.loss == pytest.approx(-(math.log(0.5) + math.log(0.9) + math.log(0.2)) / 3)
+    assert scores.accuracy == pytest.approx(2 / 3)
+    assert judge(TASKS["STS-B"], np.array([[1.0], [3.0]]), np.array([0.0, 5.0])).loss == pytest.approx(2.5)
+    assert judge(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
+
+
+def cli(*arguments):
+    command = [sys.executable, "-m", "lsrdecomp.cli.main", "finetune", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_verb(place, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n')
+    done = cli("--config", config, "--method", "lora", "--option", "r=2", "--steps", 2, "--out", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lora: 1,024 parameters and 650 in the head" in done.stdout
+    assert "majority" in done.stdout
+    record = read_record(tmp_path / "out")
+    assert (record.steps, dict(record.settings.options)) == (2, {"r": 2})
+    assert f"{record.dev.metrics['accuracy']:.4f}" in done.stdout
+
+
+def test_the_verb_refuses_in_one_line(tmp_path):
+    given = ("--model", "embedded", "--task", "embedded", "--out", tmp_path / "out")
+    for wrong, message in (
+        (("--rate", "-1"), "rate must be a number above 0"),
+        (("--method", "nora"), "method must be one of lora, rslora"),
+        (("--config", tmp_path / "none.toml"), "none.toml"),
+        (("--out", tmp_path), "already exists"),
+    ):
+        done = cli(*given, *wrong)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_at_the_same_global_batch(common, tmp_path):
+    config = tmp_path / "run.toml"
+    values = {name: value for name, value in common.to_json().items() if value not in (None, {}, [])}
+    config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "-m", "lsrdecomp.cli.main",
+    ]  # fmt: skip
+    command = [*launch, "finetune", "--config", str(config), "--out", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Wrote") == 1
+    two, one = read_record(tmp_path / "two"), finetune(common, tmp_path / "one")
+    assert (two.processes, one.processes) == (2, 1)
+    assert [loss for _, loss in two.losses] == pytest.approx([loss for _, loss in one.losses], rel=1e-5)
+    assert two.dev.loss == pytest.approx(one.dev.loss, rel=1e-5)
+    assert two.dev.metrics == one.dev.metrics
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-autocast"])
+def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    settings = FinetuneSettings.from_mapping({"model": "embedded", "task": "embedded", "precision": precision})
+    assert settings.device == "auto"
+    assert common_arguments(settings, tmp_path)["use_cpu"]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not common_arguments(settings, tmp_path)["use_cpu"]
