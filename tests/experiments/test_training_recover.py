@@ -158,8 +158,11 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("done again")
 
-    for name in ("finetune.finetune", "recover.squeeze", "recover.evaluate", "recover.calibrate"):
-        monkeypatch.setattr(f"lsrdecomp.training.{name}", refuse)
+    for name in (
+        "training.finetune.finetune",
+        *(f"experiments.recover.{name}" for name in ("squeeze", "evaluate", "calibrate")),
+    ):
+        monkeypatch.setattr(f"lsrdecomp.{name}", refuse)
     recover(done[1], done[2], search=SMALL)
 
 
