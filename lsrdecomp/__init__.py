@@ -1,21 +1,35 @@
-"""Matrices and LoRA adapters as short sums of Kronecker products (low separation rank)."""
+"""Matrices and LoRA adapters as short sums of Kronecker products (low separation rank).
 
-from lsrdecomp.analysis import ErrorCurve as ErrorCurve
-from lsrdecomp.analysis import error_curve as error_curve
-from lsrdecomp.checkpoints import open_checkpoint as open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics as read_statistics
-from lsrdecomp.compression.compress import compress as compress
-from lsrdecomp.compression.plan import CompressionPlan as CompressionPlan
-from lsrdecomp.decompose import decompose as decompose
-from lsrdecomp.errors import CheckpointError as CheckpointError
-from lsrdecomp.errors import LsrError as LsrError
-from lsrdecomp.errors import PrecisionError as PrecisionError
-from lsrdecomp.errors import ShapeError as ShapeError
-from lsrdecomp.kronecker.product import SeparatedProduct as SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix as SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape as KroneckerShape
-from lsrdecomp.kronecker.shape import ProductShape as ProductShape
-from lsrdecomp.precision import ErrorBudget as ErrorBudget
-from lsrdecomp.precision import unit_roundoff as unit_roundoff
-from lsrdecomp.solvers.base import Decomposition as Decomposition
-from lsrdecomp.targets.base import LowRank as LowRank
+A matrix
+    `decompose`        the shortest sum of Kronecker products within a tolerance, or of ``rank=`` terms
+    `best_shape`       which shape: the fewest parameters at a tolerance, low rank and dense among them
+    `error_curve`      how the error falls with the number of terms
+    `SeparatedMatrix`  the answer as an operator: ``A @ x``, `to_matrix`, norms, never formed unless asked
+    `recompress`       fewer terms for a `SeparatedMatrix` that has too many
+
+A LoRA adapter
+    `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers
+    `compress`         all its layers under one `CompressionPlan`: so many times smaller, so many bytes, such an error
+    `read_statistics`  what ``lsrdecomp calibrate`` measured, so that errors count what the network does
+
+Sizes and goals
+    `KroneckerShape`, `ProductShape`, `ErrorBudget`, `unit_roundoff`
+
+Errors, each an `LsrError`
+    `BudgetError`, `CheckpointError`, `ConvergenceError`, `PrecisionError`, `ShapeError`
+
+Rooms
+    `solvers`      `SVD`, `BlockGolubKahan`, `ALS`, … to pass as ``solver=`` (the usual ones are here at the top too)
+    `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, streams of rows
+    `kronecker`    shapes, `rearrange`, Kronecker algebra
+    `formats`      number formats of stored factors, mixed precision
+    `analysis`, `plots`         error curves, spectra, Pareto fronts, and their pictures
+    `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
+
+To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
+`lsrdecomp.training`, `lsrdecomp.experiments` (torch), `lsrdecomp.testing` (property tests; hypothesis).
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

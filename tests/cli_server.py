@@ -53,7 +53,7 @@ class Server:
 
 
 def _child(order: dict[str, Any], notes: str) -> None:
-    import lsrdecomp.cli.fleet
+    import lsrdecomp.fleet
     from lsrdecomp.cli.main import run
     from lsrdecomp.fleet.batch import run_job
 
@@ -63,7 +63,7 @@ def _child(order: dict[str, Any], notes: str) -> None:
         os.dup2(quiet, stream)
     os.dup2(os.open(notes + ".err", os.O_WRONLY | os.O_CREAT), 2)
     if order.get("here"):
-        lsrdecomp.cli.fleet.joblib_runner = lambda *_: lambda jobs, plan: (run_job(job, plan) for job in jobs)
+        lsrdecomp.fleet.joblib_runner = lambda *_: lambda jobs, plan: (run_job(job, plan) for job in jobs)
     if "step" in order:
         steps = 0
 
@@ -87,9 +87,11 @@ def _child(order: dict[str, Any], notes: str) -> None:
 
 
 def _serve() -> None:
-    import lsrdecomp.cli.main
-    import lsrdecomp.fleet.runners  # noqa: F401
+    from lsrdecomp import analysis, checkpoints, compression, fleet, plots
 
+    for room in (analysis, checkpoints, compression, fleet, plots):  # loaded here once, not by every child
+        for name in room.__all__:
+            getattr(room, name)
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         for line in sys.stdin:

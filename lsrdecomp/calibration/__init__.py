@@ -1,1 +1,5 @@
-"""K-FAC statistics of a base model's layers, measured on data; needs torch."""
+"""K-FAC statistics of a base model's layers (`calibrate`), and how answers change (`compare_answers`); needs torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp.checkpoints import Checkpoint, LoraLayer, open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
+from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
@@ -19,16 +17,10 @@ from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.compression.compress import compress as compress_checkpoint
-from lsrdecomp.compression.compress import export_lora
-from lsrdecomp.compression.curves import adapter_curves
-from lsrdecomp.compression.html_report import html_report
-from lsrdecomp.compression.layer import layer_pair, layer_product
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
-from lsrdecomp.solvers.svd.dense import tail_norms
-from lsrdecomp.targets.base import LowRank
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint
 
 
 def inspect(
@@ -39,7 +31,7 @@ def inspect(
     max_memory: MaxMemory = None,
 ) -> None:
     """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
-    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     with tables.progress(len(checkpoint.layers), "reading") as advance:
         ranks = []
         for layer in checkpoint.layers:
@@ -80,7 +72,7 @@ def compress(
     With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller still act. Exit
     code 1, and nothing written, if --rtol cannot be met in this storage.
     """
-    plan = CompressionPlan(
+    plan = compression.CompressionPlan(
         rtol=rtol,
         ratio=ratio,
         parameters=params,
@@ -90,14 +82,14 @@ def compress(
         inner_shape=_sizes(inner_shape),
         storage=storage,
     )
-    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     if out is not None:
-        check_output(out, (checkpoint.path,), force)
+        checkpoints.check_output(out, (checkpoint.path,), force)
     elif not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     with tables.steps() as step:
-        statistics = None if calibrated is None else read_statistics(calibrated)
-        result = compress_checkpoint(checkpoint, plan, statistics=statistics, device=device, on_step=step)
+        statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
+        result = compression.compress(checkpoint, plan, statistics=statistics, device=device, on_step=step)
     tables.show(json, tables.layers_table(result.layers, result.totals))
     if not result.met:
         total = result.totals
@@ -109,13 +101,15 @@ def compress(
         tables.show(json, "", *tables.summary(result))
         if out is not None and not dry_run:
             result.save(out, force=force)
-            written = (out / WEIGHTS).stat().st_size
+            written = (out / checkpoints.WEIGHTS).stat().st_size
             tables.show(
                 json, f"Wrote {out}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`."
             )
         if report is not None:
             place = None if dry_run else out
-            tables.write_text(html_report(result, adapter_curves(checkpoint), out=place), report)
+            tables.write_text(
+                compression.html_report(result, compression.adapter_curves(checkpoint), out=place), report
+            )
             tables.show(json, f"Wrote {report}.")
     if json is not None:
         tables.write_json(result.to_json(), json)
@@ -132,9 +126,9 @@ def curve(
 ) -> None:
     """Show how the error of a whole adapter falls with parameters, for each structure."""
     _check_picture(out)
-    checkpoint = open_checkpoint(adapter, name=name, alpha=alpha)
+    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with tables.progress(len(checkpoint.layers), "curves") as advance:
-        curves = adapter_curves(checkpoint, on_layer=advance)
+        curves = compression.adapter_curves(checkpoint, on_layer=advance)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
     if out is not None:
         _draw(checkpoint, curves, out)
@@ -156,8 +150,8 @@ def export(
     max_memory: MaxMemory = None,
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
-    checkpoint = open_checkpoint(adapter, max_memory=max_memory)
-    export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force)
+    checkpoint = checkpoints.open_checkpoint(adapter, max_memory=max_memory)
+    compression.export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force)
     typer.echo(f"Wrote {out}: a {to} adapter, exact up to rounding to {storage}.")
 
 
@@ -177,11 +171,11 @@ def demo(
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
         typer.echo("\nThe same, measured again from the files:")
-        checkpoint = open_checkpoint(source)
+        checkpoint = checkpoints.open_checkpoint(source)
         for name in ("lsr", "lora"):
-            result = verify_checkpoints(checkpoint, open_checkpoint(out / name))
+            result = compression.verify(checkpoint, checkpoints.open_checkpoint(out / name))
             typer.echo(f"  {out / name}: relative Frobenius error {result.relative_error:.6f}")
-        _draw(checkpoint, adapter_curves(checkpoint), out / "curves.png")
+        _draw(checkpoint, compression.adapter_curves(checkpoint), out / "curves.png")
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
@@ -199,6 +193,11 @@ def _sizes(text: str | None) -> tuple[int, ...] | None:
 
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     """‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
+    from lsrdecomp.checkpoints import LoraLayer
+    from lsrdecomp.compression.layer import layer_pair, layer_product
+    from lsrdecomp.solvers.svd.dense import tail_norms
+    from lsrdecomp.targets import LowRank
+
     pair = layer_pair(checkpoint, layer) if isinstance(layer, LoraLayer) else LowRank(*layer_product(layer).to_lora())
     tails = tail_norms(pair.svd[1])
     return pair.norm, next(k for k, tail in enumerate(tails) if tail <= 0.01 * tails[0])

@@ -7,16 +7,18 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from lsrdecomp import training
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import JsonFile
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.training.record import Record
-from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+
+if TYPE_CHECKING:
+    from lsrdecomp.training.record import Record
 
 
 def finetune(
@@ -91,7 +93,7 @@ def finetune(
         "save_every": save_every,
         "report_to": _list(report_to),
     }
-    settings = FinetuneSettings.from_mapping(
+    settings = training.FinetuneSettings.from_mapping(
         _table(config) | {name: value for name, value in given.items() if value is not None}
     )
     if out.exists():
@@ -145,7 +147,7 @@ def _table(config: Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:  # bad TOML or bad UTF-8
-        raise SettingsError(f"{config}: {error}") from error
+        raise training.SettingsError(f"{config}: {error}") from error
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -9,12 +9,11 @@ from typing import Annotated
 
 import typer
 
+from lsrdecomp import compression
+from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import JsonFile, MaxMemory, SolveDevice
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet.batch import Outcome, find_adapters, run_fleet, summary
-from lsrdecomp.fleet.runners import joblib_runner, ray_runner
 
 
 def fleet(
@@ -33,19 +32,23 @@ def fleet(
 
     Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
     """
-    compression = read_plan(plan)
-    runner = joblib_runner(workers, device, per_gpu) if ray is None else ray_runner(ray, device=device, per_gpu=per_gpu)
-    with tables.progress(len(find_adapters(indir)), "adapters") as advance:
-        outcomes = run_fleet(
+    settings = read_plan(plan)
+    runner = (
+        many.joblib_runner(workers, device, per_gpu)
+        if ray is None
+        else many.ray_runner(ray, device=device, per_gpu=per_gpu)
+    )
+    with tables.progress(len(many.find_adapters(indir)), "adapters") as advance:
+        outcomes = many.run_fleet(
             indir,
             outdir,
-            compression,
+            settings,
             runner=runner,
             retries=retries,
             max_memory=max_memory,
             on_outcome=lambda outcome, _: advance(outcome),
         )
-    counts = summary(outcomes)
+    counts = many.summary(outcomes)
     if json is not None:
         tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
     if json is None or str(json) != "-":
@@ -54,7 +57,7 @@ def fleet(
         raise typer.Exit(1)
 
 
-def read_plan(path: Path) -> CompressionPlan:
+def read_plan(path: Path) -> compression.CompressionPlan:
     """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8")).get("compress")
@@ -62,12 +65,12 @@ def read_plan(path: Path) -> CompressionPlan:
         raise LsrError(f"{path}: {error}") from error
     if not isinstance(table, dict):
         raise LsrError(f"{path}: has no table [compress]")
-    known = [field.name for field in fields(CompressionPlan)]
+    known = [field.name for field in fields(compression.CompressionPlan)]
     unknown = [key for key in table if key not in known]
     if unknown:
         raise LsrError(f"{path}: unknown key {unknown[0]!r} in [compress]; known: {', '.join(known)}")
     try:
-        return CompressionPlan(**table)
+        return compression.CompressionPlan(**table)
     except (LsrError, TypeError, ValueError) as error:
         raise LsrError(f"{path}: {error}") from error
 
@@ -75,8 +78,8 @@ def read_plan(path: Path) -> CompressionPlan:
 MOST_ROWS = 20
 
 
-def _show(outcomes: list[Outcome]) -> None:
-    output, counts = tables.console(), summary(outcomes)
+def _show(outcomes: list[many.Outcome]) -> None:
+    output, counts = tables.console(), many.summary(outcomes)
     troubled = [outcome for outcome in outcomes if outcome.state != "done"]
     if troubled:
         output.print(tables.outcome_table(troubled[:MOST_ROWS]))

@@ -10,18 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lsrdecomp.analysis import ErrorCurve
-from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.compression.compress import Compression
-from lsrdecomp.compression.report import LayerReport, Totals
-from lsrdecomp.compression.verify import Verification
-from lsrdecomp.fleet.batch import Outcome
+from lsrdecomp import checkpoints
+
+if TYPE_CHECKING:
+    from lsrdecomp.analysis import ErrorCurve
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import Compression, LayerReport, Totals, Verification
+    from lsrdecomp.fleet import Outcome
 
 PLAIN_WIDTH = 220
 """Columns of a table that goes to a file or a pipe, where nothing should be folded."""
@@ -175,13 +176,21 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]])
             layer.kind,
             f"{layer.out_features}×{layer.in_features}",
             str(layer.rank),
-            "LoRA" if isinstance(layer, LoraLayer) else f"{layer.left_rank}+{layer.right_rank} × {layer.shape}",
+            "LoRA"
+            if isinstance(layer, checkpoints.LoraLayer)
+            else f"{layer.left_rank}+{layer.right_rank} × {layer.shape}",
             f"{layer.parameters:,}",
             layer.dtype,
             f"{norm:.4g}",
             str(enough),
         )
     return table
+
+
+def _structure(layer: Any) -> str:
+    if isinstance(layer, checkpoints.LoraLayer):
+        return "LoRA"
+    return f"{layer.left_rank}+{layer.right_rank} × {layer.shape}"
 
 
 def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Table:

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Alpha, JsonFile, MaxMemory, Name
-from lsrdecomp.compression.verify import Verification
-from lsrdecomp.compression.verify import verify as verify_checkpoints
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -42,8 +40,8 @@ def verify(
     """
     if (base is None) != (text is None and task is None) or (text is not None and task is not None):
         raise LsrError("answers are compared on a base and texts: give --base with --text FILE or --task DIR")
-    given = open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
-    result = verify_checkpoints(given, open_checkpoint(written, max_memory=max_memory))
+    given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
+    result = compression.verify(given, checkpoints.open_checkpoint(written, max_memory=max_memory))
     answers = None if base is None else _behaviour(base, source, written, text, task, batch, max_length, device)
     tables.show(json, tables.verification_table(result))
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
@@ -95,7 +93,7 @@ def _sentences(answers: Behaviour) -> Iterator[str]:
         yield f"The likeliest answer is the same for {answers.agreement:.2%}."
 
 
-def _complaints(result: Verification, source: Path) -> Iterator[str]:
+def _complaints(result: compression.Verification, source: Path) -> Iterator[str]:
     if result.changed_files:
         yield f"{', '.join(result.changed_files)} changed since it was written: its SHA-256 is not the recorded one"
     differing = [layer.name for layer in result.layers if not layer.agrees]

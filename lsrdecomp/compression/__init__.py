@@ -1,0 +1,9 @@
+"""All layers of an adapter under one budget: `compress` with a `CompressionPlan` gives a `Compression`, to `save`.
+
+`adapter_curves` shows what a budget would cost, `html_report` puts a result on one page, `verify` measures two files
+against each other, `export_lora` writes a plain LoRA of the same ΔW.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

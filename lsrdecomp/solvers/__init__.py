@@ -1,0 +1,23 @@
+"""Solvers: frozen values to pass as ``solver=``; each turns a target into a separated matrix or product.
+
+Two factors
+    `SVD`              full singular value decomposition of the rearrangement; the best answer
+    `Gram`             through the smaller Gram matrix; cheaper while the error is above about 1e-5
+    `BlockGolubKahan`  Krylov spaces, for large matrices and few terms; states by how much it may exceed the optimum
+    `BatchedKrylov`    many small matrices of one size at once
+    `Greedy`           terms of different shapes
+
+Any number of factors
+    `ALS`              penalised alternating least squares, then Levenberg–Marquardt
+    `TensorLyCP`       TensorLy's parafac, for comparison
+
+Pairs (the two sides of a LoRA layer)
+    `JointALS`         least squares of the product, in a weighted norm if there are statistics
+    `FactorwiseSVD`    each side by itself
+
+`Decomposition`, `Solution`, `Status`, `Sweep`, `Solver` are the records and the contract; `solvers.base` explains them.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,6 @@
+# Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
+from .calibrate import Calibration as Calibration
+from .calibrate import calibrate as calibrate
+from .divergence import Behaviour as Behaviour
+from .divergence import compare_answers as compare_answers
+from .divergence import divergence as divergence

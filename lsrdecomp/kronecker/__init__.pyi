@@ -1,0 +1,25 @@
+# Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
+from .algebra import hadamard as hadamard
+from .algebra import inner as inner
+from .algebra import inverse as inverse
+from .algebra import product as product
+from .algebra import to_linear_operator as to_linear_operator
+from .algebra import trace as trace
+from .cp import from_cp as from_cp
+from .cp import to_cp as to_cp
+from .product import SeparatedProduct as SeparatedProduct
+from .product import low_rank_product as low_rank_product
+from .rearrange import apply_sum_of_kroneckers as apply_sum_of_kroneckers
+from .rearrange import commutation_matrix as commutation_matrix
+from .rearrange import inverse_rearrange as inverse_rearrange
+from .rearrange import khatri_rao as khatri_rao
+from .rearrange import kron as kron
+from .rearrange import rearrange as rearrange
+from .rearrange import sum_of_kroneckers as sum_of_kroneckers
+from .separated import SeparatedMatrix as SeparatedMatrix
+from .shape import KroneckerShape as KroneckerShape
+from .shape import ProductShape as ProductShape
+from .shape import balanced_split as balanced_split
+from .shape import divisors as divisors
+from .shape import kronecker_shapes as kronecker_shapes
+from .shape import splits as splits

@@ -1,0 +1,18 @@
+# Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
+from .base import Dense as Dense
+from .base import LowRank as LowRank
+from .base import Rearranged as Rearranged
+from .base import Target as Target
+from .operator import Operator as Operator
+from .operator import Separated as Separated
+from .operator import Sparse as Sparse
+from .operator import as_target as as_target
+from .row_stream import RowStream as RowStream
+from .weighted import weighted_norm as weighted_norm
+from .weighted import weighted_residual_norm as weighted_residual_norm
+from .weighted import weighted_svd as weighted_svd
+from .weighted import weighted_truncation as weighted_truncation
+from .weights import KroneckerWeight as KroneckerWeight
+from .weights import LowRankPlusIdentity as LowRankPlusIdentity
+from .weights import NormWeights as NormWeights
+from .weights import Weight as Weight
