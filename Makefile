@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs lint types check clean
+.PHONY: demo test docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
@@ -18,6 +18,10 @@ docs: .venv/docs
 lint: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+format: .venv/test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 types: .venv/test
 	$(BIN)/mypy
