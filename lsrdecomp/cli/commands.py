@@ -14,7 +14,7 @@ from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
-from lsrdecomp.cli.options import Adapter, Alpha, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage
+from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import LsrError
@@ -27,6 +27,8 @@ def inspect(
     adapter: Adapter,
     name: Name = None,
     alpha: Alpha = None,
+    wide: Wide = False,
+    each: Each = False,
     json: JsonFile = None,
     max_memory: MaxMemory = None,
 ) -> None:
@@ -37,7 +39,7 @@ def inspect(
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
             advance(layer)
-    tables.show(json, tables.checkpoint_table(checkpoint, ranks), _describe(checkpoint))
+    tables.show(json, tables.checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
 
@@ -61,6 +63,8 @@ def compress(
     report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
     name: Name = None,
     alpha: Alpha = None,
+    wide: Wide = False,
+    each: Each = False,
     json: JsonFile = None,
     force: Force = False,
     max_memory: MaxMemory = None,
@@ -90,7 +94,7 @@ def compress(
     with tables.steps() as step:
         statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
         result = compression.compress(checkpoint, plan, statistics=statistics, device=device, on_step=step)
-    tables.show(json, tables.layers_table(result.layers, result.totals))
+    tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)
     if not result.met:
         total = result.totals
         tables.say(

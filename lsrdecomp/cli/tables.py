@@ -14,30 +14,35 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from lsrdecomp import checkpoints
+from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
+from lsrdecomp.cli.layer_tables import layers_table as layers_table
+from lsrdecomp.cli.layer_tables import verification_table as verification_table
+from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import Compression, LayerReport, Totals, Verification
+    from lsrdecomp.compression import Compression
     from lsrdecomp.fleet import Outcome
 
-PLAIN_WIDTH = 220
-"""Columns of a table that goes to a file or a pipe, where nothing should be folded."""
+PLAIN_WIDTH = 130
+"""Columns of a table that goes to a file or a pipe, where COLUMNS does not say otherwise."""
+WIDE = 1000
+"""Columns where all that is known of a layer is asked for."""
 
 
-def console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+def console(wide: bool = False) -> Console:
+    """Standard output, as wide as the terminal, as COLUMNS says, or as all columns need."""
+    plain = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
+    return Console(width=WIDE if wide else plain, highlight=False, soft_wrap=False)
 
 
-def show(json: Path | None, *parts: Any) -> None:
-    """Print for people, unless standard output is for the machine."""
+def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
+    """Print for people, unless standard output is for the machine. Sentences are left whole for a pipe to fold."""
     if json is None or str(json) != "-":
-        output = console()
+        output = console(wide)
         for part in parts:
-            output.print(part)
+            output.print(part, soft_wrap=isinstance(part, str) and not sys.stdout.isatty())
 
 
 def say(message: str) -> None:
@@ -109,40 +114,6 @@ def write_text(text: str, path: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def layers_table(layers: Sequence[LayerReport], total: Totals) -> Table:
-    """What each layer became; with statistics, the error in function stands beside that in numbers."""
-    functional = total.functional_error is not None
-    columns = ("layer", "matrix", "rank", "structure", "shape", "terms", "parameters", "storage", "‖·‖_F error")
-    table = _table(*columns, *(("in function",) if functional else ()), "γ")
-    for layer in layers:
-        left, right = layer.separation_ranks
-        table.add_row(
-            layer.name,
-            f"{layer.rows}×{layer.columns}",
-            str(layer.source_rank),
-            layer.structure,
-            layer.shape,
-            f"{left}" if left == right else f"{left}+{right}",
-            f"{layer.parameters:,} of {layer.parameters_before:,}",
-            layer.storage if layer.parameters else "",
-            f"{layer.relative_error:.3g}{'' if layer.met else ' !'}",
-            *((f"{layer.functional_error:.3g}",) if functional else ()),
-            f"{layer.condition:.2f}",
-        )
-    table.add_section()
-    table.add_row(
-        f"{total.layers} layers",
-        *[""] * 5,
-        f"{total.parameters:,} of {total.parameters_before:,}",
-        "",
-        f"{total.relative_error:.3g}",
-        *((f"{total.functional_error:.3g}",) if functional else ()),
-        "",
-        style="bold",
-    )
-    return table
-
-
 def summary(result: Compression) -> Iterator[str]:
     """The compression in sentences one can act on."""
     total = result.totals
@@ -167,95 +138,45 @@ def summary(result: Compression) -> Iterator[str]:
         yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
 
 
-def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]]) -> Table:
-    """What an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
-    table = _table("layer", "kind", "matrix", "rank", "structure", "parameters", "dtype", "‖ΔW‖", "rank for 1 %")
-    for layer, (norm, enough) in zip(checkpoint.layers, ranks, strict=True):
-        table.add_row(
-            layer.name,
-            layer.kind,
-            f"{layer.out_features}×{layer.in_features}",
-            str(layer.rank),
-            "LoRA"
-            if isinstance(layer, checkpoints.LoraLayer)
-            else f"{layer.left_rank}+{layer.right_rank} × {layer.shape}",
-            f"{layer.parameters:,}",
-            layer.dtype,
-            f"{norm:.4g}",
-            str(enough),
-        )
-    return table
-
-
-def _structure(layer: Any) -> str:
-    if isinstance(layer, checkpoints.LoraLayer):
-        return "LoRA"
-    return f"{layer.left_rank}+{layer.right_rank} × {layer.shape}"
-
-
-def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Table:
+def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
     """Errors against parameters, with a bar; ``reference`` is the parameter count of the LoRA itself."""
-    table = _table("structure", "terms", "parameters", "of LoRA", "error", "")
+    sheet = Sheet(
+        (
+            Column("structure", 0, "left", name=True),
+            Column("terms", 1),
+            Column("parameters"),
+            Column("of LoRA", 2),
+            Column("error"),
+            Column("", 3, "left"),
+        )
+    )
     for curve in curves:
         for rank, count, error in zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True):
             share = f"{100 * count / reference:.1f} %"
-            table.add_row(
-                curve.label, str(rank), f"{count:,}", share, f"{error:.3g}", "█" * round(24 * min(error, 1.0))
-            )
-        table.add_section()
-    return table
+            bar = "█" * round(24 * min(error, 1.0))
+            sheet.add_row(curve.label, str(rank), f"{count:,}", share, f"{error:.3g}", bar)
+    return sheet
 
 
-def verification_table(result: Verification) -> Table:
-    """Errors measured anew beside those the writer recorded."""
-    table = _table("layer", "parameters", "‖ΔW‖", "error now", "recorded", "")
-    for layer in result.layers:
-        recorded = "–" if layer.recorded_error is None else f"{layer.recorded_error:.3g}"
-        mark = "" if layer.agrees else "differs"
-        table.add_row(
-            layer.name, f"{layer.parameters:,}", f"{layer.norm:.4g}", f"{layer.relative_error:.3g}", recorded, mark
-        )
-    return table
-
-
-def outcome_table(outcomes: Sequence[Outcome]) -> Table:
+def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:
     """Adapters of a fleet that did not end well, and why."""
-    table = _table("adapter", "state", "reason")
+    sheet = Sheet(
+        (Column("adapter", 0, "left", True), Column("state", 0, "left"), Column("reason", 0, "left", prose=True))
+    )
     for outcome in outcomes:
-        table.add_row(outcome.name, outcome.state, outcome.message)
-    return table
+        sheet.add_row(outcome.name, outcome.state, outcome.message)
+    return sheet
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of text that was made elsewhere."""
-    table = _table(*head)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-LEFT = (
-    "layer",
-    "adapter",
-    "kind",
-    "structure",
-    "shape",
-    "dtype",
-    "storage",
-    "state",
-    "reason",
-    "method",
-    "task",
-    "against",
-    "",
-)
-FOLDED = ("layer", "adapter", "reason", "against")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(
-            column, justify="left" if column in LEFT else "right", overflow="fold", no_wrap=column not in FOLDED
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Sheet:
+    """A table of text that was made elsewhere: the first column names, the last ones leave first where it is narrow."""
+    columns = [
+        Column(
+            name,
+            place,
+            "left" if place == 0 or name in ("method", "task", "against", "structure") else "right",
+            name=place == 0,
         )
-    return table
+        for place, name in enumerate(head)
+    ]
+    return Sheet(columns, list(rows))

@@ -11,7 +11,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import Alpha, JsonFile, MaxMemory, Name
+from lsrdecomp.cli.options import Alpha, Each, JsonFile, MaxMemory, Name, Wide
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ def verify(
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     name: Name = None,
     alpha: Alpha = None,
+    wide: Wide = False,
+    each: Each = False,
     json: JsonFile = None,
     max_memory: MaxMemory = None,
 ) -> None:
@@ -43,7 +45,7 @@ def verify(
     given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     result = compression.verify(given, checkpoints.open_checkpoint(written, max_memory=max_memory))
     answers = None if base is None else _behaviour(base, source, written, text, task, batch, max_length, device)
-    tables.show(json, tables.verification_table(result))
+    tables.show(json, tables.verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if answers is not None:
         tables.show(json, *_sentences(answers))

@@ -1,0 +1,105 @@
+"""A table that fits the terminal: columns leave by priority, names are shortened in their middle, digits never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+GAP = 2
+"""Blanks between two columns."""
+LEAST_NAME = 14
+"""A name is shortened to no fewer characters than this."""
+FAIR_NAME = 30
+"""Columns that can be spared leave before a name is shortened below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: ``rank`` 0 always stays, the largest rank leaves first; a ``name`` may be shortened, nothing else."""
+
+    head: str
+    rank: int = 0
+    justify: Literal["left", "right"] = "right"
+    name: bool = False
+    prose: bool = False  # a sentence: may run over several lines
+
+
+@dataclass
+class Sheet:
+    """Rows of text under columns; laid out when it is printed, for the width it is printed at."""
+
+    columns: Sequence[Column]
+    rows: list[Sequence[str]] = field(default_factory=list)
+    total: Sequence[str] | None = None
+
+    def add_row(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.laid_out(options.max_width)
+
+    def laid_out(self, width: int) -> Table:
+        """The table at a width: the columns that fit, every number whole."""
+        kept = self._kept(width)
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
+        for place in kept:
+            column = self.columns[place]
+            table.add_column(
+                column.head,
+                justify=column.justify,
+                no_wrap=not column.prose,
+                overflow="fold" if column.prose else "crop",
+                min_width=None if column.prose else self._width(place, column.name),
+            )
+        room = width + GAP - sum(self._width(place) + GAP for place in kept if not self.columns[place].name)
+        names = max(1, sum(self.columns[place].name for place in kept))
+        most = max(LEAST_NAME, (room - GAP * names) // names)
+        for row in self.rows:
+            table.add_row(*(self._cell(row, place, most) for place in kept))
+        if self.total is not None:
+            table.add_section()
+            table.add_row(*(self._cell(self.total, place, most) for place in kept), style="bold")
+        return table
+
+    def _kept(self, width: int) -> list[int]:
+        """Columns that fit: the least needed leaves until they do, or until only those that must stay are left."""
+        places = [place for place, column in enumerate(self.columns) if self._filled(place)]
+        while sum(self._width(place, least=True) + GAP for place in places) - GAP > width:
+            droppable = [place for place in places if self.columns[place].rank]
+            if not droppable:
+                break
+            places.remove(max(droppable, key=lambda place: (self.columns[place].rank, place)))
+        return places
+
+    def _filled(self, place: int) -> bool:
+        return not self.rows or any(row[place] for row in self._all_rows())
+
+    def _width(self, place: int, least: bool = False) -> int:
+        column = self.columns[place]
+        widest = max((cell_len(row[place]) for row in self._all_rows()), default=0)
+        if least and (column.name or column.prose):
+            widest = min(widest, FAIR_NAME)
+        return max(cell_len(column.head), widest)
+
+    def _all_rows(self) -> Iterable[Sequence[str]]:
+        return self.rows if self.total is None else [*self.rows, self.total]
+
+    def _cell(self, row: Sequence[str], place: int, most: int) -> str:
+        return shortened(row[place], most) if self.columns[place].name else row[place]
+
+
+def shortened(name: str, most: int) -> str:
+    """A name with its middle left out where it is longer than ``most``: its end tells layers apart.
+
+    >>> shortened("model.layers.11.self_attn.q_proj", 20)
+    'model.…f_attn.q_proj'
+    """
+    if cell_len(name) <= most:
+        return name
+    tail = (2 * most) // 3
+    return f"{name[: most - tail - 1]}…{name[-tail:]}"

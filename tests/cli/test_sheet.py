@@ -1,0 +1,106 @@
+"""Tables fit the terminal: at 80, 100 and 130 columns no line is longer, no digit is lost, and what matters stays."""
+
+import io
+import re
+
+import pytest
+from console import lsr
+from rich.console import Console
+
+from lsrdecomp.cli import layer_tables
+from lsrdecomp.cli.layer_tables import FOLD_ABOVE, group_name, kind_of, layers_table
+from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.compression.report import LayerReport, totals
+
+WIDTHS = (80, 100, 130)
+
+
+def printed(renderable, width):
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(renderable)
+    return out.getvalue()
+
+
+def report(name, **changes):
+    facts = {
+        "name": name, "kind": "linear", "rows": 11008, "columns": 4096, "source_rank": 16, "structure": "LSR",
+        "shape": "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)", "separation_ranks": (12, 7), "parameters_before": 241664,
+        "parameters": 12345, "bytes": 49380, "norm": 2.0, "relative_error": 0.0123, "functional_norm": 3.0,
+        "functional_error": 0.00456, "condition": 1.25, "storage": "float32", "met": True,
+    }  # fmt: skip
+    return LayerReport(**{**facts, **changes})
+
+
+def model(layers, **changes):
+    kinds = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+    return [report(f"base.model.layers.{i}.{kind}", **changes) for i in range(layers) for kind in kinds]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_a_table_of_layers_fits_and_loses_no_digit(width, count):
+    layers = model(count)
+    text = printed(layers_table(layers, totals(layers)), width)
+    assert max(map(len, text.splitlines())) <= width
+    if 3 * count > FOLD_ABOVE:
+        assert f"{count} layers mlp.down_proj" in text
+        assert f"{count * 12345:,}" in text
+    else:
+        assert text.count("12,345") >= 3 * count
+    assert f"{3 * count * 12345:,}" in text.splitlines()[-1]
+    for cell in ("structure", "parameters", "K-FAC error", "0.00456", "LSR"):
+        assert cell in text
+
+
+def test_wide_shows_all_that_is_known():
+    layers = model(1)
+    text = printed(layers_table(layers, totals(layers)), 1000)
+    for cell in ("11008×4096", "(32×2 ⊗ 16×2 ⊗ 8×4)(2×16 ⊗ 2×16 ⊗ 4×16)", "12+7", "1.25", "241,664"):
+        assert cell in text
+
+
+def test_a_long_name_loses_its_middle_and_nothing_else():
+    sheet = Sheet((Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)))
+    sheet.add_row("transformer." + "block." * 20 + "q_proj", "123,456,789", "0.0625")
+    text = printed(sheet, 60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert "123,456,789" in text
+    assert "0.0625" in text
+    assert re.search(r"transformer.*….*q_proj", text)
+
+
+def test_layers_of_a_group_count_as_one():
+    """Relative errors combine through the norms, parameters add up, and a layer that misses its tolerance shows."""
+    layers = [
+        *model(20, relative_error=0.3, norm=1.0),
+        report("base.model.layers.20.mlp.down_proj", relative_error=0.4, norm=2.0, met=False),
+    ]
+    line = next(x for x in printed(layers_table(layers, totals(layers)), 130).splitlines() if "down_proj" in x)
+    assert line.startswith("21 layers mlp.down_proj")
+    assert f"{((20 * 0.09 + 4 * 0.16) / (20 + 4)) ** 0.5:.3g} !" in line
+    alone = printed(layers_table(layers, totals(layers), each=True), 130)
+    assert len(alone.splitlines()) > 61
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.11.self_attn.q_proj", "self_attn.q_proj"),
+        ("unet_down_blocks_0_attn_to_q", "attn_to_q"),
+        ("unet:7", "unet"),
+        ("classifier", "classifier"),
+    ],
+)
+def test_what_a_layer_is_without_where_it_is(name, kind):
+    assert kind_of(name) == kind
+    assert group_name([name], 0) == name
+
+
+def test_columns_is_honoured_when_piped(monkeypatch):
+    demo = layer_tables.__file__.replace("layer_tables.py", "demo_adapter")
+    wide = lsr("inspect", demo)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = lsr("inspect", demo)
+    assert (wide.returncode, narrow.returncode) == (0, 0)
+    table = narrow.stdout.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 60 < max(map(len, wide.stdout.split("\n\n")[0].splitlines()))
