@@ -10,9 +10,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import TOKEN_HEADS, Batch, CalibrationError, answer_mask
-from lsrdecomp.calibration.fisher import Head, answer_logits
+from lsrdecomp.calibration.calibrate import TOKEN_HEADS, Batch, CalibrationError
+from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.errors import ShapeError
 
 ENTRIES = 2**22
@@ -33,6 +34,7 @@ class Behaviour:
     kl: float
     agreement: float | None  # share of answers whose likeliest class is the same; None for a regression
     effect: float
+    standard_error: float | None = None  # of `kept`, over examples; None for fewer than two
 
     @property
     def kept(self) -> float | None:
@@ -40,71 +42,138 @@ class Behaviour:
         return 1.0 - self.kl / self.effect if self.effect > 0.0 else None
 
 
-def compare_answers(
-    source: Base, written: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
-) -> Behaviour:
-    """Let a base with two adapters answer the same questions.
+class Reference:
+    """A source's answers to some batches, kept so that many written forms can be compared with it.
 
     Parameters
     ----------
-    source, written : Base
-        As `load_pair` opens them.
+    source : Base
+        The base with the adapter whose answers are wanted.
     batches : iterable of mappings
-        What the models are called with, as `calibration.base_model.batches` makes them. Padding is no question.
+        What models are called with, as `calibration.base_model.batches` makes them. Padding is no question.
     on_batch : callable, optional
         Called after every batch with the number of examples so far.
 
-    Returns
-    -------
-    Behaviour
-
     Raises
     ------
-    ShapeError
-        If the models do not answer alike.
     CalibrationError
         If there was nothing to answer.
 
     Notes
     -----
+    Costs two forward passes a batch (with ΔW and without), and one more for each comparison. Between them are held the
+    batches and what `keep_answers` keeps: the logits of few classes, or one row of the model's width for each token.
+    """
+
+    def __init__(
+        self, source: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
+    ) -> None:
+        self.head = source.head
+        self._parts: list[tuple[Batch, Callable[[], Tensor], Tensor]] = []
+        effects = []
+        for batch in batches:
+            answers, recall = keep_answers(source, batch)
+            with torch.no_grad(), without_delta(source.model):
+                bare = ask(source, batch)
+            self._parts.append((batch, recall, answers.counts))
+            effects.append(summed(divergences(answers.logits, bare.logits, self.head), answers.counts))
+            if on_batch is not None:
+                on_batch(sum(len(counts) for _, _, counts in self._parts))
+        counts = [counts for _, _, counts in self._parts]
+        self.counts = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.long)
+        if int(self.counts.sum()) == 0:
+            raise CalibrationError("the texts give nothing to answer")
+        self.effects = torch.cat(effects)
+
+    @property
+    def examples(self) -> int:
+        return len(self.counts)
+
+    @property
+    def effect(self) -> float:
+        """KL(source ‖ no ΔW), nats per answer."""
+        return float(self.effects.sum()) / int(self.counts.sum())
+
+    def compare(self, written: Base, *, first: int | None = None) -> Behaviour:
+        """Let another adapter answer the same batches, or the ``first`` batches of them.
+
+        Raises `ShapeError` if the models do not answer alike.
+        """
+        lost, agreeing = [], 0.0
+        parts = self._parts[:first]
+        with torch.no_grad():
+            for batch, recall, counts in parts:
+                old, new = recall(), ask(written, batch).logits
+                if old.shape != new.shape:
+                    raise ShapeError(f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}")
+                lost.append(summed(divergences(old, new, self.head), counts))
+                agreeing += float((old.argmax(-1) == new.argmax(-1)).sum())
+        total = torch.cat(lost)
+        return self._behaviour(total, agreeing)
+
+    def _behaviour(self, lost: Tensor, agreeing: float) -> Behaviour:
+        examples = len(lost)
+        answers, effects = int(self.counts[:examples].sum()), self.effects[:examples]
+        return Behaviour(
+            examples=examples,
+            answers=answers,
+            unit="token" if self.head in TOKEN_HEADS else "example",
+            kl=float(lost.sum()) / answers,
+            agreement=None if self.head is Head.regression else agreeing / answers,
+            effect=float(effects.sum()) / answers,
+            standard_error=ratio_error(lost, effects),
+        )
+
+
+def compare_answers(
+    source: Base, written: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
+) -> Behaviour:
+    """Let a base with two adapters answer the same questions, once; arguments and errors as `Reference`.
+
     Costs three forward passes a batch.
     """
-    head = source.head
-    examples = answers = 0
-    kl = effect = agreeing = 0.0
-    with torch.no_grad():
-        for batch in batches:
-            inputs = {key: value.to(next(source.model.parameters()).device) for key, value in batch.items()}
-            mask = answer_mask(inputs, head)
-            given = [answer_logits(each.model(**inputs).logits, head, mask) for each in (source, written)]
-            with without_delta(source.model):
-                given.append(answer_logits(source.model(**inputs).logits, head, mask))
-            if given[0].shape != given[1].shape:
-                raise ShapeError(f"answers of shape {tuple(given[1].shape)} against {tuple(given[0].shape)}")
-            examples, answers = examples + len(inputs["input_ids"]), answers + len(given[0])
-            kl, effect = kl + divergence(given[0], given[1], head), effect + divergence(given[0], given[2], head)
-            agreeing += float((given[0].argmax(-1) == given[1].argmax(-1)).sum())
-            if on_batch is not None:
-                on_batch(examples)
-    if answers == 0:
-        raise CalibrationError("the texts give nothing to answer")
-    agreement = None if head is Head.regression else agreeing / answers
-    unit = "token" if head in TOKEN_HEADS else "example"
-    return Behaviour(examples, answers, unit, kl / answers, agreement, effect / answers)
+    return Reference(source, batches, on_batch=on_batch).compare(written)
 
 
 def divergence(old: Tensor, new: Tensor, head: Head) -> float:
     """Σ KL(old ‖ new) over the answers of logits (answers, classes), in nats."""
-    total = 0.0
+    return float(divergences(old, new, head).sum())
+
+
+def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
+    """KL(old ‖ new) of every answer of logits (answers, classes), in nats: (answers,), in double precision on the CPU.
+
+    Of a regression, half the squared difference.
+    """
     step = max(1, ENTRIES // old.shape[-1])
+    found = [torch.zeros(0, dtype=torch.float64)]
     for first, second in zip(torch.split(old, step), torch.split(new, step), strict=True):
-        one, other = first.cpu().double(), second.cpu().double()
+        one, other = (each.cpu().double() if each.device.type == "mps" else each.double() for each in (first, second))
         if head is Head.regression:
-            total += float((one - other).square().sum()) / 2
+            each = (one - other).square().sum(-1) / 2
         else:
             one, other = one.log_softmax(-1), other.log_softmax(-1)
-            total += float((one.exp() * (one - other)).sum())
-    return total
+            each = (one.exp() * (one - other)).sum(-1)
+        found.append(each.cpu())
+    return torch.cat(found)
+
+
+def summed(values: Tensor, counts: Tensor) -> Tensor:
+    """Sums of the values (answers,) of each example, (examples,)."""
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return torch.zeros(len(counts), dtype=values.dtype).index_add_(0, owner, values)
+
+
+def ratio_error(lost: Tensor, effects: Tensor) -> float | None:
+    """Standard error of 1 − Σ lost / Σ effects over examples, which are the units drawn: the jackknife of a ratio.
+
+    None for fewer than two examples, or where leaving one out leaves no effect.
+    """
+    count, rest = len(lost), effects.sum() - effects
+    if count < 2 or bool((rest <= 0.0).any()):
+        return None
+    shares = (lost.sum() - lost) / rest
+    return float(((count - 1) / count * (shares - shares.mean()).square().sum()).sqrt())
 
 
 @contextmanager

@@ -91,6 +91,9 @@ def _sentences(answers: Behaviour) -> Iterator[str]:
         f"Divergence of the answers on {what}: {answers.kl:.4g} nats per {answers.unit}; "
         f"without ΔW it would be {answers.effect:.4g}."
     )
+    if answers.kept is not None:
+        error = "" if answers.standard_error is None else f" ± {100 * answers.standard_error:.1f}"
+        yield f"It keeps {100 * answers.kept:.1f}{error} % of what the adapter does."
     if answers.agreement is not None:
         yield f"The likeliest answer is the same for {answers.agreement:.2%}."
 

@@ -10,8 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from tiny_bases import TEXTS, make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
@@ -20,38 +19,8 @@ from lsrdecomp.calibration.divergence import compare_answers, divergence, withou
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.main import app  # noqa: E402
-from lsrdecomp.compression.compress import compress, export_lora  # noqa: E402
-from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.compression.compress import export_lora  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-
-WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))
-TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) for i in range(20)]
-
-
-def make_model(kind, labels=3):
-    torch.manual_seed(0)
-    if kind == "SEQ_CLS":
-        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        config = transformers.BertConfig(**sizes, vocab_size=32, num_labels=labels, initializer_range=0.3)
-        return transformers.BertForSequenceClassification(config), ["query", "value"]
-    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=32, n_positions=32)
-    config.initializer_range = 0.3
-    return transformers.GPT2LMHeadModel(config), ["c_attn"]
-
-
-def make(folder, kind, labels=3):
-    """A base with its tokenizer, a LoRA on it, the LSR made of that, and its export, as directories."""
-    model, targets = make_model(kind, labels)
-    model.save_pretrained(folder / "base")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
-    tokenizer.save_pretrained(folder / "base")
-    config = LoraConfig(r=4, lora_alpha=2, target_modules=targets, init_lora_weights=False, task_type=kind)
-    get_peft_model(model, config).save_pretrained(folder / "lora")
-    compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=2)).save(folder / "lsr")
-    export_lora(open_checkpoint(folder / "lora"), folder / "same")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +136,9 @@ def test_verify_on_the_command_line(classifier, tmp_path):
     assert "Divergence of the answers on 20 examples" in done.stdout
     found = behaviour(classifier, "lsr")
     assert f"{found.kl:.4g} nats per example; without ΔW it would be {found.effect:.4g}." in done.stdout
+    assert (
+        f"It keeps {100 * found.kept:.1f} ± {100 * found.standard_error:.1f} % of what the adapter does." in done.stdout
+    )
     assert f"The likeliest answer is the same for {found.agreement:.2%}." in done.stdout
     done = CliRunner().invoke(app, [*map(str, arguments), "--text", str(lines), "--json", "-"])
     answers = json.loads(done.stdout)["answers"]

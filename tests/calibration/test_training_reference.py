@@ -1,0 +1,137 @@
+"""Answers kept for comparison: the same numbers as asking anew, few of them, and a standard error that is one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from tiny_bases import TEXTS, make  # noqa: E402
+
+from lsrdecomp.calibration.answers import ask, keep_answers, output_layer  # noqa: E402
+from lsrdecomp.calibration.base_model import batches, load_pair  # noqa: E402
+from lsrdecomp.calibration.divergence import (  # noqa: E402
+    Reference,
+    compare_answers,
+    divergences,
+    ratio_error,
+    summed,
+)
+from lsrdecomp.calibration.fisher import Head  # noqa: E402
+
+
+@pytest.fixture(scope="module", params=["SEQ_CLS", "CAUSAL_LM"])
+def pair(request, tmp_path_factory):
+    folder = make(tmp_path_factory.mktemp(request.param.lower()), request.param)
+    return load_pair(folder / "base", folder / "lora", folder / "lsr")
+
+
+def rounds(base, size=6):
+    return list(batches(base, TEXTS, size=size, max_length=16, seed=0))
+
+
+def test_many_forms_are_compared_with_one_set_of_answers(pair):
+    source, written = pair
+    kept = Reference(source, rounds(source))
+    assert kept.compare(source).kl == pytest.approx(0.0, abs=1e-12)
+    assert kept.compare(written) == compare_answers(source, written, rounds(source))
+    assert kept.compare(written).effect == kept.effect
+
+
+def test_the_first_batches_alone_are_those_of_a_smaller_reference(pair):
+    source, written = pair
+    whole, part = Reference(source, rounds(source)), Reference(source, rounds(source)[:2])
+    assert whole.compare(written, first=2) == part.compare(written)
+
+
+def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
+    source, written = pair
+    one, other = (Reference(source, rounds(source, size)).compare(written) for size in (20, 3))
+    assert one.kept == pytest.approx(other.kept, abs=1e-4)
+    assert one.standard_error == pytest.approx(other.standard_error, rel=1e-2)
+
+
+def test_the_standard_error_is_the_jackknife_over_examples():
+    draws = np.random.default_rng(0)
+    lost, effects = draws.exponential(size=9), draws.exponential(size=9) + 0.5
+    shares = [1 - np.delete(lost, i).sum() / np.delete(effects, i).sum() for i in range(9)]
+    expected = np.sqrt(8 * np.var(shares))
+    assert ratio_error(torch.tensor(lost), torch.tensor(effects)) == pytest.approx(expected, rel=1e-12)
+    assert ratio_error(torch.tensor(lost[:1]), torch.tensor(effects[:1])) is None
+
+
+def test_the_standard_error_is_how_far_the_share_scatters():
+    generator = torch.Generator().manual_seed(0)
+    effects = torch.rand(400, 50, generator=generator, dtype=torch.float64) + 0.2
+    lost = effects * torch.rand(400, 50, generator=generator, dtype=torch.float64) * 0.2
+    shares = 1 - lost.sum(1) / effects.sum(1)
+    errors = [ratio_error(*row) for row in zip(lost, effects, strict=True)]
+    assert float(shares.std()) == pytest.approx(np.mean(errors), rel=0.12)
+
+
+def test_divergences_of_examples_add_up(pair):
+    source, written = pair
+    (batch,) = rounds(source, size=20)
+    with torch.no_grad():
+        old, new = ask(source, batch), ask(written, batch)
+    each = divergences(old.logits, new.logits, source.head)
+    assert float(summed(each, old.counts).sum()) == pytest.approx(float(each.sum()), rel=1e-12)
+    assert len(old.counts) == 20
+    assert int(old.counts.sum()) == len(old.logits)
+    if source.head is Head.causal_lm:  # the answers of one example are the rows that stand together
+        first = int(old.counts[0])
+        assert float(summed(each, old.counts)[0]) == pytest.approx(float(each[:first].sum()), rel=1e-12)
+
+
+def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeypatch):
+    source, _ = pair
+    if source.head is not Head.causal_lm:
+        pytest.skip("one answer an example is small as it is")
+    monkeypatch.setattr("lsrdecomp.calibration.answers.FEW", 8)
+    (batch,) = rounds(source, size=20)
+    answers, recall = keep_answers(source, batch)
+    calls = []
+    handle = source.model.register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(recall(), answers.logits)
+    handle.remove()
+    assert not calls  # the model itself was not asked again
+
+
+def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair, monkeypatch):
+    source, _ = pair
+    if source.head is not Head.causal_lm:
+        pytest.skip("only where the output layer is special")
+    monkeypatch.setattr("lsrdecomp.calibration.answers.FEW", 8)
+    (batch,) = rounds(source, size=20)
+
+    def capped(model, arguments, output):
+        output.logits = torch.tanh(output.logits)
+        return output
+
+    handle = source.model.register_forward_hook(capped)
+    answers, recall = keep_answers(source, batch)
+    assert torch.equal(recall(), answers.logits)
+    assert float(recall().abs().max()) <= 1.0
+    handle.remove()
+
+
+def test_only_answers_reach_the_output_layer(pair):
+    source, _ = pair
+    layer = output_layer(source)
+    if layer is None:
+        pytest.skip("a classifier has no such layer")
+    (batch,) = rounds(source, size=20)
+    rows = []
+    handle = layer.register_forward_hook(lambda module, given, made: rows.append(made.shape[0]))
+    ask(source, batch)
+    handle.remove()
+    assert rows == [int(batch["attention_mask"].sum()) - 20]
+
+
+def test_no_effect_is_no_share(pair, monkeypatch):
+    source, _ = pair
+    monkeypatch.setattr("lsrdecomp.calibration.divergence.without_delta", lambda model: torch.no_grad())
+    assert Reference(source, rounds(source)).compare(source).kept is None
