@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -90,7 +92,7 @@ def test_a_large_vocabulary_is_kept_as_what_the_output_layer_reads(pair, monkeyp
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("one answer an example is small as it is")
-    monkeypatch.setattr("lsrdecomp.calibration.answers.FEW", 8)
+    monkeypatch.setattr(sys.modules[ask.__module__], "FEW", 8)
     (batch,) = rounds(source, size=20)
     answers, recall = keep_answers(source, batch)
     calls = []
@@ -104,7 +106,7 @@ def test_where_more_follows_the_output_layer_the_model_is_asked_again(pair, monk
     source, _ = pair
     if source.head is not Head.causal_lm:
         pytest.skip("only where the output layer is special")
-    monkeypatch.setattr("lsrdecomp.calibration.answers.FEW", 8)
+    monkeypatch.setattr(sys.modules[ask.__module__], "FEW", 8)
     (batch,) = rounds(source, size=20)
 
     def capped(model, arguments, output):
@@ -133,5 +135,5 @@ def test_only_answers_reach_the_output_layer(pair):
 
 def test_no_effect_is_no_share(pair, monkeypatch):
     source, _ = pair
-    monkeypatch.setattr("lsrdecomp.calibration.divergence.without_delta", lambda model: torch.no_grad())
+    monkeypatch.setattr(sys.modules[Reference.__module__], "without_delta", lambda model: torch.no_grad())
     assert Reference(source, rounds(source)).compare(source).kept is None
