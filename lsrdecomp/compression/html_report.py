@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -46,25 +46,26 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
     str
         The page. It holds no address to load anything from, and forbids its own script to.
     """
+    from jinja2 import Environment
+
     total, source = compression.totals, compression.source
-    name = Path(str(source.path)).name
-    body = "".join(
-        (
-            f"<header><h1>{escape(name)}</h1><p>{escape(_sentence(total))}</p></header>",
-            _tiles(compression.layers, total),
-            _picture(curves, total),
-            _layer_table(compression.layers, total),
-            _written(out),
-            _provenance(source, compression.plan),
-        )
-    )
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}: compressed</title><style>{_asset('report.css')}</style></head>"
-        f"<body><main>{body}</main><script>{_asset('report.js')}</script></body></html>\n"
+    functional = total.functional_error is not None
+    error = (("relative error", "wide"), FUNCTIONAL)
+    here = (total.parameters, total.relative_error)
+    page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
+    return page.render(
+        name=Path(str(source.path)).name,
+        sentence=_sentence(total),
+        tiles=_tiles(compression.layers, total),
+        svg=svg_curves(curves, here, total.parameters_before) if curves else "",
+        columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
+        rows=_rows(compression.layers, functional),
+        prefix=_common_prefix([layer.name for layer in compression.layers]),
+        files=_sizes(out),
+        directory=repr(out.name) if out is not None else "",
+        provenance=_provenance(source, compression.plan),
+        style=_asset("report.css"),
+        script=_asset("report.js"),
     )
 
 
@@ -96,7 +97,7 @@ def _verdict(total: Totals) -> str:
     return "Every layer meets the plan."
 
 
-def _tiles(layers: Sequence[LayerReport], total: Totals) -> str:
+def _tiles(layers: Sequence[LayerReport], total: Totals) -> list[tuple[str, str]]:
     kinds: dict[str, int] = {}
     for layer in layers:
         kinds[layer.structure] = kinds.get(layer.structure, 0) + 1
@@ -115,20 +116,7 @@ def _tiles(layers: Sequence[LayerReport], total: Totals) -> str:
         tiles.append(("truncated SVD in the same size", f"{total.low_rank_error:.3g}"))
     if total.extra_parameters:
         tiles.append(("numbers kept as they are", f"{total.extra_parameters:,}"))
-    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(words)}</span></div>" for words, value in tiles)
-    return f'<section class="tiles">{cells}</section>'
-
-
-def _picture(curves: Sequence[ErrorCurve], total: Totals) -> str:
-    svg = svg_curves(curves, (total.parameters, total.relative_error), total.parameters_before) if curves else ""
-    if not svg:
-        return ""
-    note = (
-        "Each curve cuts every layer alike; nothing is rounded. The dot is what was written, measured as stored. "
-        "Frobenius error is not behaviour: a small change of the model may cost much or little of it."
-    )
-    caption = f"<figcaption>{escape(note)}</figcaption>"
-    return f"<section><h2>Error against parameters</h2><figure>{svg}{caption}</figure></section>"
+    return tiles
 
 
 COLUMNS = (
@@ -147,50 +135,47 @@ FUNCTIONAL = ("K-FAC error", "")
 """The column beside the relative error where a plan has statistics."""
 
 
-def _layer_table(layers: Sequence[LayerReport], total: Totals) -> str:
-    functional = total.functional_error is not None
-    error = (("relative error", "wide"), FUNCTIONAL)
-    columns = (*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of the table: what it sorts by, what it shows, its classes, and how far its bar goes in percent."""
+
+    value: object
+    text: str
+    kind: str = ""
+    share: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A layer's row: its name, and the cells beside it."""
+
+    name: str
+    cells: tuple[Cell, ...]
+
+
+def _rows(layers: Sequence[LayerReport], functional: bool) -> list[Row]:
     worst = max(layer.relative_error for layer in layers)
-    head = "".join(
-        f'<th scope="col" class="{kind}" aria-sort="none"><button type="button">{name}</button></th>'
-        for name, kind in columns
-    )
-    common = _common_prefix([layer.name for layer in layers])
-    rows = "".join(_layer_row(layer, len(common), worst, functional) for layer in layers)
-    note = "γ is the larger condition of the two sides; errors are measured on the factors as stored."
-    if common:
-        note = f"Names begin with {common} here left out. {note}"
-    return (
-        f'<section><h2>{total.layers} layers</h2><div class="scroll"><table id="layers"><thead><tr>{head}</tr></thead>'
-        f'<tbody>{rows}</tbody></table></div><p class="note">{escape(note)} Click a heading to sort.</p></section>'
-    )
+    return [Row(layer.name, tuple(_cells(layer, worst, functional))) for layer in layers]
 
 
-def _layer_row(layer: LayerReport, cut: int, worst: float, functional: bool) -> str:
+def _cells(layer: LayerReport, worst: float, functional: bool) -> Iterator[Cell]:
     left, right = layer.separation_ranks
-    share = 100.0 * layer.relative_error / worst if worst > 0.0 else 0.0
-    missed, folded = "" if layer.met else " missed", " wide" if functional else ""
     percent = 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
-    cells = (
-        f'<td data-v="{escape(layer.name)}" class="name">{escape(layer.name[cut:]).replace(".", ".<wbr>")}</td>',
-        _cell(layer.rows * layer.columns, f"{layer.rows}×{layer.columns}", "wide"),
-        _cell(layer.source_rank, f"{layer.source_rank}", "wide"),
-        _cell(layer.structure, layer.structure, "text wide"),
-        _cell(layer.shape, layer.shape, "text wide"),
-        _cell(left + right, f"{left}" if left == right else f"{left} + {right}", "wide"),
-        _cell(layer.parameters, f"{layer.parameters:,}", ""),
-        _cell(percent, f"{percent:.0f} %", "wide"),
-        f'<td data-v="{layer.relative_error!r}" class="bar{missed}{folded}" style="--share:{share:.0f}%">'
-        f"{layer.relative_error:.3g}{' !' if missed else ''}</td>",
-        *([_optional(layer.functional_error)] if functional else []),
-        _cell(layer.condition if math.isfinite(layer.condition) else 1e300, f"{layer.condition:.3g}", "wide"),
-    )
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _optional(value: float | None) -> str:
-    return _cell("", "–", "") if value is None else _cell(value, f"{value:.3g}", "")
+    yield Cell(layer.rows * layer.columns, f"{layer.rows}×{layer.columns}", "wide")
+    yield Cell(layer.source_rank, f"{layer.source_rank}", "wide")
+    yield Cell(layer.structure, layer.structure, "text wide")
+    yield Cell(layer.shape, layer.shape, "text wide")
+    yield Cell(left + right, f"{left}" if left == right else f"{left} + {right}", "wide")
+    yield Cell(layer.parameters, f"{layer.parameters:,}")
+    yield Cell(percent, f"{percent:.0f} %", "wide")
+    kind = f"bar{'' if layer.met else ' missed'}{' wide' if functional else ''}"
+    share = round(100.0 * layer.relative_error / worst) if worst > 0.0 else 0
+    yield Cell(layer.relative_error, f"{layer.relative_error:.3g}{'' if layer.met else ' !'}", kind, share)
+    if functional and layer.functional_error is not None:
+        yield Cell(layer.functional_error, f"{layer.functional_error:.3g}")
+    elif functional:
+        yield Cell("", "–")
+    yield Cell(layer.condition if math.isfinite(layer.condition) else 1e300, f"{layer.condition:.3g}", "wide")
 
 
 def _common_prefix(names: Sequence[str]) -> str:
@@ -203,35 +188,20 @@ def _common_prefix(names: Sequence[str]) -> str:
     return ".".join(shared) + "." if shared and len(names) > 1 else ""
 
 
-def _cell(value: object, text: str, kind: str) -> str:
-    return f'<td data-v="{escape(str(value))}" class="{kind}">{escape(text)}</td>'
-
-
-def _written(out: Path | None) -> str:
+def _sizes(out: Path | None) -> list[tuple[str, str]]:
     if out is None:
-        return ""
-    sizes = [(path.name, f"{path.stat().st_size:,} bytes") for path in sorted(out.iterdir()) if path.is_file()]
-    code = (
-        "import lsrdecomp.adapters\nfrom peft import PeftModel\n\n"
-        f"model = PeftModel.from_pretrained(base, {out.name!r})"
-    )
-    return f"<section><h2>What was written</h2>{_facts(sizes)}<pre>{escape(code)}</pre></section>"
+        return []
+    return [(path.name, f"{path.stat().st_size:,} bytes") for path in sorted(out.iterdir()) if path.is_file()]
 
 
-def _provenance(source: Any, plan: Any) -> str:
-    pairs = [
+def _provenance(source: Any, plan: Any) -> list[tuple[str, str]]:
+    return [
         ("source", f"{source.weights.name}, {source.format}"),
         ("SHA-256 of the source", source.source_sha256),
         *(("plan: " + key, _plain(value)) for key, value in plan.to_json().items()),
         *((package, _version(package)) for package in ("lsrdecomp", "numpy")),
         *(("note", note) for note in source.notes),
     ]
-    return f"<section><h2>Provenance</h2>{_facts(pairs)}</section>"
-
-
-def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
-    return f"<dl>{rows}</dl>"
 
 
 def _plain(value: object) -> str:
