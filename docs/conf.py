@@ -18,6 +18,7 @@ version = release
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
+    "sphinx-mathjax-offline",  # formulas are readable without a network
     "numpydoc",
     "myst_parser",
     "sphinx_gallery.gen_gallery",
@@ -62,10 +63,11 @@ html_theme_options = {
     "logo": {"text": "lsrdecomp"},
     "navigation_with_keys": False,
     "show_prev_next": False,
+    "header_links_before_dropdown": 5,
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_sidebars = {page.stem: [] for page in Path(__file__).parent.glob("*.md")}  # one page, no section beside it
+html_sidebars = {"index": []}  # every other page has its section beside it
