@@ -241,24 +241,49 @@ def search(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Excess over the optimum against seconds, one panel a problem."""
-    import matplotlib
+FAMILIES = {
+    "lsrdecomp": ("#0072B2", "o"),
+    "scipy": ("#D55E00", "s"),
+    "sklearn": ("#009E73", "^"),
+    "torch": ("#CC79A7", "D"),
+}
+"""Colour and marker of a library, told apart without colour too; the setting stands beside each point."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """Excess over the optimum against seconds, one panel a problem, every point with its setting."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter, PercentFormatter
+
+    from lsrdecomp.plots.labels import End, label_ends
 
     problems = list(dict.fromkeys(row["problem"] for row in rows))
-    size = (4.5 * len(problems) + 2, 4)
-    drawing, panels = plt.subplots(1, len(problems), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, problem in zip(panels[0], problems, strict=True):
+    drawing = Figure(figsize=(4.3 * len(problems), 4.2), layout="constrained")
+    panels = drawing.subplots(1, len(problems), sharey=True, squeeze=False)[0]
+    ends: dict[str, list[End]] = {}
+    for panel, problem in zip(panels, problems, strict=True):
+        panel.axhspan(1e-13, 3e-12, color="0.93")
         for row in (r for r in rows if r["problem"] == problem and r["solver"] != "numpy svd"):
-            mark = "o" if row["solver"].startswith("lsrdecomp") else "x"
-            share = 1.0 / row["times faster than svd"]
-            panel.loglog(share, max(row["excess"], 1e-12), mark, label=row["solver"])
-        panel.set(title=problem, xlabel="time / time of the full SVD")
-    panels[0][0].set_ylabel("error / optimum − 1")
-    drawing.legend(*panels[0][-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+            library, _, setting = row["solver"].partition(" ")
+            colour, marker = FAMILIES[library]
+            place = 1.0 / row["times faster than svd"], max(row["excess"], 1e-12)
+            panel.loglog(*place, marker, color=colour, markersize=6)
+            ends.setdefault(problem, []).append(End(*place, setting, colour))
+        panel.set(title=problem, xlabel="time, as a share of the full SVD's", ylim=(2e-13, 5.0))
+        panel.set_xlim(panel.get_xlim()[0] * 0.8, panel.get_xlim()[1] * 1.8)
+        panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("error / optimum − 1  (shaded: exact to rounding)")
+    found = [name for name in FAMILIES if any(row["solver"].startswith(name) for row in rows)]
+    signs = [
+        Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", label=name) for name in found
+    ]
+    drawing.legend(handles=signs, loc="outside lower center", ncols=len(signs), frameon=False, fontsize=9)
+    for panel, problem in zip(panels, problems, strict=True):
+        label_ends(panel, ends[problem])
     drawing.savefig(path, dpi=120)
 
 

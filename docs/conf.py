@@ -44,6 +44,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "auto_examples",
     "filename_pattern": r"plot_",
     "ignore_pattern": r"^(?!plot_)",  # other programs in that folder are not pictures
+    "within_subsection_order": "gallery_order.Order",
     "remove_config_comments": True,
     "show_memory": False,
     "show_signature": False,

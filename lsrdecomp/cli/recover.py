@@ -85,7 +85,7 @@ def _draw(found: Recovery, out: Path) -> None:
             drawn = recover_table.paths(found, task, size)
             if not drawn:
                 continue
-            axes = plots.plot_stages(
+            panels = plots.plot_stages(
                 {
                     structure: {stage: [plots.Point(structure, *point) for point in points] for stage, points in path}
                     for structure, path in drawn.items()
@@ -94,5 +94,5 @@ def _draw(found: Recovery, out: Path) -> None:
                 quality="share of the LoRA's gain (loss on dev)",
                 references={"the LoRA": 1.0, "no adapter": 0.0},
             )
-            axes.set_title(task, fontsize=10)
-            plots.save_figure(axes, out / f"{task}-{size}.png")
+            panels[0].figure.suptitle(task, fontsize=11)
+            plots.save_figure(panels[0], out / f"{task}-{size}.png")

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lsrdecomp.plots.labels import TEXT, End, label_ends
 from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, _dress, _new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-LINES: tuple[Literal["-"], Literal["--"], Literal[":"]] = ("-", "--", ":")
-"""Lines of the stages, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +50,36 @@ def plot_stages(
     size: str = "parameters",
     quality: str = "score",
     references: Mapping[str, float] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Quality against size: a colour for each structure, a line for each of its stages through the budgets.
+) -> tuple[Axes, ...]:
+    """Quality against size: a panel for each stage, in each a line for each structure through its budgets.
 
-    ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one standard deviation.
+    ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one standard deviation;
+    those of one size stand side by side. Returns the panels, from left to right, on shared axes.
     """
-    from matplotlib.lines import Line2D
+    from matplotlib.figure import Figure
 
-    ax = ax if ax is not None else _new_axes()
-    stages = list(dict.fromkeys(stage for path in paths.values() for stage in path))
-    for i, path in enumerate(paths.values()):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        for stage, found in path.items():
-            points = sorted(found, key=lambda point: point.size)
-            style = LINES[stages.index(stage) % len(LINES)]
-            _spread(ax, points, colour)
+    stages = list(dict.fromkeys(stage for path in paths.values() for stage in path)) or [""]
+    figure = Figure(figsize=(1.0 + 3.1 * len(stages), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(stages), sharex=True, sharey=True, squeeze=False)[0]
+    for panel, stage in zip(panels, stages, strict=True):
+        for i, (structure, path) in enumerate(paths.items()):
+            aside = 1.0 + 0.035 * (i - (len(paths) - 1) / 2)  # bars of one size must not cover each other
+            points = [
+                Point(structure, aside * point.size, point.mean, point.deviation)
+                for point in sorted(path.get(stage, ()), key=lambda point: point.size)
+            ]
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            _spread(panel, points, colour)
             x, y = [point.size for point in points], [point.mean for point in points]
-            ax.plot(x, y, linestyle=style, marker=marker, markersize=4, linewidth=1.5, color=colour)
-    ax.set_xscale("log")
-    _levels(ax, references or {})
-    _dress(ax, size, quality)
-    signs = [
-        Line2D([], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=4, label=label)
-        for i, label in enumerate(paths)
-    ]
-    signs += [Line2D([], [], color=GREY, linestyle=LINES[i % len(LINES)], label=s) for i, s in enumerate(stages)]
-    ax.legend(handles=signs, frameon=False, fontsize=TEXT, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return ax
+            label = structure if points else None
+            panel.plot(x, y, marker=marker, markersize=4.5, linewidth=1.6, color=colour, label=label)
+        panel.set_xscale("log")
+        panel.set_title(stage, fontsize=10)
+        _levels(panel, references or {})
+        _dress(panel, size, quality if panel is panels[0] else "")
+    named = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(named.values()), list(named), frameon=False, fontsize=TEXT, loc="outside lower center", ncols=3)
+    return tuple(panels)
 
 
 def _spread(ax: Axes, points: Sequence[Point], colour: str) -> None:

@@ -18,13 +18,20 @@ def test_every_method_is_a_labelled_point_with_its_spread():
     assert len(ax.containers) == 2  # one seed has no spread
 
 
-def test_stages_share_a_colour_and_differ_in_their_lines():
-    path = [Point("", 300, 0.7), Point("", 100, 0.5)]
+def test_stages_have_a_panel_each_and_structures_keep_their_colour():
+    path = [Point("", 300, 0.7, 0.1), Point("", 100, 0.5)]
     paths = {"LSR": {"as compressed": path, "from scratch": path[:1]}, "SVD": {"from scratch": path}}
-    ax = plots.plot_stages(paths, references={"the LoRA": 1.0})
-    first, second, third = [line for line in ax.get_lines() if line.get_marker() in plots.pictures.MARKERS]
-    assert list(first.get_xdata()) == [100, 300]
-    assert first.get_color() == second.get_color() != third.get_color()
-    assert first.get_linestyle() != second.get_linestyle() == third.get_linestyle()
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["LSR", "SVD", "as compressed", "from scratch"]
+    first, second = plots.plot_stages(paths, references={"the LoRA": 1.0})
+    assert [panel.get_title() for panel in (first, second)] == ["as compressed", "from scratch"]
+    drawn = [
+        [line for line in panel.get_lines() if line.get_marker() in plots.pictures.MARKERS and len(line.get_xdata())]
+        for panel in (first, second)
+    ]
+    assert [len(lines) for lines in drawn] == [1, 2]
+    lsr, again, svd = (*drawn[0], *drawn[1])
+    assert list(lsr.get_xdata()) == sorted(lsr.get_xdata())
+    assert lsr.get_color() == again.get_color() != svd.get_color()
+    assert again.get_marker() != svd.get_marker()
+    assert again.get_xdata()[0] != svd.get_xdata()[-1], "bars of one size stand side by side"
+    legend = [text.get_text() for text in first.figure.legends[0].get_texts()]
+    assert legend == ["LSR", "SVD"]
