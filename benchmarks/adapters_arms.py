@@ -9,17 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from candidate_kernels.arena import ArenaLayer, FactorArena
+from candidate_kernels.modes import applied
+from candidate_kernels.triton_support import usable
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels import (
-    ArenaLayer,
-    Expandable,
-    FactorArena,
-    adapted_linear,
-    grouped_expansion,
-    kronecker_linear,
-)
-from lsrdecomp.adapters.kernels.triton_support import usable
+from lsrdecomp.adapters.kernels import Expandable, adapted_linear, grouped_expansion, kronecker_linear
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 FROZEN, LORA, LORA_NARROW, LOKR = "frozen base", "PEFT LoRA", "PEFT LoRA, narrow", "PEFT LoKr"
@@ -83,7 +78,7 @@ class LsrLinear(Wrapped):
 
     def forward(self, x: Tensor) -> Tensor:
         pair = self.right.matrix(), self.left.matrix()
-        return adapted_linear(x, self.base.weight, self.base.bias, *pair, 0.5, mode=self.mode)
+        return applied(x, self.base.weight, self.base.bias, *pair, 0.5, self.mode)
 
 
 class LoraLinear(Wrapped):

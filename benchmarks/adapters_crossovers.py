@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from adapters_measure import seconds
+from candidate_kernels.modes import applied
+from candidate_kernels.triton_support import usable
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels import AdapterBank, adapted_linear, add_adapters, dispatch, kronecker_linear, linear
-from lsrdecomp.adapters.kernels.triton_support import usable
+from lsrdecomp.adapters.kernels import StackedPairs, adapted_linear, add_adapters, dispatch, kronecker_linear, linear
 
 STORED = Path(dispatch.__file__).with_name("crossovers.json")
 
@@ -65,7 +66,7 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
             dy = torch.randn(count, width, device=device).to(dtype)
 
             def run(mode: Any, x: Tensor = x, dy: Tensor = dy, weight: Tensor = weight, *small: Tensor) -> None:
-                adapted_linear(x, weight, None, *small, 0.5, mode=mode).backward(dy)
+                applied(x, weight, None, *small, 0.5, mode).backward(dy)
 
             calls = {
                 mode: (
@@ -83,17 +84,19 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
             )
     limits = {
         "blas_from_tokens": _least(table, "tokens", "blas", ("plain",), 1.01),
-        "merged_from": _least(table, "balance", "merged", ("plain", "blas"), 0.98),
-        "fused_from_tokens": _least(table, "tokens", "fused", ("plain", "blas"), 0.98),
         "rows_at_once": _rows_at_once(device, dtype, tiny),
         "masked_to_rank": _masked_to(device, dtype, tiny),
+    }
+    candidates = {  # what these win moves from candidate_kernels into the package
+        "merged_from": _least(table, "balance", "merged", ("plain", "blas"), 0.98),
+        "fused_from_tokens": _least(table, "tokens", "fused", ("plain", "blas"), 0.98),
     }
     if store:
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.machine()}, one thread"
         stored = json.loads(STORED.read_text())
         stored[device.type] = {**limits, "source": f"benchmarks/adapters.py, torch {torch.__version__}, {where}"}
         STORED.write_text(json.dumps(stored, indent=2) + "\n")
-    return {"table": table, "limits": limits}
+    return {"table": table, "limits": limits, "candidates": candidates}
 
 
 def _least(table: list[dict[str, Any]], measure: str, mode: str, others: tuple[str, ...], share: float) -> Any:
@@ -134,13 +137,13 @@ def _masked_to(device: torch.device, dtype: torch.dtype, tiny: bool) -> int:
     width, rank, best = (64, 4, 0) if tiny else (768, 8, 0)
     for adapters in (2, 4, 8, 16, 32):
         small = [pair(width, width, rank, device) for _ in range(adapters)]
-        bank = AdapterBank(
+        pairs = StackedPairs(
             torch.stack([right for right, _ in small]).to(dtype), torch.stack([left for _, left in small]).to(dtype)
         )
         x = torch.randn(32, 1 if tiny else 64, width, device=device).to(dtype)
         index = torch.arange(32, device=device) % adapters
         calls = {
-            mode: (lambda mode=mode, x=x, bank=bank, index=index: add_adapters(x, x, bank, index, mode))
+            mode: (lambda mode=mode, x=x, pairs=pairs, index=index: add_adapters(x, x, pairs, index, mode))
             for mode in ("masked", "gathered")
         }
         times = interleaved(calls, device, 3 if tiny else 7)

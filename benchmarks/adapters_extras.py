@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from adapters_arms import Side
 from adapters_crossovers import interleaved
+from candidate_kernels.arena import ArenaLayer, FactorArena
+from candidate_kernels.triton_support import usable
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels import ArenaLayer, FactorArena, expand_all
+from lsrdecomp.adapters.kernels import expand_all
 from lsrdecomp.adapters.kernels.stacked import expand
-from lsrdecomp.adapters.kernels.triton_support import usable
 from lsrdecomp.kronecker.shape import ProductShape
 
 Form = Callable[[list[list[Tensor]]], list[Tensor]]

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from lsrdecomp.adapters.kernels.triton_support import usable
 from lsrdecomp.calibration.base_model import batches, load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import open_checkpoint
@@ -117,7 +116,6 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "task": options.task,
         "precision": options.precision,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "triton": usable(lora.device),
         "batch": options.batch,
         "steps": options.steps,
         "recovery_steps": options.recover,

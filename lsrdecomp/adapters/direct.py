@@ -13,6 +13,8 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import TargetConfig, positive
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
+from lsrdecomp.adapters.kernels.dispatch import kronecker_pays
+from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.stacked import apply
 from lsrdecomp.adapters.layout import find
 from lsrdecomp.adapters.register import add_member
@@ -120,8 +122,11 @@ class DirectLayer(AdaptedLayer):
         sums = self.sums(adapter)
         if x.is_floating_point():
             x = self.dropout[adapter](self._cast_input_dtype(x, sums.factors[0].dtype))
-        if isinstance(self.geometry, LinearGeometry) and operations(sums) < math.prod(self.geometry.matrix_shape):
-            return self.scaling[adapter] * apply([factor.to(x.dtype) for factor in sums.factors], x)
+        pays = kronecker_pays(sums.separation_rank, sums.shape.rows, sums.shape.columns)
+        if isinstance(self.geometry, LinearGeometry) and pays:
+            factors = [factor.to(x.dtype) for factor in sums.factors]
+            applied = kronecker_linear(x, *factors) if len(factors) == 2 else apply(factors, x)
+            return self.scaling[adapter] * applied
         matrix = self.delta_matrix(adapter)
         return self.geometry.matrix_output(x, matrix.to(x.dtype) if x.is_floating_point() else matrix)
 
@@ -131,15 +136,6 @@ class DirectModel(KroneckerTuner):
 
     prefix = "dlsr_"
     tuner_layer_cls: type[AdaptedLayer] = DirectLayer
-
-
-def operations(sums: KroneckerFactors) -> int:
-    """Multiplications per token to apply the sum unformed, factor by factor."""
-    sizes, total = list(sums.shape.columns), 0
-    for index, rows in enumerate(sums.shape.rows):
-        total += math.prod(sizes) * rows
-        sizes[index] = rows
-    return sums.separation_rank * total
 
 
 def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:

@@ -16,7 +16,7 @@ from lsrdecomp.adapters.dora import row_norms
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels.linear import adapted_linear
-from lsrdecomp.adapters.kernels.many import AdapterBank, add_adapters
+from lsrdecomp.adapters.kernels.many import StackedPairs, add_adapters
 from lsrdecomp.adapters.layout import LayerLayout, layer_layout
 from lsrdecomp.errors import ShapeError
 
@@ -180,17 +180,17 @@ class LsrLayer(AdaptedLayer):
         held = [name for name in dict.fromkeys(adapter_names) if self.has_adapter(name)]
         if not held:
             return result
-        if not self._banked(held, x):
+        if not self._stackable(held, x):
             return super()._mixed_batch(x, result, adapter_names)
         sides = [self._sides(name) for name in held]
         rights, lefts = [right for right, _ in sides], [left for _, left in sides]
-        bank = AdapterBank.stacked(rights, lefts, [self.scaling[name] for name in held])
+        pairs = StackedPairs.stacked(rights, lefts, [self.scaling[name] for name in held])
         numbers = {name: number for number, name in enumerate(held)}
         index = torch.tensor([numbers.get(name, -1) for name in adapter_names], device=x.device)
-        return add_adapters(result, x, bank, index)
+        return add_adapters(result, x, pairs, index)
 
-    def _banked(self, adapters: Sequence[str], x: Tensor) -> bool:
-        """Whether these adapters add nothing but their pairs to a linear layer, so that one bank holds them."""
+    def _stackable(self, adapters: Sequence[str], x: Tensor) -> bool:
+        """Whether these adapters add nothing but their pairs to a linear layer, so that they can be stacked."""
         pairs = isinstance(self.geometry, LinearGeometry) and x.is_floating_point()
         plain = all(self.magnitude(name) is None for name in adapters)
         drops = self.training and any(isinstance(self.lsr_dropout[name], nn.Dropout) for name in adapters)

@@ -9,7 +9,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor
 
 from lsrdecomp.adapters.errors import MergeError
-from lsrdecomp.adapters.kernels.merge import surviving_share
 
 
 class Mergeable(BaseTunerLayer):
@@ -156,3 +155,12 @@ class Mergeable(BaseTunerLayer):
         if self.quantization_backend is not None:
             return self.quantization_backend.backend_name
         return str(weight.dtype).removeprefix("torch.")
+
+
+def surviving_share(before: Tensor, after: Tensor, update: Tensor) -> float:
+    """``⟨after − before, update⟩ / ‖update‖²``: the share of an update that is found in a stored weight; 1 if none."""
+    wide = torch.promote_types(update.dtype, torch.float32)
+    update = update.to(wide)
+    size = float(update.square().sum(dtype=torch.float64))
+    change = after.to(wide) - before.to(wide)
+    return float((change * update).sum(dtype=torch.float64)) / size if size else 1.0

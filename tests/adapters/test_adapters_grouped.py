@@ -300,7 +300,7 @@ def test_rows_of_a_batch_name_their_adapters(monkeypatch):
                 model.set_adapter(name)
                 expected = model(**inputs).logits
             assert (mixed[row] - expected).norm() <= 1e-12 * expected.norm(), name
-        monkeypatch.setattr(LsrLayer, "_banked", lambda *_: False)
+        monkeypatch.setattr(LsrLayer, "_stackable", lambda *_: False)
         assert (model(**batch, adapter_names=NAMES).logits - mixed).norm() <= 1e-12 * mixed.norm()
 
 

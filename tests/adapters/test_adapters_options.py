@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
+from lsrdecomp.adapters.merging import surviving_share
 
 LAYERS = {
     "linear": lambda: (nn.Linear(12, 8), torch.randn(3, 12)),
@@ -325,3 +326,11 @@ def test_beam_search_gives_the_encoder_the_names_unrepeated():
     for index, name in enumerate("ab"):
         model.set_adapter(name)
         assert torch.equal(mixed[index], model.generate(input_ids=rows[index : index + 1], **options)[0])
+
+
+def test_the_share_of_an_update_that_rounding_left():
+    update, before = torch.randn(64, 48, dtype=torch.float64), torch.randn(64, 48, dtype=torch.float64)
+    assert surviving_share(before, before + update, update) == pytest.approx(1)
+    assert surviving_share(before, before + 0.25 * update, update) == pytest.approx(0.25)
+    assert surviving_share(before, before, update) == 0
+    assert surviving_share(before, before, 0 * update) == 1

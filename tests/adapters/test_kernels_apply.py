@@ -8,17 +8,15 @@ import torch
 from adapters_support import kron_sum
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from lsrdecomp.adapters.kernels import (
-    AdapterBank,
-    Problem,
+    StackedPairs,
     add_adapters,
     choose,
     kronecker_linear,
     kronecker_pays,
     linear,
-    structured_pays,
 )
 from lsrdecomp.adapters.kernels.dispatch import Crossovers, crossovers
 from lsrdecomp.errors import ShapeError
@@ -68,7 +66,7 @@ def test_sizes_that_disagree_are_named():
         kronecker_linear(draw(10), draw(2, 3, 2), draw(1, 3, 5))
 
 
-def bank_factors() -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], list[float]]:
+def some_factors() -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], list[float]]:
     """Three adapters of a 6 x 10 layer with inner ranks 4, 2 and 4 and different numbers of terms."""
     rights = [[draw(3, 2, 5, seed=i), draw(3, 2 - i % 2, 2, seed=10 + i)] for i in range(3)]
     lefts = [[draw(2 + i, 3, 2, seed=20 + i), draw(2 + i, 2, 2 - i % 2, seed=30 + i)] for i in range(3)]
@@ -78,10 +76,10 @@ def bank_factors() -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], 
 @pytest.mark.parametrize("mode", ["masked", "gathered", "auto"])
 @pytest.mark.parametrize("middle", [(), (4,), (2, 3)])
 def test_every_row_gets_its_own_adapter(mode, middle):
-    rights, lefts, scalings = bank_factors()
+    rights, lefts, scalings = some_factors()
     index = torch.tensor([2, -1, 0, 1, 1])
     x, base = draw(5, *middle, 10, seed=40), draw(5, *middle, 6, seed=41)
-    ours = add_adapters(base, x, AdapterBank.of(rights, lefts, scalings), index, mode)
+    ours = add_adapters(base, x, StackedPairs.of(rights, lefts, scalings), index, mode)
     for row, adapter in enumerate(index.tolist()):
         expected = base[row].numpy()
         if adapter >= 0:
@@ -92,61 +90,48 @@ def test_every_row_gets_its_own_adapter(mode, middle):
 
 @pytest.mark.parametrize("mode", ["masked", "gathered"])
 def test_gradients_reach_the_factors_of_the_adapters_in_the_batch_alone(mode):
-    rights, lefts, scalings = bank_factors()
+    rights, lefts, scalings = some_factors()
     for factors in (*rights, *lefts):
         for factor in factors:
             factor.requires_grad_()
-    bank = AdapterBank.of(rights, lefts, scalings)
+    pairs = StackedPairs.of(rights, lefts, scalings)
     add_adapters(
-        torch.zeros(2, 6, dtype=torch.float64), draw(2, 10), bank, torch.tensor([2, -1]), mode
+        torch.zeros(2, 6, dtype=torch.float64), draw(2, 10), pairs, torch.tensor([2, -1]), mode
     ).sum().backward()
     assert all(factor.grad.any() for factor in (*rights[2], *lefts[2]))
     assert not any(factor.grad.any() for factor in (*rights[0], *lefts[0], *rights[1], *lefts[1]))
 
 
 def test_narrow_outputs_are_rounded_once():
-    bank = AdapterBank.of(*bank_factors(), dtype=torch.float32)
+    pairs = StackedPairs.of(*some_factors(), dtype=torch.float32)
     index = torch.tensor([0, 1, 2, -1, 0])
     base, x = draw(5, 6, seed=41).bfloat16(), draw(5, 10, seed=40).bfloat16()
-    expected = add_adapters(base.float(), x, bank, index).bfloat16()
-    assert torch.equal(add_adapters(base, x, bank, index), expected)
+    expected = add_adapters(base.float(), x, pairs, index).bfloat16()
+    assert torch.equal(add_adapters(base, x, pairs, index), expected)
 
 
-def test_rows_without_an_adapter_in_the_bank_are_refused():
-    bank = AdapterBank.of(*bank_factors())
-    assert len(bank) == 3
+def test_rows_that_name_no_adapter_are_refused():
+    pairs = StackedPairs.of(*some_factors())
+    assert len(pairs) == 3
     base, x = torch.zeros(2, 6, dtype=torch.float64), draw(2, 10)
-    with pytest.raises(ShapeError, match="names adapter 3, but the bank holds 3"):
-        add_adapters(base, x, bank, torch.tensor([0, 3]))
+    with pytest.raises(ShapeError, match="names adapter 3, but there are 3"):
+        add_adapters(base, x, pairs, torch.tensor([0, 3]))
     with pytest.raises(ShapeError, match="2 rows need one adapter each"):
-        add_adapters(base, x, bank, torch.tensor([0]))
-    with pytest.raises(ShapeError, match="no bank"):
-        AdapterBank.of([], [], [])
+        add_adapters(base, x, pairs, torch.tensor([0]))
+    with pytest.raises(ShapeError, match="do not go together"):
+        StackedPairs.of([], [], [])
 
 
 def test_the_choice_follows_the_crossovers():
-    limits = Crossovers(16, 2.0, None, None, 64, "given")
-    assert choose(Problem(15, 768, 768, 4), limits) == "plain"
-    assert choose(Problem(16, 768, 768, 4), limits) == "blas"
-    assert choose(Problem(767, 768, 768, 4), limits) == "blas"
-    assert choose(Problem(768, 768, 768, 4), limits) == "merged"
-    assert choose(Problem(768, 768, 768, 4, storage=torch.bfloat16), limits) == "blas", "rounding would lose the update"
-    assert choose(Problem(768, 768, 768, 4, dropout=True), limits) == "blas"
-    never = Crossovers(None, None, None, None, 64, "given")
-    assert choose(Problem(10**6, 768, 768, 4), never) == "plain"
+    limits = Crossovers(16, None, 64, "given")
+    assert [choose(tokens, limits=limits) for tokens in (15, 16, 10**6)] == ["plain", "blas", "blas"]
+    assert choose(10**6, limits=Crossovers(None, None, 64, "given")) == "plain"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_stored_crossovers_can_be_read_and_name_their_source(device):
     assert crossovers(device).source
-    assert choose(Problem(4096, 768, 768, 4)) in ("plain", "blas", "merged", "fused")
-
-
-def test_structured_application_pays_for_next_to_no_tokens():
-    # 768 = 32 x 24 with r = 2 x 2 and 16 terms: KERNELS' example of two tokens
-    assert structured_pays(2, 16, (2, 2), (32, 24))
-    assert not structured_pays(3, 16, (2, 2), (32, 24))
-    assert structured_pays(10**6, 1, (4, 1), (32, 24)), "one term of inner rank 4 x 1 is always cheaper unformed"
+    assert choose(4096, device) in ("plain", "blas")
 
 
 def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():
@@ -154,11 +139,28 @@ def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():
     assert kronecker_pays(383, (768, 1), (1, 768)), "plain low rank below half the side"
     assert not kronecker_pays(384, (768, 1), (1, 768))
     assert not kronecker_pays(24, (32, 24), (32, 24))
+    assert kronecker_pays(3, (4, 2), (2, 64)), "272 operations a term in the cheaper order, 1024 formed"
+    assert not kronecker_pays(4, (4, 2), (2, 64))
+    assert kronecker_pays(21, (8, 8, 8), (8, 8, 8)), "3 · 8⁴ operations a term against 8⁶"
+    assert not kronecker_pays(22, (8, 8, 8), (8, 8, 8))
+
+
+@pytest.mark.parametrize("sides", [(4, 2, 2, 3), (2, 3, 4, 2)], ids=["second first", "first first"])
+def test_its_second_derivatives_in_either_order(sides):
+    a, b, c, d = sides
+    leaves = [draw(2, b * d), draw(3, a, b, seed=1), draw(3, c, d, seed=2)]
+    assert gradgradcheck(kronecker_linear, [leaf.requires_grad_() for leaf in leaves])
+
+
+def test_transforms_of_torch_func_see_plain_operations():
+    first, second, x = draw(3, 4, 2), draw(3, 2, 3, seed=1), draw(5, 6, seed=2)
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda row: kronecker_linear(row, first, second)))(x)
+    assert np.abs(jacobian.numpy() - kron_sum([first.numpy(), second.numpy()])).max() < 1e-12
 
 
 def test_blocks_of_rows_only_where_the_weight_is_smaller_than_a_block(monkeypatch):
-    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, None, 100, 64, "given"))
+    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, 100, 64, "given"))
     assert linear._at_once(torch.empty(150, 300)) == 100
     assert linear._at_once(torch.empty(151, 300)) is None
-    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, None, None, 64, "given"))
+    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, 64, "given"))
     assert linear._at_once(torch.empty(1, 1)) is None

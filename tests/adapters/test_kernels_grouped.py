@@ -11,6 +11,7 @@ import pytest
 import torch
 from adapters_support import kron_sum
 from torch import Tensor, nn
+from torch.autograd import gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from lsrdecomp.adapters.kernels import Expandable, adapted_linear, expand_all, grouped_expansion, grouping
@@ -74,6 +75,33 @@ def test_contraction_is_the_adjoint_of_expansion(shapes):
     for ours, leaf in zip(contract_stack(gradient, factors), leaves, strict=True):
         assert ours.shape == leaf.shape
         assert torch.allclose(ours, leaf.grad, rtol=1e-13)
+
+
+def test_second_derivatives_of_formed_sums():
+    generator = torch.Generator().manual_seed(1)
+    shapes = [[(2, 3), (2, 2)], [(3, 2), (2, 2)], [(2, 3), (2, 2)]]  # wide, tall and wide again: one class
+    flat = [factor for each in shapes for factor in random_factors(each, 2, generator)]
+
+    def formed(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(expand_all([given[0:2], given[2:4], given[4:6]]))
+
+    leaves = [factor.detach().requires_grad_() for factor in flat]
+    assert gradgradcheck(formed, leaves)
+    used = formed(*leaves)[1]  # a gradient reaches one of the three
+    (gradient,) = torch.autograd.grad(used.square().sum(), leaves[2], create_graph=True)
+    gradient.square().sum().backward()
+    assert leaves[3].grad is not None
+    assert leaves[0].grad is None
+
+
+def test_factors_changed_in_place_have_no_second_derivatives():
+    generator = torch.Generator().manual_seed(1)
+    leaves = [factor.detach().requires_grad_() for factor in random_factors([(2, 3), (2, 2)], 2, generator)]
+    loss = expand_all([leaves])[0].square().sum()
+    with torch.no_grad():
+        leaves[0].mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        torch.autograd.grad(loss, leaves, create_graph=True)
 
 
 class Sum(Expandable):

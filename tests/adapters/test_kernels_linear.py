@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from lsrdecomp.adapters.kernels import adapted_linear, linear, lowrank
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.errors import ShapeError
 
-MODES = ("plain", "blas", "merged")
+MODES = ("plain", "blas")
 
 
 def tensors(dtype: torch.dtype = torch.float64, tokens: int = 5, seed: int = 0) -> dict[str, Tensor]:
@@ -48,6 +48,21 @@ def test_gradients_with_a_dropped_out_input(mode):
     assert gradcheck(lambda *given: adapted_linear(*given[:-1], 0.7, dropped=given[-1], mode=mode), [*leaves, dropped])
 
 
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("x", "right")], ids=["none", "base", "some"])
+def test_second_derivatives_by_finite_differences(frozen):
+    leaves = [tensor.requires_grad_(name not in frozen) for name, tensor in tensors().items()]
+    assert gradgradcheck(lambda *given: adapted_linear(*given, 0.7, mode="blas"), leaves)
+
+
+def test_second_derivatives_with_a_dropped_out_input_or_one_given_twice():
+    leaves = [tensor.requires_grad_(name not in ("weight", "bias")) for name, tensor in tensors().items()]
+    dropped = tensors(seed=1)["x"].requires_grad_()
+    assert gradgradcheck(
+        lambda *given: adapted_linear(*given[:-1], 0.7, dropped=given[-1], mode="blas"), [*leaves, dropped]
+    )
+    assert gradgradcheck(lambda *given: adapted_linear(*given, 0.7, dropped=given[0], mode="blas"), leaves)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 9])
 @pytest.mark.parametrize("bias", [False, True])
 def test_blocks_of_rows_change_nothing(rows, bias, monkeypatch):
@@ -64,6 +79,8 @@ def test_blocks_of_rows_change_nothing(rows, bias, monkeypatch):
 def test_blocks_are_about_equal_and_cover_all_rows():
     assert [(part.start, part.stop) for part in lowrank.blocks(10, 4)] == [(0, 3), (3, 6), (6, 10)]
     assert [(part.start, part.stop) for part in lowrank.blocks(4, 4)] == [(0, 4)]
+    assert [(part.start, part.stop) for part in lowrank.blocks(10, None)] == [(0, 10)]
+    assert [(part.start, part.stop) for part in lowrank.blocks(0, 4)] == [(0, 0)]
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias"), ("x", "weight"), ("right",), ("x", "left")])
@@ -177,14 +194,6 @@ def test_a_broadcast_gradient_is_accepted():
     expected = {name: tensor.requires_grad_() for name, tensor in tensors().items()}
     reference(expected, 1.0).sum().backward()
     assert all(relative(t[name].grad, expected[name].grad) < 1e-14 for name in t)
-
-
-def test_merging_into_16_bits_is_refused():
-    with pytest.raises(PrecisionError, match="bfloat16"):
-        adapted_linear(**tensors(torch.bfloat16), mode="merged")
-    t = tensors()
-    with pytest.raises(PrecisionError, match="dropout"):
-        adapted_linear(**t, dropped=t["x"], mode="merged")
 
 
 def test_sizes_that_disagree_are_named():

@@ -1,23 +1,22 @@
-"""Kernels: the arithmetic of stacked Kronecker factors and of layers that carry them, plain torch and free of PEFT."""
+"""Kernels: the arithmetic of stacked Kronecker factors and of layers that carry them, plain torch and free of PEFT.
 
-from lsrdecomp.adapters.kernels.arena import ArenaLayer, FactorArena
-from lsrdecomp.adapters.kernels.dispatch import Problem, choose, kronecker_pays, structured_pays
+``stacked`` and ``grouped`` form sums of Kronecker products, ``grouping`` does so for a whole model at the start of a
+pass; ``linear`` adds a formed pair to a frozen layer, ``many`` a pair per row of the batch; ``kron`` applies a direct
+sum unformed; ``dispatch`` holds what was measured to be faster where.
+"""
+
+from lsrdecomp.adapters.kernels.dispatch import choose, kronecker_pays
 from lsrdecomp.adapters.kernels.grouped import expand_all
 from lsrdecomp.adapters.kernels.grouping import Expandable, Grouping, grouped_expansion
 from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.linear import adapted_linear
-from lsrdecomp.adapters.kernels.many import AdapterBank, add_adapters
-from lsrdecomp.adapters.kernels.merge import Merged, merge, merge_all, surviving_share
+from lsrdecomp.adapters.kernels.many import StackedPairs, add_adapters
 from lsrdecomp.adapters.kernels.stacked import apply, expand
 
 __all__ = [
-    "AdapterBank",
-    "ArenaLayer",
     "Expandable",
-    "FactorArena",
     "Grouping",
-    "Merged",
-    "Problem",
+    "StackedPairs",
     "adapted_linear",
     "add_adapters",
     "apply",
@@ -27,8 +26,4 @@ __all__ = [
     "grouped_expansion",
     "kronecker_linear",
     "kronecker_pays",
-    "merge",
-    "merge_all",
-    "structured_pays",
-    "surviving_share",
 ]

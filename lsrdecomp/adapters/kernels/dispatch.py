@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-Choice = Literal["plain", "blas", "merged", "fused"]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Sizes of one application of an adapter: ``tokens`` rows, W of ``out`` x ``into``, inner rank ``rank``."""
-
-    tokens: int
-    out: int
-    into: int
-    rank: int
-    compute: torch.dtype = torch.float32
-    storage: torch.dtype = torch.float32
-    device: str = "cpu"
-    dropout: bool = False
+Choice = Literal["plain", "blas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +18,11 @@ class Crossovers:
     """Measured limits on one kind of device; a limit of None means that the mode never won there.
 
     ``blas_from_tokens``: least number of tokens at which one node beats composed operations.
-    ``merged_from``: least ratio of tokens to w1 w2 / (w1 + w2) at which forming W + ΔW wins.
-    ``fused_from_tokens``: least number of tokens at which the two Triton passes win.
     ``rows_at_once``: rows of a block, where adding the pair block by block wins over all rows in one go.
     ``masked_to_rank``: largest summed inner rank at which many adapters run best as one masked wide pair.
     """
 
     blas_from_tokens: int | None
-    merged_from: float | None
-    fused_from_tokens: int | None
     rows_at_once: int | None
     masked_to_rank: int
     source: str
@@ -53,66 +35,32 @@ def crossovers(device: str) -> Crossovers:
     return Crossovers(**stored.get(device, stored["cpu"]))
 
 
-def choose(problem: Problem, limits: Crossovers | None = None) -> Choice:
-    """The fastest way to apply an expanded pair.
+def choose(tokens: int, device: str = "cpu", limits: Crossovers | None = None) -> Choice:
+    """The faster mode of `linear.adapted_linear` for so many rows, by the stored or the given crossovers."""
+    least = (limits or crossovers(device)).blas_from_tokens
+    return "plain" if least is None or tokens < least else "blas"
+
+
+def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> bool:
+    """Whether a sum of Kronecker products costs fewer operations applied than its formed matrix does.
 
     Parameters
     ----------
-    problem : Problem
-        The sizes.
-    limits : Crossovers, optional
-        By default those stored for the problem's device.
-
-    Returns
-    -------
-    str
-        A mode of `linear.adapted_linear`.
+    terms : int
+        Number of terms.
+    rows, columns : sequence of int
+        (m_1, …, m_d) and (n_1, …, n_d). Two factors are applied in the cheaper order, as `kron.kronecker_linear` does;
+        more from the first on, as `stacked.apply` does.
     """
-    limits = limits or crossovers(problem.device)
-    exact = problem.storage in (torch.float32, torch.float64) and not problem.dropout
-    balance = problem.out * problem.into / (problem.out + problem.into)
-    if exact and limits.merged_from is not None and problem.tokens >= limits.merged_from * balance:
-        return "merged"
-    if limits.fused_from_tokens is not None and problem.tokens >= limits.fused_from_tokens and _fusable(problem):
-        return "fused"
-    if limits.blas_from_tokens is not None and problem.tokens >= limits.blas_from_tokens:
-        return "blas"
-    return "plain"
+    if len(rows) == 2:
+        (a, c), (b, d) = rows, columns
+        applied = min(b * c * d + a * b * c, a * b * d + a * c * d)
+    else:
+        sizes, applied = list(columns), 0
+        for index, height in enumerate(rows):
+            applied += math.prod(sizes) * height
+            sizes[index] = height
+    return terms * applied < math.prod(rows) * math.prod(columns)
 
 
-@lru_cache(maxsize=1024)
-def chosen(*sizes: Any) -> Choice:
-    """`choose` for the fields of a `Problem`, remembered: a layer asks at every call."""
-    return choose(Problem(*sizes))
-
-
-def _fusable(problem: Problem) -> bool:
-    from lsrdecomp.adapters.kernels.triton_support import usable
-
-    return not problem.dropout and problem.compute != torch.float64 and usable(problem.device)
-
-
-def structured_pays(tokens: int, terms: int, inner: tuple[int, int], into: tuple[int, int]) -> bool:
-    """Whether applying the in side's factors to each token beats expanding them.
-
-    Operations for ``tokens`` inputs: expanding costs 2 s r w once and 2 r w a token; structured application costs
-    2 s r2 w + 2 s r b1 a token, that is ``s (1 + r1/b2) / r1`` of the former.
-
-    Parameters
-    ----------
-    tokens, terms : int
-        Rows of the input, and s.
-    inner, into : tuple of int
-        (r1, r2) and (b1, b2).
-    """
-    share = terms * (1 + inner[0] / into[1]) / inner[0]
-    return share <= 1 or tokens < terms / (share - 1)
-
-
-def kronecker_pays(terms: int, out: tuple[int, int], into: tuple[int, int]) -> bool:
-    """Whether a direct sum of Kronecker products costs fewer operations applied than its formed matrix does."""
-    (a, c), (b, d) = out, into
-    return terms * min(b * c * d + a * b * c, a * b * d + a * c * d) < a * b * c * d
-
-
-__all__ = ["Choice", "Crossovers", "Problem", "choose", "chosen", "crossovers", "kronecker_pays", "structured_pays"]
+__all__ = ["Choice", "Crossovers", "choose", "crossovers", "kronecker_pays"]

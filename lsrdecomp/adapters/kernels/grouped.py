@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lsrdecomp.adapters.kernels.autocast import without_autocast
-from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
+from lsrdecomp.adapters.kernels.second_order import recomposed
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
 
 LARGEST_GROUP = 1 << 23
 """Most formed entries of a group: in backward a group's gradients are alive together, 32 MB of them in float32."""
@@ -79,7 +80,8 @@ class _ExpandGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, order: int, wide: int, dtype: torch.dtype, *flat: Tensor) -> tuple[Tensor, ...]:
         layers = len(flat) // order
-        ctx.wide, ctx.stacks = wide, []
+        ctx.wide, ctx.dtype, ctx.stacks = wide, dtype, []
+        ctx.flat, ctx.versions = flat, [factor._version for factor in flat]  # for second derivatives alone
         for start in range(0, len(flat), layers):
             first, rest = flat[start : start + wide], flat[start + wide : start + layers]
             ctx.stacks.append(torch.stack([*first, *(factor.mT for factor in rest)]))
@@ -88,15 +90,19 @@ class _ExpandGroup(torch.autograd.Function):
         return (*formed[:wide].unbind(0), *formed[wide:].mT.unbind(0))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return None, None, None, *_second_order(ctx, gradients)
         result: list[Tensor | None] = [None] * (len(gradients) * len(ctx.stacks))
+        # 1. Only matrices that something used bring a gradient; the others' stacks are left out.
         given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if not given:
             return None, None, None, *result
         stacks = ctx.stacks if len(given) == len(gradients) else [stack[list(given)] for stack in ctx.stacks]
+        # 2. One stack of gradients, the tall ones transposed, contracted against the factors in two products.
         wide = sum(index < ctx.wide for index in given)
         stacked = torch.stack([gradient if index < ctx.wide else gradient.mT for index, gradient in given.items()])
+        # 3. Each factor position gives one stack back; its slices go to their layers, transposed back where tall.
         for position, contracted in enumerate(contract_stack(stacked, stacks)):
             parts = list(contracted[:wide].unbind(0))
             if wide < len(given):
@@ -104,6 +110,19 @@ class _ExpandGroup(torch.autograd.Function):
             for index, part in zip(given, parts, strict=True):
                 result[position * len(gradients) + index] = part
         return None, None, None, *result
+
+
+def _second_order(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The factors' gradients with a graph of their own, from the factors themselves instead of the copies."""
+    if any(factor._version != version for factor, version in zip(ctx.flat, ctx.versions, strict=True)):
+        raise RuntimeError("second derivatives of Kronecker factors that were changed in place since they were used")
+    layers = len(gradients)
+
+    def compose(*flat: Tensor) -> list[Tensor]:
+        return [expand(flat[index::layers]).to(ctx.dtype) for index in range(layers)]
+
+    with without_autocast(ctx.flat[0].device.type):
+        return recomposed(compose, ctx.flat, ctx.needs_input_grad[3:], gradients)
 
 
 __all__ = ["LARGEST_GROUP", "expand_all"]

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lsrdecomp.adapters.kernels.autocast import without_autocast
+from lsrdecomp.adapters.kernels.second_order import recomposed
+from lsrdecomp.adapters.kernels.tracing import is_traced
 from lsrdecomp.errors import ShapeError
 
 
@@ -46,7 +49,8 @@ def kronecker_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x, first, second = (tensor.to(compute) for tensor in (x, first, second))
     route = _SecondFirst if _second_is_cheaper(first, second) else _FirstFirst
-    y = route.apply(x.reshape(-1, first.shape[2], second.shape[2]), first, second)  # type: ignore[no-untyped-call]
+    apply: Any = route.composed if is_traced() else route.apply
+    y = apply(x.reshape(-1, first.shape[2], second.shape[2]), first, second)
     return y.reshape(*x.shape[:-1], first.shape[1] * second.shape[1])  # type: ignore[no-any-return]
 
 
@@ -66,8 +70,12 @@ class _SecondFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, first: Tensor, second: Tensor) -> Tensor:
         ctx.save_for_backward(blocks, first, second)
-        with torch.autocast(blocks.device.type, enabled=False):
-            return _SecondFirst.wide(first) @ _SecondFirst.half(blocks, second)
+        with without_autocast(blocks.device.type):
+            return _SecondFirst.composed(blocks, first, second)
+
+    @staticmethod
+    def composed(blocks: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return _SecondFirst.wide(first) @ _SecondFirst.half(blocks, second)
 
     @staticmethod
     def wide(first: Tensor) -> Tensor:
@@ -80,16 +88,19 @@ class _SecondFirst(torch.autograd.Function):
         return (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         blocks, first, second = ctx.saved_tensors
         terms, a, b = first.shape
         n, _, d = blocks.shape
         d_blocks = d_first = d_second = None
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device.type):
+            if torch.is_grad_enabled():
+                return tuple(recomposed(_SecondFirst.composed, ctx.saved_tensors, ctx.needs_input_grad, dy))
+            # dF1 = Σ_n dY[n] Z[n]ᵀ, with Z formed again: keeping it would cost s times the input.
             if ctx.needs_input_grad[1]:
                 wide = _batch_sum(dy, _SecondFirst.half(blocks, second))  # (a, b s)
                 d_first = wide.view(a, b, terms).permute(2, 0, 1)
+            # dZ = [F1]ᵀ dY; then dX = dZ [F2] and dF2 = dZᵀ X, all terms in one product each.
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
                 dz = (_SecondFirst.wide(first).mT @ dy).view(n * b, -1)  # (n b, s c)
                 d_blocks = (dz @ second.reshape(-1, d)).view(blocks.shape)
@@ -103,10 +114,13 @@ class _FirstFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, first: Tensor, second: Tensor) -> Tensor:
         ctx.save_for_backward(blocks, first, second)
-        (_, a, _), (_, c, _) = first.shape, second.shape
-        with torch.autocast(blocks.device.type, enabled=False):
-            y = _FirstFirst.half(blocks, first) @ _FirstFirst.tall(second)
-        return y.view(-1, a, c)
+        with without_autocast(blocks.device.type):
+            return _FirstFirst.composed(blocks, first, second)
+
+    @staticmethod
+    def composed(blocks: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y = _FirstFirst.half(blocks, first) @ _FirstFirst.tall(second)
+        return y.view(-1, first.shape[1], second.shape[1])
 
     @staticmethod
     def tall(second: Tensor) -> Tensor:
@@ -118,16 +132,19 @@ class _FirstFirst(torch.autograd.Function):
         return (first.transpose(0, 1).flatten(0, 1) @ blocks).view(blocks.shape[0] * a, -1)  # (n a, s d)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         blocks, first, second = ctx.saved_tensors
         (terms, a, b), (_, c, d) = first.shape, second.shape
-        dy = gradient.reshape(-1, c)  # (n a, c)
         d_blocks = d_first = d_second = None
-        with torch.autocast(gradient.device.type, enabled=False):
+        with without_autocast(gradient.device.type):
+            if torch.is_grad_enabled():
+                return tuple(recomposed(_FirstFirst.composed, ctx.saved_tensors, ctx.needs_input_grad, gradient))
+            dy = gradient.reshape(-1, c)  # (n a, c)
+            # dF2 = Uᵀ dY, with U formed again.
             if ctx.needs_input_grad[2]:
                 tall = _FirstFirst.half(blocks, first).mT @ dy  # (s d, c)
                 d_second = tall.view(terms, d, c).mT
+            # dU = dY [F2]; then dX = [F1]ᵀ dU and dF1 = Σ_n dU[n] X[n]ᵀ.
             if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
                 du = (dy @ _FirstFirst.tall(second).mT).view(-1, a * terms, d)
                 d_blocks = first.transpose(0, 1).flatten(0, 1).mT @ du

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lsrdecomp.adapters.kernels import lowrank
 from lsrdecomp.adapters.kernels.autocast import without_autocast
-from lsrdecomp.adapters.kernels.dispatch import chosen, crossovers
+from lsrdecomp.adapters.kernels.dispatch import choose, crossovers
+from lsrdecomp.adapters.kernels.second_order import recomposed
 from lsrdecomp.adapters.kernels.tracing import is_traced
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.errors import ShapeError
 
-Mode = Literal["auto", "plain", "blas", "merged", "fused"]
-MERGEABLE = (torch.float32, torch.float64)
+Mode = Literal["auto", "plain", "blas"]
 
 
 def adapted_linear(
@@ -31,8 +31,8 @@ def adapted_linear(
 ) -> Tensor:
     """``x Wᵀ + b + scaling · (x Âᵀ) B̂ᵀ``, differentiable in every tensor.
 
-    Exact under gradient checkpointing, accumulation and repeated use of a layer; under autocast everything is computed
-    in autocast's precision, and gradients come back in the precision of what they belong to.
+    Exact under gradient checkpointing, accumulation, repeated use of a layer, and in second derivatives. Under autocast
+    everything is computed in autocast's precision; gradients come back in the precision of what they belong to.
 
     Parameters
     ----------
@@ -48,10 +48,9 @@ def adapted_linear(
         Folded into the matrix products: it costs nothing.
     dropped : Tensor, optional
         What the adapter sees instead of ``x``, after its dropout; the shape of ``x``.
-    mode : {"auto", "plain", "blas", "merged", "fused"}
+    mode : {"auto", "plain", "blas"}
         ``plain`` composes torch operations and suits ``torch.compile``; ``blas`` adds the adapter's parts in place
-        inside matrix products; ``merged`` forms W + scaling · B̂Â for one product, in at least float32 and without
-        dropout; ``fused`` runs two Triton passes. ``auto`` takes what was measured to be fastest.
+        inside matrix products. ``auto`` takes what was measured to be faster for so many tokens.
 
     Returns
     -------
@@ -62,8 +61,6 @@ def adapted_linear(
     ------
     ShapeError
         If the sizes do not fit together.
-    PrecisionError
-        If ``merged`` is asked of a weight of less than float32, where rounding would lose the adapter.
     """
     _check(x, weight, right, left, dropped)
     kind = x.device.type
@@ -71,25 +68,12 @@ def adapted_linear(
     if mode == "auto" and is_traced():
         mode = "plain"
     if mode == "auto":
-        tokens = x.numel() // max(1, x.shape[-1])
-        out, into = weight.shape
-        mode = chosen(tokens, out, into, right.shape[0], compute, weight.dtype, kind, dropped is not None)
+        mode = choose(x.numel() // max(1, x.shape[-1]), kind)
     if mode == "plain":
         return F.linear(x, weight, bias) + _plain(x if dropped is None else dropped, right, left, scaling, compute)
-    x = x.to(compute)
     bias = None if bias is None else bias.to(compute)
-    if mode == "merged":
-        if dropped is not None:
-            raise PrecisionError(
-                "a merged weight cannot see another input than the base layer: mode 'merged' has no dropout"
-            )
-        if weight.dtype not in MERGEABLE:
-            raise PrecisionError(
-                f"W + ΔW in {weight.dtype} would lose most of ΔW; merge in float32, or use mode 'blas'"
-            )
-        return _MergedLinear.apply(x, weight, bias, right, left, scaling)  # type: ignore[no-any-return, no-untyped-call]
     dropped = None if dropped is None else dropped.to(compute)
-    arguments = x, dropped, weight.to(compute), bias, right, left, scaling, mode == "fused"
+    arguments = x.to(compute), dropped, weight.to(compute), bias, right, left, scaling
     if not torch.is_grad_enabled():
         return _forward(*arguments)[0]
     return _AdaptedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
@@ -128,25 +112,18 @@ def _forward(
     right: Tensor,
     left: Tensor,
     scaling: float,
-    fused: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The output, and what backward needs of the adapter: its input, inner activations and pair."""
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The output, and what backward needs beside the arguments: inner activations and the pair in x's precision."""
     rows = _rows(x)
     with without_autocast(x.device.type):
         right, left = right.to(x.dtype), left.to(x.dtype)
         seen = rows if dropped is None else _rows(dropped)
-        if fused:
-            from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
-
-            y = F.linear(rows, weight, bias)
-            inner = add_low_rank(y, seen, right, left, scaling).mT
-        else:
-            y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling, _at_once(weight))
-    return y.view(*x.shape[:-1], y.shape[1]), (seen, inner, right, left)
+        y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling, _at_once(weight))
+    return y.view(*x.shape[:-1], y.shape[1]), (inner, right, left)
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Modes ``blas`` and ``fused``: x (once), the inner activations and the small matrices are all that is kept."""
+    """Mode ``blas``: the input (once), the inner activations and the small matrices are all that is kept."""
 
     @staticmethod
     def forward(
@@ -158,81 +135,57 @@ class _AdaptedLinear(torch.autograd.Function):
         right: Tensor,
         left: Tensor,
         scaling: float,
-        fused: bool,
     ) -> Tensor:
-        y, (seen, *kept) = _forward(x, dropped, weight, bias, right, left, scaling, fused)
-        base_input = _rows(x) if ctx.needs_input_grad[2] and dropped is not None else None
-        ctx.save_for_backward(seen, base_input, weight, *kept)
-        ctx.scaling, ctx.fused, ctx.shape, ctx.split = scaling, fused, x.shape, dropped is not None
-        ctx.dtypes = right.dtype, left.dtype
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        seen, base_input, weight, inner, right, left = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        dy = _rows(gradient)
-        with without_autocast(gradient.device.type):
-            usual, at_once = not ctx.split and wants[0] and wants[4] and wants[5], _at_once(weight)
-            if ctx.fused and usual:
-                from lsrdecomp.adapters.kernels.triton_passes import backward_pass
-
-                full = dy @ weight
-                dx: Tensor | None = full
-                small = backward_pass(full, dy, seen, inner.mT, right, left, ctx.scaling)
-                d_seen: Tensor | None = None
-                d_right: Tensor | None = small[0].to(ctx.dtypes[0])
-                d_left: Tensor | None = small[1].to(ctx.dtypes[1])
-            elif usual and at_once is not None and dy.shape[0] > at_once:
-                dx, d_right, d_left = lowrank.backward(
-                    dy, seen, inner, weight, right, left, ctx.scaling, ctx.dtypes, at_once
-                )
-                d_seen = None
-            else:
-                through = wants[0] or wants[1] or wants[4]
-                t = lowrank.inner_gradient(dy, left, ctx.scaling) if through else None
-                d_right = lowrank.wide_product(t, seen, ctx.dtypes[0]) if t is not None and wants[4] else None
-                d_left = lowrank.left_gradient(dy, inner, ctx.scaling, ctx.dtypes[1]) if wants[5] else None
-                shared = None if ctx.split else t
-                dx = lowrank.input_gradient(dy, weight, shared, right) if wants[0] else None
-                d_seen = t.mT @ right if t is not None and wants[1] else None
-            d_weight = dy.mT @ (seen if base_input is None else base_input) if wants[2] else None
-            d_bias = dy.sum(0) if wants[3] else None
-        inputs = (None if each is None else each.view(ctx.shape) for each in (dx, d_seen))
-        return *inputs, d_weight, d_bias, d_right, d_left, None, None
-
-
-class _MergedLinear(torch.autograd.Function):
-    """Mode ``merged``: the sum W + α B̂Â is formed in the weight's precision, and again in backward, never kept."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, left: Tensor, scaling: float
-    ) -> Tensor:
-        with without_autocast(x.device.type):
-            y = F.linear(x, lowrank.merged_weight(weight, right, left, scaling).to(x.dtype), bias)
-        ctx.save_for_backward(_rows(x), weight, right, left)
+        y, kept = _forward(x, dropped, weight, bias, right, left, scaling)
+        # With dropout the base layer's input serves the gradient of W alone; else it is what the adapter saw too.
+        base_input = x if dropped is None or ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(base_input, dropped, weight, right, left, *kept)
         ctx.scaling, ctx.shape = scaling, x.shape
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, right, left = ctx.saved_tensors
-        wants, scaling, dy = ctx.needs_input_grad, ctx.scaling, _rows(gradient)
-        dx = d_right = d_left = None
+        if torch.is_grad_enabled():
+            return _second_order(ctx, gradient)
+        x, dropped, weight, right, left, inner, near_right, near_left = ctx.saved_tensors
+        of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
+        dy, seen = _rows(gradient), _rows(x if dropped is None else dropped)
         with without_autocast(gradient.device.type):
-            if wants[0]:
-                dx = (dy @ lowrank.merged_weight(weight, right, left, scaling).to(dy.dtype)).view(ctx.shape)
-            if wants[3]:
-                t = lowrank.inner_gradient(dy, left.to(dy.dtype), scaling)
-                d_right = lowrank.wide_product(t, x, right.dtype)
-            if wants[4]:
-                d_left = lowrank.left_gradient(dy, right.to(x.dtype) @ x.mT, scaling, left.dtype)
-            d_weight = (dy.mT @ x).to(weight.dtype) if wants[1] else None
-            d_bias = dy.sum(0) if wants[2] else None
-        return dx, d_weight, d_bias, d_right, d_left, None
+            dx, d_dropped, d_right, d_left = lowrank.backward(
+                dy,
+                seen,
+                inner,
+                weight,
+                near_right,
+                near_left,
+                ctx.scaling,
+                lowrank.Wanted(of_x, of_dropped, of_right, of_left),
+                (right.dtype, left.dtype),
+                split=dropped is not None,
+                at_once=_at_once(weight),
+            )
+            d_weight = dy.mT @ _rows(x) if of_weight else None
+            d_bias = dy.sum(0) if of_bias else None
+        dx, d_dropped = (None if each is None else each.view(ctx.shape) for each in (dx, d_dropped))
+        return dx, d_dropped, d_weight, d_bias, d_right, d_left, None
+
+
+def _second_order(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The same gradients, with a graph of their own."""
+    x, dropped, weight, right, left, *_ = ctx.saved_tensors
+    of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
+    if x is None:  # not kept, since no gradient depends on it: any tensor of its shape stands in
+        x = torch.zeros_like(dropped, requires_grad=of_x)
+    given = [x, weight, right, left] if dropped is None else [x, weight, right, left, dropped]
+
+    def compose(x: Tensor, weight: Tensor, right: Tensor, left: Tensor, dropped: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight) + _plain(x if dropped is None else dropped, right, left, ctx.scaling, x.dtype)
+
+    with without_autocast(gradient.device.type):
+        found = recomposed(compose, given, (of_x, of_weight, of_right, of_left, of_dropped)[: len(given)], gradient)
+        d_bias = _rows(gradient).sum(0) if of_bias else None
+    dx, d_weight, d_right, d_left, *d_dropped = found
+    return dx, d_dropped[0] if d_dropped else None, d_weight, d_bias, d_right, d_left, None
 
 
 __all__ = ["Mode", "adapted_linear"]

@@ -7,12 +7,22 @@ r and n as its sides is held (r, n): rows of length n suit every matrix product,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 WIDE_RESULT = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
 """Whether this torch, from 2.8 on, multiplies 16-bit matrices into a float32 one on a GPU."""
+
+
+class Wanted(NamedTuple):
+    """Which gradients a backward pass is asked for: of the input, of what the adapter saw instead, of Â and of B̂."""
+
+    x: bool
+    dropped: bool
+    right: bool
+    left: bool
 
 
 def forward(
@@ -29,10 +39,6 @@ def forward(
 
     With more than ``at_once`` rows they go block by block: a block is still in the cache when its pair is added.
     """
-    if at_once is None or x.shape[0] <= at_once:
-        y = x @ weight.mT if bias is None else torch.addmm(bias, x, weight.mT)
-        inner = right @ dropped.mT
-        return y.addmm_(inner.mT, left.mT, alpha=scaling), inner
     y, inner = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(right.shape[0], x.shape[0])
     for rows in blocks(x.shape[0], at_once):
         part = y[rows]
@@ -47,39 +53,55 @@ def forward(
 
 def backward(
     dy: Tensor,
-    x: Tensor,
+    seen: Tensor,
     inner: Tensor,
     weight: Tensor,
     right: Tensor,
     left: Tensor,
     scaling: float,
+    wanted: Wanted,
     dtypes: tuple[torch.dtype, torch.dtype],
-    at_once: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, Â and B̂, the last two in ``dtypes``, block by block of rows."""
-    dx = dy.new_empty(dy.shape[0], weight.shape[1])
+    *,
+    split: bool = False,
+    at_once: int | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, of what the adapter saw where that is ``split`` from x, of Â and of B̂.
+
+    Those of Â and B̂ come in ``dtypes``. Blocks of rows are taken as in `forward`.
+    """
+    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if wanted.x else None
+    d_dropped = torch.empty_like(dx if dx is not None else seen) if wanted.dropped else None
     d_right = d_left = None
     for rows in blocks(dy.shape[0], at_once):
-        torch.mm(dy[rows], weight, out=dx[rows])
-        t = inner_gradient(dy[rows], left, scaling)
-        dx[rows].addmm_(t.mT, right)
-        of_right = wide_product(t, x[rows], dtypes[0])
-        of_left = left_gradient(dy[rows], inner[:, rows], scaling, dtypes[1])
-        d_right = of_right if d_right is None else d_right.add_(of_right)
-        d_left = of_left if d_left is None else d_left.add_(of_left)
-    assert d_right is not None
-    assert d_left is not None
-    return dx, d_right, d_left
+        block, t = dy[rows], None
+        # t = α B̂ᵀ dyᵀ, what reaches the inner activations: with α in it, no later product but B̂'s needs the scale.
+        if wanted.dropped or wanted.right or (wanted.x and not split):
+            t = inner_gradient(block, left, scaling)
+        # dx = dy W + tᵀ Â, the second term added inside its product; with dropout it belongs to the other input.
+        if dx is not None:
+            torch.mm(block, weight, out=dx[rows])
+            if t is not None and not split:
+                dx[rows].addmm_(t.mT, right)
+        if d_dropped is not None and t is not None:
+            torch.mm(t.mT, right, out=d_dropped[rows])
+        # dÂ = t x and dB̂ = α dyᵀ (x Âᵀ), summed over the blocks.
+        if wanted.right and t is not None:
+            part = wide_product(t, seen[rows], dtypes[0])
+            d_right = part if d_right is None else d_right.add_(part)
+        if wanted.left:
+            part = left_gradient(block, inner[:, rows], scaling, dtypes[1])
+            d_left = part if d_left is None else d_left.add_(part)
+    return dx, d_dropped, d_right, d_left
 
 
-def blocks(rows: int, at_once: int) -> Iterator[slice]:
-    """Cuts of so many rows into blocks of nearly equal size, at most ``at_once`` each."""
-    count = -(-rows // at_once)
+def blocks(rows: int, at_once: int | None) -> Iterator[slice]:
+    """Cuts of so many rows into blocks of nearly equal size, at most ``at_once`` each; one block if that is None."""
+    count = 1 if at_once is None else max(1, -(-rows // at_once))
     return (slice(rows * index // count, rows * (index + 1) // count) for index in range(count))
 
 
 def inner_gradient(dy: Tensor, left: Tensor, scaling: float) -> Tensor:
-    """``α B̂ᵀ dyᵀ`` (r, n): with α in it, no later product needs the scale, but for the gradient of B̂."""
+    """``α B̂ᵀ dyᵀ`` (r, n)."""
     # beta = 0: the first argument is not read.
     return torch.addmm(dy.new_empty(()), left.mT, dy.mT, beta=0, alpha=scaling)
 
@@ -98,14 +120,3 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if WIDE_RESULT and a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
-
-
-def input_gradient(dy: Tensor, weight: Tensor, inner_gradient: Tensor | None, right: Tensor) -> Tensor:
-    """``dy W``, and the adapter's part added inside a second matrix product if the two share their input."""
-    dx = dy @ weight
-    return dx if inner_gradient is None else dx.addmm_(inner_gradient.mT, right)
-
-
-def merged_weight(weight: Tensor, right: Tensor, left: Tensor, scaling: float) -> Tensor:
-    """``W + α B̂ Â`` in the precision of W."""
-    return torch.addmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=scaling)

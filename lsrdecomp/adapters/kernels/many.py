@@ -15,10 +15,10 @@ from lsrdecomp.errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterBank:
-    """The adapters of one layer side by side: ``rights`` Â (adapters, r, w2), ``lefts`` α B̂ (adapters, w1, r).
+class StackedPairs:
+    """Pairs of many adapters of one layer: ``rights`` Â (adapters, r, w2), ``lefts`` α B̂ (adapters, w1, r).
 
-    Adapters of smaller inner rank are padded with zeros. The bank is made from the factors, which stay the only
+    Adapters of smaller inner rank are padded with zeros. The stack is made from the factors, which stay the only
     stored form, and follows their gradients.
     """
 
@@ -32,8 +32,8 @@ class AdapterBank:
         lefts: Sequence[Sequence[Tensor]],
         scalings: Sequence[float],
         dtype: torch.dtype | None = None,
-    ) -> AdapterBank:
-        """Form the bank from LSR factors, one launch per shape class.
+    ) -> StackedPairs:
+        """Form the stack from LSR factors, one launch per shape class.
 
         Parameters
         ----------
@@ -42,11 +42,11 @@ class AdapterBank:
         scalings : sequence of float
             One per adapter.
         dtype : torch.dtype, optional
-            Of the bank; by default that of the factors.
+            Of the stack; by default that of the factors.
         """
         count = len(scalings)
         if not count or len(rights) != count or len(lefts) != count:
-            raise ShapeError(f"{len(rights)} in sides, {len(lefts)} out sides and {count} scalings are no bank")
+            raise ShapeError(f"{len(rights)} in sides, {len(lefts)} out sides and {count} scalings do not go together")
         formed = expand_all([*rights, *lefts])
         return cls.stacked(formed[:count], formed[count:], scalings, dtype)
 
@@ -57,8 +57,8 @@ class AdapterBank:
         lefts: Sequence[Tensor],
         scalings: Sequence[float],
         dtype: torch.dtype | None = None,
-    ) -> AdapterBank:
-        """The bank of formed pairs Â, shape (r, w2), and B̂, shape (w1, r); parameters as for `of`."""
+    ) -> StackedPairs:
+        """The stack of formed pairs Â, shape (r, w2), and B̂, shape (w1, r); parameters as for `of`."""
         rank = max(right.shape[0] for right in rights)
         wide = torch.stack([F.pad(right, (0, 0, 0, rank - right.shape[0])) for right in rights])
         tall = torch.stack([F.pad(left.mT, (0, 0, 0, rank - left.shape[1])) for left in lefts])
@@ -69,7 +69,7 @@ class AdapterBank:
         return self.rights.shape[0]
 
 
-def add_adapters(base: Tensor, x: Tensor, bank: AdapterBank, index: Tensor, mode: str = "auto") -> Tensor:
+def add_adapters(base: Tensor, x: Tensor, pairs: StackedPairs, index: Tensor, mode: str = "auto") -> Tensor:
     """The output of a base layer with, for each row of the batch, the adapter it names.
 
     Parameters
@@ -78,13 +78,13 @@ def add_adapters(base: Tensor, x: Tensor, bank: AdapterBank, index: Tensor, mode
         Output of the base layer, shape (batch, ..., w1).
     x : Tensor
         Its input, shape (batch, ..., w2).
-    bank : AdapterBank
+    pairs : StackedPairs
         The adapters of this layer.
     index : Tensor
         Shape (batch,), integers: which adapter; -1 for none.
     mode : {"auto", "gathered", "masked"}
         ``gathered`` multiplies each row by its own pair in two batched products; ``masked`` multiplies all rows by all
-        pairs in two plain products and masks the inner activations, which costs less for a small bank.
+        pairs in two plain products and masks the inner activations, which costs less for few adapters.
 
     Returns
     -------
@@ -98,25 +98,25 @@ def add_adapters(base: Tensor, x: Tensor, bank: AdapterBank, index: Tensor, mode
     """
     if index.ndim != 1 or index.shape[0] != x.shape[0] or base.shape[0] != x.shape[0]:
         raise ShapeError(f"{x.shape[0]} rows need one adapter each, got an index of shape {tuple(index.shape)}")
-    adapters, rank, into = bank.rights.shape
+    adapters, rank, into = pairs.rights.shape
     if index.device.type == "cpu" and index.numel() and int(index.max()) >= adapters:  # elsewhere asking would wait
-        raise ShapeError(f"a row names adapter {int(index.max())}, but the bank holds {adapters}, counted from 0")
+        raise ShapeError(f"a row names adapter {int(index.max())}, but there are {adapters}, counted from 0")
     if mode == "auto":
         mode = "masked" if adapters * rank <= crossovers(x.device.type).masked_to_rank else "gathered"
-    rows = x.reshape(x.shape[0], -1, into).to(bank.rights.dtype)
+    rows = x.reshape(x.shape[0], -1, into).to(pairs.rights.dtype)
     if mode == "masked":
-        inner = rows @ bank.rights.reshape(adapters * rank, into).mT  # (batch, length, adapters · r)
+        inner = rows @ pairs.rights.reshape(adapters * rank, into).mT  # (batch, length, adapters · r)
         own = index.unsqueeze(1) == torch.arange(adapters, device=index.device)
         inner = inner * own.repeat_interleave(rank, dim=1).unsqueeze(1)
-        added = inner @ bank.lefts.transpose(1, 2).reshape(adapters * rank, -1)
+        added = inner @ pairs.lefts.transpose(1, 2).reshape(adapters * rank, -1)
     elif mode == "gathered":
         named = index.clamp(min=0)
-        inner = torch.bmm(rows, bank.rights[named].mT)  # (batch, length, r)
+        inner = torch.bmm(rows, pairs.rights[named].mT)  # (batch, length, r)
         inner = inner * (index >= 0).view(-1, 1, 1)
-        added = torch.bmm(inner, bank.lefts[named].mT)
+        added = torch.bmm(inner, pairs.lefts[named].mT)
     else:
         raise ValueError(f"unknown mode {mode!r}: auto, gathered and masked are known")
     return (base + added.view(base.shape)).to(base.dtype)
 
 
-__all__ = ["AdapterBank", "add_adapters"]
+__all__ = ["StackedPairs", "add_adapters"]

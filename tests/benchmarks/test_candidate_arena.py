@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,15 @@ from adapters_support import kron_sum
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lsrdecomp.adapters.kernels import ArenaLayer, FactorArena, adapted_linear, expand
-from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.shape import ProductShape
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from candidate_kernels.arena import ArenaLayer, FactorArena  # noqa: E402
+from candidate_kernels.modes import applied  # noqa: E402
+
+from lsrdecomp.adapters.kernels import adapted_linear, expand  # noqa: E402
+from lsrdecomp.errors import PrecisionError, ShapeError  # noqa: E402
+from lsrdecomp.kronecker.shape import ProductShape  # noqa: E402
 
 WIDE = ProductShape((2, 3), (2, 2), (3, 2))  # 6 x 6, inner rank 4
 LAYERS = (
@@ -162,3 +171,23 @@ def test_sizes_that_disagree_are_named():
         FactorArena([])
     with pytest.raises(ShapeError, match="float32"):
         FactorArena(LAYERS, dtype=torch.float64, backend="triton")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_merged_mode_is_the_composed_layer(bias):
+    generator = torch.Generator().manual_seed(4)
+    draw = {"x": (2, 5, 6), "right": (3, 6), "left": (8, 3)}
+    x, right, left = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in draw.values())
+    weight, given = torch.randn(8, 6, generator=generator, dtype=torch.float64), None
+    if bias:
+        given = torch.randn(8, generator=generator, dtype=torch.float64)
+    results = []
+    for mode in ("merged", "plain"):
+        leaves = [each.clone().requires_grad_() for each in (x, right, left)]
+        y = applied(leaves[0], weight, given, leaves[1], leaves[2], 0.7, mode)
+        y.square().sum().backward()
+        results.append((y, *(leaf.grad for leaf in leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-12)
+    with pytest.raises(PrecisionError, match="bfloat16"):
+        applied(x.bfloat16(), weight.bfloat16(), None, right, left, 0.7, "merged")

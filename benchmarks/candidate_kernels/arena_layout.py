@@ -134,7 +134,7 @@ class Layout:
 
     def triton_jobs(self) -> list[Any]:
         """The same places in the terms of the Triton launcher."""
-        from lsrdecomp.adapters.kernels.triton_expansion import Job as TritonJob
+        from candidate_kernels.triton_expansion import Job as TritonJob
 
         return [
             TritonJob(

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels.triton_language import cdiv, jit, tl
-from lsrdecomp.adapters.kernels.triton_support import dot_precision, tile
+from candidate_kernels.triton_language import cdiv, jit, tl
+from candidate_kernels.triton_support import dot_precision, tile
 
 ROWS, COLUMNS = 64, 128
 MOST_PROGRAMS = 264

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +17,12 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' files are imported, which happens lazily
 
-from lsrdecomp.adapters.kernels import (  # noqa: E402
-    ArenaLayer,
-    FactorArena,
-    adapted_linear,
-    triton_expansion,
-    triton_passes,
-)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from candidate_kernels import triton_expansion, triton_passes  # noqa: E402
+from candidate_kernels.arena import ArenaLayer, FactorArena  # noqa: E402
+from candidate_kernels.modes import applied  # noqa: E402
+
 from lsrdecomp.kronecker.shape import ProductShape  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -127,7 +128,7 @@ def test_the_fused_layer_is_the_composed_layer():
     results = {}
     for mode in ("fused", "plain"):
         leaves = {name: tensor.clone().requires_grad_(name not in ("weight", "bias")) for name, tensor in given.items()}
-        y = adapted_linear(**leaves, scaling=0.7, mode=mode)
+        y = applied(**leaves, scaling=0.7, mode=mode)
         y.square().sum().backward()
         results[mode] = [y, *(leaf.grad for leaf in leaves.values() if leaf.requires_grad)]
     assert len(results["plain"]) == 4

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from candidate_kernels.arena_layout import ArenaLayer, Job, Layout
+from candidate_kernels.triton_support import usable
 from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.arena_layout import ArenaLayer, Job, Layout
 from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
-from lsrdecomp.adapters.kernels.triton_support import usable
 from lsrdecomp.errors import ShapeError
 
 Backend = Literal["torch", "triton"]
@@ -178,7 +178,7 @@ class FactorArena(nn.Module):
 
     def _triton(self) -> Any:
         if self._launcher is None:
-            from lsrdecomp.adapters.kernels.triton_expansion import Launcher
+            from candidate_kernels.triton_expansion import Launcher
 
             self._launcher = Launcher(self.layout.triton_jobs(), self.flat.device)
         return self._launcher
@@ -216,7 +216,7 @@ class _ArenaLinear(torch.autograd.Function):
         right, left = arena.pair(layer)
         with without_autocast(x.device.type):
             if fused:
-                from lsrdecomp.adapters.kernels.triton_passes import add_low_rank
+                from candidate_kernels.triton_passes import add_low_rank
 
                 y = torch.nn.functional.linear(rows, weight, bias)
                 inner = add_low_rank(y, rows, right, left).mT
@@ -236,7 +236,7 @@ class _ArenaLinear(torch.autograd.Function):
         dy = gradient.reshape(-1, gradient.shape[-1])
         with without_autocast(gradient.device.type):
             if ctx.fused:
-                from lsrdecomp.adapters.kernels.triton_passes import backward_pass
+                from candidate_kernels.triton_passes import backward_pass
 
                 full = dy @ weight
                 of_right, of_left = backward_pass(full, dy, x, inner.mT, right, left)
@@ -246,7 +246,7 @@ class _ArenaLinear(torch.autograd.Function):
             else:
                 t = left.mT @ dy.mT
                 d_right, d_left = (t, x), (inner, dy)
-                dx = lowrank.input_gradient(dy, weight, t, right) if ctx.needs_input_grad[1] else None
+                dx = (dy @ weight).addmm_(t.mT, right) if ctx.needs_input_grad[1] else None
         arena._receive(ctx.layer, d_right, d_left)
         return None, None if dx is None else dx.view(ctx.shape), None, None, None, None, None
 
