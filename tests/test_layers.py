@@ -95,7 +95,7 @@ NUMERICAL = ("numpy", "scipy", "array_api_compat", "ml_dtypes")
     ("statement", "absent"),
     [
         ("import lsrdecomp", HEAVY + NUMERICAL),
-        ("import lsrdecomp.cli.main", HEAVY + NUMERICAL),
+        ("import lsrdecomp.cli.app", HEAVY + NUMERICAL),
         ("from lsrdecomp import *", HEAVY),
         ("from lsrdecomp import BlockGolubKahan, ErrorBudget, decompose", (*HEAVY, "lsrdecomp.analysis.curves")),
     ],

@@ -8,7 +8,8 @@ import pytest
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.compress import compress, export_lora
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layer import layer_product
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search

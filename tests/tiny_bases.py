@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.compress import compress, export_lora
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.plan import CompressionPlan
 
 WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))

@@ -28,7 +28,7 @@ class Shell:
 
     def run(self, command: str) -> str:
         """What one line prints; `RuntimeError` if it does not exit with 0."""
-        from lsrdecomp.cli.main import app
+        from lsrdecomp.cli.app import app
 
         program, *arguments = shlex.split(command, comments=True)
         if program != "lsrdecomp":

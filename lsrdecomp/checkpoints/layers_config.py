@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from lsrdecomp.checkpoints.config import Config, exact_pattern
@@ -55,6 +55,19 @@ def check_carried(config: Config) -> None:
         missing = value is None and (field != "bias" or field not in config.raw)
         if not missing and not any(kind(value) for kind in kinds):
             raise config.error(field, expected)
+
+
+def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[str, ...]:
+    """A note if ``modules_to_save`` names a module of which the file holds no tensor."""
+    named = config.get("modules_to_save")
+    held = [f".{key.rpartition('.')[0]}." for key in extras]
+    missing = [name for name in named or () if isinstance(name, str) and not any(f".{name}." in key for key in held)]
+    if not missing:
+        return ()
+    return (
+        f"modules_to_save names {', '.join(map(ascii, missing))[:200]}, of which the file holds no tensor: "
+        "it stays as the base has it, and untrained where the base has none",
+    )
 
 
 def most_common(values: Mapping[str, Value]) -> Value:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import CONFIG
+from lsrdecomp.checkpoints.output_paths import check_file, check_output
 from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
 from lsrdecomp.checkpoints.sums import write_sums
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
@@ -87,9 +87,7 @@ def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = Fals
         If ``out`` exists and ``force`` is not given, if it is an input or lies inside one, or if the disk is full.
     """
     out = Path(out)
-    _check_place(out, inputs)
-    if out.exists() and not (force and out.is_file()):
-        raise CheckpointError("already exists; choose another output, or force to replace the file", path=out)
+    check_file(out, inputs, force=force)
     made = _make_parents(out.absolute().parent)
     part = out.absolute().with_name(f".{out.name[:180]}.{secrets.token_hex(6)}.partial")
     try:
@@ -182,29 +180,6 @@ def cast(array: Array, storage: str, name: str) -> Array:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object, sorted and indented as PEFT writes its configs."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _check_place(out: Path, inputs: Iterable[Path]) -> None:
-    if out.is_symlink():
-        raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
-    target = out.resolve()
-    for given in inputs:
-        source = given.resolve()
-        if target == source or target in source.parents or (source in target.parents and source.is_dir()):
-            raise CheckpointError(f"the output is, holds or lies inside the input {given}; choose another", path=out)
-
-
-def check_output(out: Path, inputs: Iterable[Path], force: bool) -> None:
-    """Raise `CheckpointError` now if `new_directory` would, so that no long computation runs for nothing."""
-    _check_place(out, inputs)
-    if not out.exists():
-        return
-    if not force:
-        raise CheckpointError("already exists; choose another output, or force to replace it as a whole", path=out)
-    held = list(out.iterdir()) if out.is_dir() else None
-    if held is None or (held and not (out / CONFIG).is_file()) or any(entry.is_dir() for entry in held):
-        text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
-        raise CheckpointError(f"{text}; remove it yourself", path=out)
 
 
 def _make_parents(directory: Path) -> list[Path]:

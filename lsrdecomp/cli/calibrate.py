@@ -8,13 +8,16 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.errors import BudgetError, LsrError
 
 
 def calibrate(
-    base: Annotated[str, typer.Argument(help="The base model: a name or a directory, as transformers takes it.")],
+    base: Annotated[
+        str, Input, typer.Argument(help="The base model: a name or a directory, as transformers takes it.")
+    ],
     adapter: Annotated[Path, typer.Option(help="PEFT adapter whose layers are measured, active while measuring.")],
-    out: Annotated[Path, typer.Option(help="Directory for the statistics.")],
+    out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
     text: Annotated[Path | None, typer.Option(help="Text file: a line an example, a tab between pairs.")] = None,
     task: Annotated[Path | None, typer.Option(help="GLUE or SuperGLUE task directory, instead of --text.")] = None,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +15,23 @@ from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
-from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
+from lsrdecomp.cli.options import (
+    Adapter,
+    Alpha,
+    Each,
+    Force,
+    ForceFile,
+    JsonFile,
+    MaxMemory,
+    Name,
+    SolveDevice,
+    Storage,
+    Wide,
+)
+from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE, PLACE, UNKNOWN
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -30,6 +44,7 @@ def inspect(
     wide: Wide = False,
     each: Each = False,
     json: JsonFile = None,
+    force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
@@ -46,7 +61,9 @@ def inspect(
 
 def compress(
     adapter: Adapter,
-    out: Annotated[Path | None, typer.Option("--out", help="Directory to write; must not exist.")] = None,
+    out: Annotated[
+        Path | None, NEW_DIRECTORY, typer.Option("--out", help="Directory to write; must not exist.")
+    ] = None,
     rtol: Annotated[float | None, typer.Option(help="Largest relative error of every layer, as written.")] = None,
     ratio: Annotated[float | None, typer.Option(help="So many times fewer parameters, over all layers.")] = None,
     params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
@@ -60,7 +77,7 @@ def compress(
     storage: Storage = "float32",
     device: SolveDevice = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Also write the report as one HTML file.")] = None,
+    report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
     name: Name = None,
     alpha: Alpha = None,
     wide: Wide = False,
@@ -87,9 +104,7 @@ def compress(
         storage=storage,
     )
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    if out is not None:
-        checkpoints.check_output(out, (checkpoint.path,), force)
-    elif not dry_run:
+    if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     with tables.steps() as step:
         statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
@@ -103,19 +118,24 @@ def compress(
         )
     else:
         tables.show(json, "", *tables.summary(result))
-        if out is not None and not dry_run:
-            result.save(out, force=force)
-            written = (out / checkpoints.WEIGHTS).stat().st_size
+        place = None if dry_run else out
+        curves = () if report is None else compression.adapter_curves(checkpoint)
+        pages = {} if report is None else {report: compression.html_report(result, curves)}
+        with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:  # all outputs appear, or none
+            if place is not None:
+                result.save(place, force=force)
+            if report is not None:  # again, now with the sizes of the files
+                page = compression.html_report(result, curves, out=place)
+                waiting[report].write_text(page, encoding="utf-8")
+        if place is not None:
+            written = (place / checkpoints.WEIGHTS).stat().st_size
             tables.show(
-                json, f"Wrote {out}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`."
+                json,
+                f"Wrote {place}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`.",
             )
         if report is not None:
-            place = None if dry_run else out
-            tables.write_text(
-                compression.html_report(result, compression.adapter_curves(checkpoint), out=place), report
-            )
             tables.show(json, f"Wrote {report}.")
-    if json is not None:
+    if json is not None and (str(json) == "-" or not result.met):
         tables.write_json(result.to_json(), json)
     if not result.met:
         raise typer.Exit(1)
@@ -123,16 +143,19 @@ def compress(
 
 def curve(
     adapter: Adapter,
-    out: Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")] = None,
+    out: Annotated[Path | None, NEW_FILE, typer.Option(help="Picture to write, .png or .svg.")] = None,
     name: Name = None,
     alpha: Alpha = None,
     json: JsonFile = None,
+    force: Force = False,
 ) -> None:
     """Show how the error of a whole adapter falls with parameters, for each structure."""
     _check_picture(out)
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with tables.progress(len(checkpoint.layers), "curves") as advance:
         curves = compression.adapter_curves(checkpoint, on_layer=advance)
+    if not any(curve.norm > 0.0 for curve in curves):
+        raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
     if out is not None:
         _draw(checkpoint, curves, out)
@@ -144,7 +167,11 @@ def curve(
 
 def export(
     adapter: Adapter,
-    out: Annotated[Path, typer.Option("--out", help="Directory (lora) or file (kohya, diffusers); must not exist.")],
+    out: Annotated[
+        Path,
+        UNKNOWN,
+        typer.Option("--out", help="Directory (lora) or file (kohya, diffusers); must not exist."),
+    ],
     to: Annotated[str, typer.Option(help="Format to write: lora, kohya or diffusers.")] = "lora",
     profile: Annotated[
         str, typer.Option(help="Of lora: peft, or server: one padded rank, scale and no head.")
@@ -160,7 +187,7 @@ def export(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
+    out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
 ) -> None:
     """Compress the adapter that comes with the package 48 times, export it, measure both again, draw its curves."""
     with (
@@ -265,5 +292,7 @@ def _draw(checkpoint: Checkpoint, curves: Any, out: Path) -> None:
     axes = plots.plot_error_curves(curves, storages=("bfloat16", "float16"))
     axes.axvline(checkpoint.adapter_parameters, color="0.45", linewidth=1.0)
     axes.set_title(f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters", fontsize=10)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    plots.save_figure(axes, out)
+    picture = BytesIO()
+    plots.save_figure(axes, picture, form=out.suffix[1:])
+    with checkpoints.new_file(out, force=True) as part:
+        part.write_bytes(picture.getvalue())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def compare(
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     retry: Retry = False,
     json: JsonFile = None,
+    force: ForceFile = False,
 ) -> None:
     """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
 

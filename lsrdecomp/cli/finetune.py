@@ -14,7 +14,8 @@ from rich.table import Table
 
 from lsrdecomp import training
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile
+from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 
 
 def finetune(
-    out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
-    model: Annotated[str | None, typer.Option(help="The base: a name or a directory, or embedded.")] = None,
+    out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
+    model: Annotated[str | None, Input, typer.Option(help="The base: a name or a directory, or embedded.")] = None,
     task: Annotated[str | None, typer.Option(help="A GLUE or SuperGLUE task by name, or embedded.")] = None,
-    data: Annotated[str | None, typer.Option(help="Directory with the tasks' files, as published.")] = None,
+    data: Annotated[str | None, Input, typer.Option(help="Directory with the tasks' files, as published.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
     method: Annotated[str | None, typer.Option(help="lora, lsr, dora, krona, …; a wrong one shows all.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as r=4; repeat it.")] = None,
-    init: Annotated[str | None, typer.Option(help="Adapter directory to train on from.")] = None,
-    head: Annotated[str | None, typer.Option(help="Adapter directory whose head is the start of this one.")] = None,
+    init: Annotated[str | None, Input, typer.Option(help="Adapter directory to train on from.")] = None,
+    head: Annotated[
+        str | None, Input, typer.Option(help="Adapter directory whose head is the start of this one.")
+    ] = None,
     target_modules: Annotated[str | None, typer.Option(help="Endings of module names, with commas.")] = None,
     layers: Annotated[str | None, typer.Option(help="Layer indices to adapt, with commas.")] = None,
     rate: Annotated[float | None, typer.Option(help="Largest learning rate; 1e-3 if absent.")] = None,
@@ -55,6 +58,7 @@ def finetune(
     report_to: Annotated[str | None, typer.Option(help="Also report to tensorboard, wandb, …, with commas.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
     json: JsonFile = None,
+    force: ForceFile = False,
 ) -> None:
     """Fine-tune a base on a task by LoRA, LSR or another adapter, and judge it on the task's dev set.
 

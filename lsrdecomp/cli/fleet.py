@@ -12,13 +12,14 @@ import typer
 from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile, MaxMemory, SolveDevice
+from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, SolveDevice
+from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.errors import LsrError
 
 
 def fleet(
     indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
-    outdir: Annotated[Path, typer.Argument(help="Where each is written, at the same relative place.")],
+    outdir: Annotated[Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")],
     plan: Annotated[Path, typer.Option(help="TOML file with a table [compress]: the options of compress.")],
     workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
     ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
@@ -26,6 +27,7 @@ def fleet(
     per_gpu: Annotated[int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")] = 1,
     retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
     json: JsonFile = None,
+    force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Compress every adapter below a directory; start again after a kill and it goes on where it was.

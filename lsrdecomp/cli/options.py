@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lsrdecomp.cli.outputs import NEW_FILE
+
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -21,8 +23,11 @@ def memory_size(text: str) -> int:
 
 
 Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output directory as a whole.")]
+JsonFile = Annotated[
+    Path | None, NEW_FILE, typer.Option("--json", help="Also write the figures as JSON; - for standard output.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace what the outputs name; a directory as a whole.")]
+ForceFile = Annotated[bool, typer.Option("--force", help="Replace a file that --json names.")]
 Storage = Annotated[
     str, typer.Option("--storage", help="float32, float16, bfloat16; compress also takes int8, int4 and auto.")
 ]

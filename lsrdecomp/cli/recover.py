@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile
 from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def recover(
     device: Device = None,
     retry: Retry = False,
     json: JsonFile = None,
+    force: ForceFile = False,
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
 

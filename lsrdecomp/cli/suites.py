@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.suite import Suite
 
-Out = Annotated[Path, typer.Option(help="Directory of the runs; the same one goes on where it was.")]
+Out = Annotated[Path, PLACE, typer.Option(help="Directory of the runs; the same one goes on where it was.")]
 Table = Annotated[bool, typer.Option("--table", help="Run nothing; only draw from what is there.")]
 Retry = Annotated[bool, typer.Option("--retry", help="Do failed runs again.")]
 Tasks = Annotated[str | None, typer.Option(help="Only these tasks of the suite, with commas.")]
 Data = Annotated[Path | None, typer.Option(help="Directory of the tasks' files, in place of the suite's.")]
-Model = Annotated[str | None, typer.Option(help="The base, in place of the suite's.")]
+Model = Annotated[str | None, Input, typer.Option(help="The base, in place of the suite's.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, …, in place of the suite's.")]
 
 

@@ -7,14 +7,15 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from lsrdecomp import checkpoints
 from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
 from lsrdecomp.cli.layer_tables import layers_table as layers_table
 from lsrdecomp.cli.layer_tables import verification_table as verification_table
@@ -97,21 +98,42 @@ def quiet() -> Iterator[None]:
 
 def write_json(value: Any, path: Path) -> None:
     """Write to a file as a whole, or to standard output for ``-``."""
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = _json(value)
     if str(path) == "-":
         sys.stdout.write(text)
     else:
         write_text(text, path)
 
 
+def json_text(value: Any, path: Path | None) -> dict[Path, str]:
+    """The file that `write_json` would write, and its text; nothing for standard output or no file."""
+    return {} if path is None or str(path) == "-" else {path: _json(value)}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
 def write_text(text: str, path: Path) -> None:
-    """A file that appears as a whole."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    """A file that appears as a whole; whether it may was asked before, by `lsrdecomp.cli.outputs.checked`."""
+    with files({path: text}):
+        pass
+
+
+@contextmanager
+def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
+    """Files that appear when the block ends; if it fails, or one of them does not fit, none appears.
+
+    Yields where each waits until then.
+    """
+    with ExitStack() as together:
+        waiting = {path: together.enter_context(checkpoints.new_file(path, force=True)) for path in texts}
+        for path, text in texts.items():
+            with waiting[path].open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # a full disk shows itself now
+        yield waiting
 
 
 def summary(result: Compression) -> Iterator[str]:

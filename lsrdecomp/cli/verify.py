@@ -11,7 +11,8 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import Alpha, Each, JsonFile, MaxMemory, Name, Wide
+from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Wide
+from lsrdecomp.cli.outputs import Input
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def verify(
     source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
     written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
     base: Annotated[
-        str | None, typer.Option(help="Also compare the answers of this base model: a name or a directory.")
+        str | None, Input, typer.Option(help="Also compare the answers of this base model: a name or a directory.")
     ] = None,
     text: Annotated[Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")] = None,
     task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
@@ -34,6 +35,7 @@ def verify(
     wide: Wide = False,
     each: Each = False,
     json: JsonFile = None,
+    force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what its record says.

@@ -10,21 +10,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint, StoredTensor, write_diffusers, write_kohya, write_lora, write_lsr
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, settled
 from lsrdecomp.compression.fit import prepare
 from lsrdecomp.compression.html_report import summary_html
-from lsrdecomp.compression.layer import SOLVER, at_given_terms, layer_product, stored_factors, stored_layers
+from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
 from lsrdecomp.compression.layers import HasWeights, Layer
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.size import fill
 from lsrdecomp.compression.spill_cache import Shelf
-from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
+from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.weights import NormWeights
@@ -190,57 +189,6 @@ def _error(result: Compression) -> float:
     return total.relative_error if total.functional_error is None else total.functional_error
 
 
-def export_lora(
-    checkpoint: Checkpoint,
-    out: str | Path,
-    *,
-    to: str = "lora",
-    storage: str = "float32",
-    profile: str = "peft",
-    force: bool = False,
-) -> Path:
-    """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
-
-    LSR factors expand to LoRA factors, so nothing is lost beyond rounding to ``storage``.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    out : path
-        A directory for "lora", a file for "kohya" and "diffusers".
-    to : str
-        "lora" (PEFT), "kohya" or "diffusers".
-    profile : str
-        Of "lora": "peft", or "server", padded to one uniform rank with the scale in B and without the head, for servers
-        that keep one global scale and load nothing else.
-
-    Raises
-    ------
-    UnsupportedError
-        For another format, by name.
-    CheckpointError
-        If ``out`` exists (unless ``force``).
-    """
-    layers = ((layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers)
-    record = {"derived_from": provenance(checkpoint)}
-    if to == "lora":
-        extras: dict[str, StoredTensor] | None = {} if profile == "server" else None
-        return write_lora(
-            out,
-            source=checkpoint,
-            layers=layers,
-            extras=extras,
-            storage=storage,
-            profile=profile,
-            force=force,
-            provenance=record,
-        )
-    writers = {"kohya": write_kohya, "diffusers": write_diffusers}
-    if to not in writers:
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, {', '.join(writers)}")
-    return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
-
-
 class _ReadWhenAsked(Mapping[str, CodedProduct]):
     """Codes by layer name, read from the shelf one at a time."""
 
@@ -266,8 +214,12 @@ def _product(candidate: Candidate) -> SeparatedProduct:
 
 def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, functional: bool) -> LayerReport:
     norm, size = layer.pair.norm, math.sqrt(layer.squared_norm)
-    error = math.sqrt(best.squared_error)
     product = None if best.build is None else _product(best)
+    if product is not None and best.codes is None:
+        # Weights are spread over the factors and those rounded when they are written: this is what a reader then gets.
+        product = product.round_to(best.storage)
+        best = replace(best, squared_error=layer.squared_error(product))
+    error = math.sqrt(best.squared_error)
     frobenius = error
     if functional:
         frobenius = norm if product is None else layer.pair.residual_norm(product)

@@ -33,13 +33,28 @@ SOLVER = JointALS(tolerance=5e-4, starts=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 
+LARGEST_NORM = 1e140
+"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
+
+
 def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
-    """ΔW of a LoRA layer with its scale folded into B, in double precision."""
+    """ΔW of a LoRA layer with its scale folded into B, in double precision.
+
+    Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can be computed.
+    """
     _require_lora(checkpoint, layer)
     left, right = layer.load()
-    left = left.astype(np.float64)
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    with np.errstate(over="ignore"):
+        size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
+    if not size <= LARGEST_NORM:
+        text = (
+            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {LARGEST_NORM:g}, where squares overflow; "
+            "correct lora_alpha or the numbers"
+        )
+        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
     left *= layer.scale
-    return LowRank(left, right.astype(np.float64))
+    return LowRank(left, right)
 
 
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:

@@ -31,9 +31,9 @@ class LayerCheck:
 
     @property
     def agrees(self) -> bool:
-        """Whether the writer's figure, if there is one, is what is measured now."""
+        """Whether the error is a number, and the writer's figure, if there is one, is what is measured now."""
         if self.recorded_error is None:
-            return True
+            return math.isfinite(self.relative_error)
         return math.isclose(self.relative_error, self.recorded_error, rel_tol=AGREEMENT, abs_tol=1e-12)
 
 
@@ -71,7 +71,8 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
         pair = layer_pair(source, layer)
         if layer.name not in present and layer.name in dropped:
             size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
-            checks.append(LayerCheck(layer.name, 0, pair.norm, 1.0, recorded.get(layer.name)))
+            lost_share = 1.0 if pair.norm > 0.0 else 0.0
+            checks.append(LayerCheck(layer.name, 0, pair.norm, lost_share, recorded.get(layer.name)))
             continue
         other = written.layer(layer.name)
         if (other.out_features, other.in_features) != pair.shape:

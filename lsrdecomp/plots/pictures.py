@@ -141,11 +141,12 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def save_figure(ax: Axes, path: Any) -> None:
-    """Write the figure of ``ax`` as PNG or SVG, by the ending of ``path``, without a date inside."""
+def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
+    """Write the figure of ``ax`` as PNG or SVG, by ``form`` or the ending of ``path``, without a date inside."""
     figure = ax.get_figure(root=True)
-    metadata = {"Date": None} if str(path).endswith("svg") else None
-    figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
+    form = form or str(path).rpartition(".")[2]
+    metadata = {"Date": None} if form == "svg" else None
+    figure.savefig(path, format=form, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
 
 
 def available() -> None:

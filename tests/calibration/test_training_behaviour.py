@@ -19,8 +19,8 @@ from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.divergence import compare_answers, divergence, without_delta  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
-from lsrdecomp.cli.main import app  # noqa: E402
-from lsrdecomp.compression.compress import export_lora  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.compression.export import export_lora  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 
 

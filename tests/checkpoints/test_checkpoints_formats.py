@@ -259,18 +259,53 @@ def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path, ke
 
 def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Path) -> None:
     layers = [("unet.a_b.0.to_q", normal(8, 2), normal(2, 6)), ("text_encoder.l.1.q", normal(8, 2), normal(2, 6))]
+    layers.append(("text_encoder.encoder.layers.1.self_attn.q_proj", normal(8, 2), normal(2, 6)))
+    layers.append(("text_encoder.text_model.encoder.layers.0.self_attn.q_proj", normal(8, 2), normal(2, 6)))
     out = write_kohya(tmp_path / "o.safetensors", layers=layers, storage="bfloat16")
     assert set(load_file(out)) == {
         f"{name}.{end}"
-        for name in ("lora_unet_a_b_0_to_q", "lora_te_l_1_q")
+        for name in (
+            "lora_unet_a_b_0_to_q",
+            "lora_te_l_1_q",
+            "lora_te_text_model_encoder_layers_1_self_attn_q_proj",
+            "lora_te_text_model_encoder_layers_0_self_attn_q_proj",
+        )
         for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     odd = [("unet.x", normal(8, 257), normal(257, 6))]
     wide = load_file(write_kohya(out, layers=odd, storage="bfloat16", force=True))
     assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
-    with pytest.raises(UnsupportedError, match="model.layers.0.q_proj"):
-        write_kohya(tmp_path / "p.safetensors", layers=[("model.layers.0.q_proj", normal(8, 2), normal(2, 6))])
+    for name in ("model.layers.0.q_proj", "unet:99", "transformer.blocks.0.attn.to_q"):
+        with pytest.raises(UnsupportedError, match=name) as refusal:
+            write_kohya(tmp_path / "p.safetensors", layers=[(name, normal(8, 2), normal(2, 6))])
+        assert ("diffusers" in str(refusal.value)) == name.startswith("transformer")
     assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.layers.0.q_proj", "diffusers files hold layers of unet"),
+        ("unet:99", "called by its position"),
+        ("lora_unet_a_b", "a flattened name cannot be undone; write kohya"),
+    ],
+)
+def test_what_no_pipeline_would_load_is_not_written_for_diffusers(tmp_path: Path, name: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words) as refusal:
+        write_diffusers(tmp_path / "o.safetensors", layers=[(name, normal(8, 2), normal(2, 6))])
+    assert name in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensors_beside_the_adapter_are_refused_for_diffusers(tmp_path: Path) -> None:
+    halves = {"unet.a.lora_A.weight": normal(2, 6), "unet.a.lora_B.weight": normal(8, 2), "<s1>": normal(1, 4)}
+    save_file(halves, tmp_path / "x.safetensors")
+    source = open_checkpoint(tmp_path / "x.safetensors")
+    layers = [(layer.name, *layer.load()) for layer in source.layers]
+    with pytest.raises(UnsupportedError, match="1 tensors beside the adapter .the first .*<s1>"):
+        write_diffusers(tmp_path / "o.safetensors", layers=layers, source=source)
+    write_diffusers(tmp_path / "o.safetensors", layers=layers, source=source, extras={})
+    assert not open_checkpoint(tmp_path / "o.safetensors").extras
 
 
 def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_source(kohya: Path) -> None:
@@ -421,7 +456,10 @@ def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> No
 
 def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
     faults = {
-        "MergedLinear of 2": {"q.lora_A": normal(4, 6), "q.lora_B": normal(8, 2)},
+        "enable_lora.*Unfold it": {
+            "q.lora_A": normal(4, 6),
+            "q.lora_B": normal(8, 2),
+        },
         "without up": {"q.lora_A": normal(4, 6)},
         "rank 4 in shape": {"unet:0:down": normal(4, 6), "unet:0:up": normal(8, 4)},
         "one of up and down": {"unet:0:down": normal(4, 6)},

@@ -82,7 +82,7 @@ def test_inspect_and_curve(tmp_path):
     assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
     for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         out = tmp_path / f"curve.{ending}"
-        done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json")
+        done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json", "--force")
         assert done.returncode == 0
         assert out.read_bytes().startswith(start)
     labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]

@@ -12,7 +12,7 @@ pytest.importorskip("peft")
 
 from typer.testing import CliRunner
 
-from lsrdecomp.cli.main import app
+from lsrdecomp.cli.app import app
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.experiments import compare_table
 from lsrdecomp.experiments.compare import compare, read_results

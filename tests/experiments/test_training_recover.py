@@ -19,7 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
-from lsrdecomp.cli.main import app  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression.layer import layer_pair  # noqa: E402
 from lsrdecomp.compression.search import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402

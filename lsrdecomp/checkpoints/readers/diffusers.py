@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints.bundle import Bundle
@@ -13,8 +11,6 @@ from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.modules import grouped, need, scalar
 from lsrdecomp.checkpoints.readers.peft import PREFIX, check_supported, finish
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.single_file import write_single
 from lsrdecomp.errors import CheckpointError
 
 SUFFIXES = {
@@ -29,7 +25,6 @@ SUFFIXES = {
     ".alpha": "alpha",
 }
 METADATA = "lora_adapter_metadata"
-KEYS = ("new", "old")
 # Attention processors of old files named these four by themselves: in the UNet and in text encoders.
 UNET_NAMES = {"to_out": "to_out.0"}
 TEXT_NAMES = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
@@ -66,46 +61,6 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         twice = next(name for name in names if names.count(name) > 1)
         raise CheckpointError("is held under two names", path=bundle.weights, tensor=twice)
     return finish(bundle, "diffusers", layers, extras)
-
-
-def write_diffusers(
-    out_file: str | Path,
-    *,
-    layers: Iterable[tuple[str, Array, Array]],
-    source: Checkpoint | None = None,
-    extras: Mapping[str, StoredTensor] | None = None,
-    storage: str = "float32",
-    force: bool = False,
-    keys: str = "new",
-    provenance: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a diffusers file with ``ΔW = B @ A``; such files have no scale, so it must be in B already.
-
-    Parameters
-    ----------
-    keys : {"new", "old"}
-        ``.lora_A.weight``, or ``.lora.down.weight`` (``.lora_linear_layer.`` in text encoders).
-
-    Other arguments as for `lsrdecomp.checkpoints.write_lora`; ``out_file`` ends in .safetensors.
-    """
-    if keys not in KEYS:
-        raise CheckpointError(f"keys {keys!r} is not one of {', '.join(KEYS)}")
-
-    def tensors(name: str, up: Array, down: Array) -> Iterable[tuple[str, Array]]:
-        old = ".lora_linear_layer." if name.startswith("text_encoder") else ".lora."
-        ends = (".lora_A.weight", ".lora_B.weight") if keys == "new" else (f"{old}down.weight", f"{old}up.weight")
-        return (f"{name}{ends[0]}", down), (f"{name}{ends[1]}", up)
-
-    return write_single(
-        out_file,
-        layers=layers,
-        tensors=tensors,
-        source=source,
-        extras=extras,
-        storage=storage,
-        force=force,
-        provenance=provenance,
-    )
 
 
 def _module(stored: str, key: str) -> str:

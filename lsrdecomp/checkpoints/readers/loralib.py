@@ -26,7 +26,12 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         if len(up.shape) == len(down.shape) == 2 and up.shape[1] and down.shape[0] % up.shape[1] == 0:
             groups = down.shape[0] // up.shape[1]
             if groups > 1:
-                text = f"ranks {up.shape[1]} and {down.shape[0]}: a MergedLinear of {groups} parts is not read"
+                text = (
+                    f"ranks {up.shape[1]} and {down.shape[0]}: a MergedLinear of {groups} enabled parts (enable_lora); "
+                    "which of its parts they are is not in the file, so it is not read. Unfold it: a block-diagonal "
+                    f"lora_B with all rows of the layer and {down.shape[0]} columns, zero rows for the other parts, "
+                    f"and {groups} times the alpha"
+                )
                 raise UnsupportedError(text, path=up.path, tensor=name)
         layers.append(low_rank_layer(name, up, down, 1.0))
     if alpha is None:

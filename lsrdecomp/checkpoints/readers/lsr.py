@@ -13,7 +13,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
-from lsrdecomp.checkpoints.layers_config import check_carried
+from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
 from lsrdecomp.checkpoints.packed import PACKED, factors_of, read_index
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.readers.peft import PREFIX
@@ -63,8 +63,9 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         layers.append(replace(layer, dtype=widths.get(name, layer.dtype)))
     if not layers:
         raise CheckpointError(f"holds no lsr_A and lsr_B among {len(bundle.tensors)} tensors", path=bundle.weights)
+    notes = missing_modules(bundle.config, extras)
     return Checkpoint(
-        bundle.path, "lsr", dict(bundle.config), tuple(layers), extras, bundle.weights, dict(bundle.metadata)
+        bundle.path, "lsr", dict(bundle.config), tuple(layers), extras, bundle.weights, dict(bundle.metadata), notes
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
-from lsrdecomp.checkpoints.layers_config import check_carried
+from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer, natural, rank_notes
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -75,7 +75,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         layers.append(layer)
     if not layers:
         raise CheckpointError(f"holds no lora_A and lora_B among {len(bundle.tensors)} tensors", path=bundle.weights)
-    return finish(bundle, "peft-lora", layers, extras, notes)
+    return finish(bundle, "peft-lora", layers, extras, (*notes, *missing_modules(bundle.config, extras)))
 
 
 def finish(

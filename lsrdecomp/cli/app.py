@@ -1,0 +1,33 @@
+"""The console command: its list of verbs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lsrdecomp.cli import commands
+from lsrdecomp.cli.outputs import checked
+
+app = typer.Typer(
+    name="lsrdecomp",
+    help="Compress LoRA adapters to short sums of Kronecker products, and see what that costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in commands.ALL:
+    app.command()(checked(command))
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False,
+) -> None:
+    """Compress LoRA adapters to short sums of Kronecker products, and see what that costs."""
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"lsrdecomp {installed('lsrdecomp')}")
+        raise typer.Exit()

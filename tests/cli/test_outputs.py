@@ -1,0 +1,154 @@
+"""What a verb writes: refused before any work where it would cost the user a file or fail at the end."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, get_args, get_type_hints
+
+import pytest
+from checkpoint_files import directory, pair, snapshot
+from console import lsr
+
+import lsrdecomp
+from lsrdecomp.cli import commands
+from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE, PLACE, Input, Output, checked
+from lsrdecomp.errors import CheckpointError
+
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
+WRITTEN = {"json", "report", "out", "outdir"}
+
+
+@pytest.mark.parametrize("verb", commands.ALL, ids=lambda verb: verb.__name__)
+def test_every_path_that_a_verb_writes_is_marked(verb):
+    hints = get_type_hints(verb, include_extras=True)
+    marked = {name for name, hint in hints.items() if any(isinstance(part, Output) for part in get_args(hint)[1:])}
+    assert marked == WRITTEN & set(hints)
+
+
+def call(source: Path, **outputs: Path | bool | None) -> list[str]:
+    """A verb that would write them, if it were reached."""
+    done = []
+
+    def verb(
+        source: Path,
+        base: Annotated[str | None, Input] = None,
+        out: Annotated[Path | None, NEW_DIRECTORY] = None,
+        json: Annotated[Path | None, NEW_FILE] = None,
+        report: Annotated[Path | None, NEW_FILE] = None,
+        runs: Annotated[Path | None, PLACE] = None,
+        force: bool = False,
+    ) -> None:
+        done.append("done")
+
+    checked(verb)(source, **outputs)
+    return done
+
+
+@pytest.fixture
+def adapter(tmp_path) -> Path:
+    return directory(tmp_path / "a")
+
+
+def test_outputs_that_can_be_written_are_let_through(adapter, tmp_path):
+    (tmp_path / "old.json").write_text("{}")
+    new = {"out": tmp_path / "o", "json": tmp_path / "new" / "j", "report": tmp_path / "r", "runs": tmp_path}
+    assert call(adapter, **{**new, "runs": tmp_path / "runs"}) == ["done"]
+    assert call(adapter, json=tmp_path / "old.json", force=True) == ["done"]
+    assert call(adapter, json=Path("-")) == ["done"]
+    assert call(adapter, base="a name, not a place", json=tmp_path / "j") == ["done"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_nothing_that_is_read_is_ever_written(adapter, tmp_path, force):
+    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    for source, out in ((adapter, weights), (adapter, adapter), (adapter, tmp_path), (weights, config)):
+        for kind in ("json", "out", "runs"):
+            with pytest.raises(CheckpointError, match="is, holds or lies inside the input|not replaced"):
+                call(source, **{kind: out}, force=force)
+    with pytest.raises(CheckpointError, match="inside the input"):
+        call(weights, base=str(adapter), json=adapter / "new.json", force=force)
+
+
+def test_other_places_that_would_fail_later_are_refused_now(adapter, tmp_path):
+    (tmp_path / "old.json").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "old.json")
+    os.mkfifo(tmp_path / "pipe")
+    refused = {
+        "already exists": {"json": tmp_path / "old.json"},
+        "a directory": {"json": tmp_path / "d", "force": True},
+        "no regular file": {"json": tmp_path / "pipe", "force": True},
+        "symbolic link": {"json": tmp_path / "link", "force": True},
+        "is a file, not a directory": {"out": tmp_path / "old.json" / "below"},
+        "takes no files": {"json": Path("/proc/new.json")},
+        "are the same file": {"json": tmp_path / "j", "report": tmp_path / "." / "j"},
+        "lies inside another": {"json": tmp_path / "o" / "j", "out": tmp_path / "o"},
+        "is a file; name a directory": {"runs": tmp_path / "old.json"},
+    }
+    (tmp_path / "d").mkdir()
+    before = snapshot(tmp_path / "a"), sorted(tmp_path.iterdir())
+    for words, outputs in refused.items():
+        if words == "takes no files" and not Path("/proc").is_dir():
+            continue
+        with pytest.raises(CheckpointError, match=words):
+            call(adapter, **outputs)
+    assert (tmp_path / "old.json").read_text() == "mine"
+    assert before == (snapshot(tmp_path / "a"), sorted(tmp_path.iterdir()))
+
+
+def test_the_command_line_keeps_its_inputs_whole(tmp_path):
+    shutil.copytree(DEMO, tmp_path / "a")
+    before = snapshot(tmp_path / "a")
+    weights = tmp_path / "a" / "adapter_model.safetensors"
+    for arguments in (
+        ("compress", tmp_path / "a", "--separation-rank", 2, "--out", tmp_path / "o", "--json", weights, "--force"),
+        ("inspect", tmp_path / "a", "--json", tmp_path / "a" / "adapter_config.json", "--force"),
+        ("curve", weights, "--json", tmp_path / "a" / "adapter_config.json", "--force"),
+        ("compress", DEMO, "--ratio", 48, "--calibrated", tmp_path / "a", "--out", tmp_path / "a" / "inside"),
+        ("verify", tmp_path / "a", DEMO, "--json", weights),
+        ("export", tmp_path / "a", "--out", tmp_path / "a" / "lora"),
+    ):
+        done = lsr(*arguments)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert "inside the input" in done.stderr
+    assert snapshot(tmp_path) == {f"a/{name}": content for name, content in before.items()}
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5])
+def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeypatch, first):
+    tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}
+    source = directory(tmp_path / "a", tensors)
+    calls, fsync = [], os.fsync
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) >= first:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    outputs = {"out": tmp_path / "o", "report": tmp_path / "r.html", "json": tmp_path / "new" / "j.json"}
+    with pytest.raises(CheckpointError, match="could not be written: No space left"):
+        commands.compress(source, separation_rank=1, **outputs)
+    assert len(calls) >= first
+    assert list(tmp_path.iterdir()) == [source]
+    monkeypatch.undo()
+    commands.compress(source, separation_rank=1, **outputs)
+    assert all(path.exists() for path in outputs.values())
+
+
+def test_ctrl_c_while_the_program_starts_is_one_line():
+    code = (
+        "import sys, lsrdecomp.cli.main as main\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'lsrdecomp.cli.commands': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "sys.argv = ['lsrdecomp', 'inspect']\n"
+        "main.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (130, 1)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,104 @@
+"""verify and export: right results pass, whatever became of a layer; damage and numbers that are none do not."""
+
+import numpy as np
+import pytest
+from checkpoint_files import PREFIX, directory, pair
+from console import lsr
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.export import export_lora
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.verify import LayerCheck, verify
+from lsrdecomp.errors import CheckpointError
+
+
+def test_a_dropped_layer_that_was_zero_is_as_recorded(tmp_path):
+    tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}
+    tensors |= {key: 0 * array for key, array in tensors.items() if "layers.1.v" in key}
+    source = open_checkpoint(directory(tmp_path / "a", tensors))
+    written = open_checkpoint(compress(source, CompressionPlan(rtol=0.5)).save(tmp_path / "o"))
+    assert [layer.name for layer in written.layers] == ["layers.0.q"]
+    check = verify(source, written)
+    assert [layer.relative_error for layer in check.layers if layer.name == "layers.1.v"] == [0.0]
+    assert check.passed
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("seed", range(4))
+def test_three_factors_are_recorded_as_a_reader_finds_them(tmp_path, storage, seed):
+    tensors = {**pair("q", 8, 12, 8, seed, "float32"), **pair("v", 27, 8, 8, seed + 9)}
+    source = open_checkpoint(directory(tmp_path / "a", tensors, r=8))
+    plan = CompressionPlan(separation_rank=3, inner_shape=(2, 2, 2), storage=storage)
+    result = compress(source, plan)
+    check = verify(source, open_checkpoint(result.save(tmp_path / "o")))
+    assert [layer.relative_error for layer in check.layers] == pytest.approx(
+        [layer.relative_error for layer in result.layers], rel=1e-13
+    )
+    assert check.passed
+
+
+@given(st.sampled_from([float("nan"), float("inf")]), st.sampled_from([None, 0.25, float("nan")]))
+def test_an_error_that_is_no_number_never_agrees(error, recorded):
+    assert not LayerCheck("q", 1, 1.0, error, recorded).agrees
+
+
+def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
+    tensors = {key: array.astype(np.float64) for key, array in pair("q").items()}
+    sane = open_checkpoint(directory(tmp_path / "sane", tensors))
+    huge = directory(tmp_path / "huge", {key: array * 1e160 for key, array in tensors.items()})
+    with pytest.raises(CheckpointError, match="q: .*squares overflow"):
+        verify(open_checkpoint(huge), open_checkpoint(huge))
+    factors = [np.full((1, 4, 2), 1e155), np.full((1, 2, 6), 1e155)]
+    written = write_lsr(tmp_path / "o", source=sane, layers=[("q", factors[:1], factors[1:], 1.0)], storage="float64")
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert not verify(sane, open_checkpoint(written)).passed
+
+
+@pytest.mark.parametrize("verb", ["inspect", "curve", "compress", "verify"])
+@pytest.mark.parametrize("kind", ["alpha", "numbers", "zero"])
+def test_extreme_adapters_are_one_line_for_every_verb(tmp_path, verb, kind):
+    tensors = {key: array.astype(np.float64) for key, array in pair("q").items()}
+    if kind != "alpha":
+        tensors = {key: array * (1e160 if kind == "numbers" else 0.0) for key, array in tensors.items()}
+    source = directory(tmp_path / "a", tensors, **({"lora_alpha": 1e300} if kind == "alpha" else {}))
+    arguments = {"compress": ("--out", tmp_path / "o", "--ratio", 2), "verify": (source,)}.get(verb, ())
+    done = lsr(verb, source, *arguments)
+    if kind == "zero" and verb in ("inspect", "verify"):
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert ("squares overflow" in done.stderr) == (kind != "zero")
+    assert kind == "zero" or ": q: " in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("to", ["lora", "kohya"])
+def test_a_changed_file_is_not_exported(tmp_path, to):
+    tensors = {**pair("lora_unet_q", 16, 16), **pair("lora_unet_v", 16, 16, seed=1)}
+    source = open_checkpoint(directory(tmp_path / "a", tensors))
+    out = compress(source, CompressionPlan(separation_rank=1, storage="int4")).save(tmp_path / "o")
+    target = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
+    weights = out / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x40
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors changed since it was written"):
+        export_lora(open_checkpoint(out), target, to=to)
+    assert not target.exists()
+    content[-1] ^= 0x40
+    weights.write_bytes(content)
+    assert export_lora(open_checkpoint(out), target, to=to) == target
+
+
+def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
+    head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
+    source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=["classifier"])
+    assert open_checkpoint(source).notes == ()
+    weights = source / "adapter_model.safetensors"
+    save_file({key: array for key, array in load_file(weights).items() if "classifier" not in key}, weights)
+    done = lsr("inspect", source)
+    assert "modules_to_save names 'classifier', of which the file holds no tensor" in done.stdout
