@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import commands
+from lsrdecomp.cli.help import SHORT, epilog
 from lsrdecomp.cli.outputs import checked
 
 app = typer.Typer(
     name="lsrdecomp",
     help="Compress LoRA adapters to short sums of Kronecker products, and see what that costs.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 for command in commands.ALL:
-    app.command()(checked(command))
+    app.command(short_help=SHORT.get(command.__name__), epilog=epilog(command.__name__))(checked(command))
 
 
 @app.callback(invoke_without_command=True)

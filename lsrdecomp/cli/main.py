@@ -14,7 +14,9 @@ def run() -> None:
 
         app()
     except (LsrError, OSError) as error:
-        text = " ".join(str(error).split())
+        from lsrdecomp.cli.help import flags
+
+        text = flags(" ".join(str(error).split()))
         print(f"lsrdecomp: {text or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
     except MemoryError:

@@ -1,0 +1,40 @@
+"""Help that fits a terminal of 80 columns, examples that the command line accepts, errors in its own words."""
+
+import shlex
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lsrdecomp.cli.help import EXAMPLES, SHORT, flags
+from lsrdecomp.cli.app import app
+
+VERBS = sorted(get_command(app).commands)
+
+
+def test_every_verb_has_a_short_help_and_an_example():
+    assert set(VERBS) <= set(SHORT)
+    assert set(VERBS) <= set(EXAMPLES)
+
+
+def test_no_short_help_is_cut_at_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(app, ["-h"]).stdout
+    for verb in VERBS:
+        assert SHORT[verb] in text, verb
+    assert "..." not in text.split("Commands:")[1]
+
+
+@pytest.mark.parametrize(("verb", "example"), [(verb, example) for verb in VERBS for example in EXAMPLES[verb]])
+def test_the_options_of_every_example_exist(verb, example):
+    given = {word for word in shlex.split(example) if word.startswith("--")}
+    known = {option for parameter in get_command(app).commands[verb].params for option in parameter.opts}
+    assert given <= known
+
+
+def test_an_error_names_the_flag():
+    assert flags("its alpha is not in it; pass alpha= as it was trained") == (
+        "its alpha is not in it; pass --alpha as it was trained"
+    )
+    assert flags("replace it by force=True") == "replace it by --force"
+    assert flags("got rtol=0.5 and rank=3") == "got rtol=0.5 and rank=3", "a value is no advice"
