@@ -34,7 +34,7 @@ EXAMPLES = {
     "finetune": ("finetune --model smollm2 --data train.jsonl --out my-lora/",),
     "compare": ("compare suite.toml --out comparison/", "compare suite.toml --out comparison/ --table"),
     "recover": ("recover suite.toml --out recovery/",),
-    "fleet": ("fleet adapters/ small-adapters/ --ratio 20 --workers 8",),
+    "fleet": ("fleet adapters/ small-adapters/ --plan plan.toml --workers 8",),
     "demo": ("demo --out demo-output",),
 }
 """One or two commands a reader can change to their own."""
