@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.names import kind_of
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape
@@ -110,7 +112,11 @@ class LsrLayer:
 Layer = LoraLayer | LsrLayer
 
 
-@dataclass(frozen=True)
+SHOWN_KINDS = 12
+"""Lines of layers in the text of a checkpoint."""
+
+
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """An adapter that was opened: headers are read, numbers are not.
 
@@ -140,6 +146,19 @@ class Checkpoint:
     weights: Path
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """What it holds in a few lines: layers of one kind, size and rank are counted together."""
+        head = (
+            f"{self.format} adapter {self.path.name}: {len(self.layers)} layers, {self.adapter_parameters:,} parameters"
+        )
+        if self.extras:
+            head += f", {self.extra_parameters:,} numbers of {len(self.extras)} other tensors"
+        kinds = Counter((kind_of(x.name), f"{x.out_features}×{x.in_features}", x.rank) for x in self.layers)
+        lines = [f"  {count:3} × {kind}, {size}, rank {rank}" for (kind, size, rank), count in kinds.items()]
+        if len(lines) > SHOWN_KINDS:
+            lines[SHOWN_KINDS:] = [f"  … and {len(lines) - SHOWN_KINDS} more kinds of layers"]
+        return "\n".join([head, *lines])
 
     @cached_property
     def source_sha256(self) -> str:

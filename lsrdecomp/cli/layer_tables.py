@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lsrdecomp import checkpoints
+from lsrdecomp.checkpoints.names import common_prefix, kind_of
 from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:
@@ -180,25 +180,6 @@ def group_name(names: Sequence[str], cut: int) -> str:
     if len(names) == 1:
         return names[0][cut:]
     return f"{len(names)} layers {kind_of(names[0])}"
-
-
-def kind_of(name: str) -> str:
-    """What a layer is, without where it is: the words after the last number in its name.
-
-    >>> kind_of("model.layers.11.self_attn.q_proj"), kind_of("unet_down_blocks_0_attn_to_q")
-    ('self_attn.q_proj', 'attn_to_q')
-    """
-    return re.split(r"(?:^|[._:])\d+[._:]", re.sub(r"(?<=.)[._:]\d+$", "", name))[-1]
-
-
-def common_prefix(names: Sequence[str]) -> str:
-    """Leading modules that all names share, with the dot; none for one name."""
-    shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared) + "." if shared and len(names) > 1 else ""
 
 
 def _together(group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]) -> float:

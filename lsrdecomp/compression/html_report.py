@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from lsrdecomp import markup
 from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.svg_curves import svg_curves
 
@@ -60,7 +61,7 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
         svg=svg_curves(curves, here, total.parameters_before) if curves else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
         rows=_rows(compression.layers, functional),
-        prefix=_common_prefix([layer.name for layer in compression.layers]),
+        prefix=common_prefix([layer.name for layer in compression.layers]),
         files=_sizes(out),
         directory=repr(out.name) if out is not None else "",
         provenance=_provenance(source, compression.plan),
@@ -176,16 +177,6 @@ def _cells(layer: LayerReport, worst: float, functional: bool) -> Iterator[Cell]
     elif functional:
         yield Cell("", "–")
     yield Cell(layer.condition if math.isfinite(layer.condition) else 1e300, f"{layer.condition:.3g}", "wide")
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    """Leading modules that all names share, with the dot; none for one name."""
-    shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared) + "." if shared and len(names) > 1 else ""
 
 
 def _sizes(out: Path | None) -> list[tuple[str, str]]:

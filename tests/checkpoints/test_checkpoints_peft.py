@@ -13,6 +13,7 @@ from checkpoint_files import CONFIG, PREFIX, directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
 
+import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.config import Patterns, exact_pattern
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -296,3 +297,12 @@ def test_default_rank_and_alpha_are_those_of_peft(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key not in ("r", "lora_alpha")}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert open_checkpoint(folder).layers[0].scale == 1.0
+
+
+def test_the_text_of_a_checkpoint_fits_a_screen():
+    text = repr(open_checkpoint(Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"))
+    assert text.splitlines()[0] == (
+        "peft-lora adapter demo_adapter: 12 layers, 73,728 parameters, 770 numbers of 2 other tensors"
+    )
+    assert "    3 × attention.self.query, 384×384, rank 8" in text
+    assert len(text.splitlines()) == 5

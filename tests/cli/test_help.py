@@ -6,8 +6,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lsrdecomp.cli.help import EXAMPLES, SHORT, flags
 from lsrdecomp.cli.app import app
+from lsrdecomp.cli.help import EXAMPLES, SHORT, flags
 
 VERBS = sorted(get_command(app).commands)
 
