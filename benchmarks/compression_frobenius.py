@@ -57,7 +57,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
         for layer, solution, last, stopped in zip(group, short, end, given_terms, strict=True):
             steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
             given, balanced = (
-                FactorwiseSVD(layer.pair, shape, gauge).truncate(TERMS) for gauge in ("given", "balanced")
+                FactorwiseSVD(gauge).truncations(layer.pair, shape).truncate(TERMS) for gauge in ("given", "balanced")
             )
             canonical = solution.product.canonical()
             record = {

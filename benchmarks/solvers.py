@@ -196,7 +196,7 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
             grid = tensor.reshape(count, 16, 16, 16, 16).permute(0, 1, 3, 2, 4).reshape(count, n, n)
             svd, (_, spectrum, _) = timed(lambda t=tensor: torch.linalg.svd(t, full_matrices=False), options)
             for s in (8, 16):
-                ours, found = timed(lambda g=grid, s=s: BatchedKrylov().solve(g, shape, rank=s), options)
+                ours, found = timed(lambda g=grid, s=s: BatchedKrylov().solve_batch(g, shape, rank=s), options)
                 best = torch.linalg.vector_norm(spectrum.double()[:, s:], dim=1)
                 errors = torch.stack([(g.double() - x.approximation.to_matrix().double()).norm()
                                       for g, x in zip(grid, found, strict=True)])  # fmt: skip

@@ -31,8 +31,8 @@ def side(split):
 gauge = np.linalg.qr(rng.standard_normal((4, 4)))[0] * np.array([4.0, 2.0, 1.0, 0.25])
 layer = LowRank(side(shape.left) @ gauge, np.linalg.solve(gauge, side(shape.right)))
 
-as_found = FactorwiseSVD(layer, shape, gauge="given").truncate(2)
-balanced = FactorwiseSVD(layer, shape).truncate(2)
+as_found = FactorwiseSVD(gauge="given").truncations(layer, shape).truncate(2)
+balanced = FactorwiseSVD().truncations(layer, shape).truncate(2)
 together = JointALS(sweeps=60).solve(layer, shape, 2)
 for name, product in (("as found", as_found), ("singular gauge", balanced), ("jointly", together.product)):
     print(f"{name:15s} {product.parameters} parameters, error {layer.residual_norm(product) / layer.norm:.3f}")

@@ -13,8 +13,9 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
 from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Decomposition, ErrorKind, Solution, Solver, Status, Sweep
+from lsrdecomp.solvers.base import Decomposition, ErrorKind, Event, Solution, Solver, Status, Sweep
 from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.targets.base import Target
@@ -61,7 +62,7 @@ def decompose(
     throw : bool
         Raise `ConvergenceError`, which holds the record, when the tolerance was not met.
     on_sweep : callable, optional
-        Called with each `Sweep` of an iterative solver.
+        Called with each `Sweep`, those of solvers that take over or solve again included.
 
     Returns
     -------
@@ -105,11 +106,12 @@ def decompose(
     solver = solver if solver is not None else choose_solver(target, shape, storage)
     most = None if rank is None else min(rank, shape.max_separation_rank)
     if budget is not None:
-        return _fewest_bytes(target, shape, solver, most, budget, throw, on_sweep)
-    solution = solver.solve(target, shape, rank=most, atol=goal, on_sweep=on_sweep)
+        return _fewest_bytes(target, shape, solver, most, budget, throw, SolveProgress(on_sweep))
+    progress = SolveProgress(on_sweep)  # of all solves together, if rounding asks for more than one
+    solution = progress.solve(solver, target, shape, rank=most, atol=goal, event=Event.start)
     record = _measure(target, solution, storage, goal)
     if goal is not None and storage is not None:
-        record = _pay_for_rounding(target, shape, solver, most, goal, storage, record, on_sweep)
+        record = _pay_for_rounding(target, shape, solver, most, goal, storage, record, progress)
     if throw and not record.status.met:
         raise ConvergenceError(f"{record.status.value} ({record})", record)
     return record
@@ -156,7 +158,11 @@ def _absolute_goal(target: Target, rank: int | None, rtol: float | None, atol: f
 def _measure(target: Target, solution: Solution, storage: str | None, goal: float | None) -> Decomposition:
     approximation: SeparatedMatrix = solution.approximation
     stored = approximation if storage is None else approximation.round_to(storage)
-    error, norm = target.residual_norm(stored), target.norm
+    norm = target.norm
+    if storage is None and solution.relative_error is not None:  # measured already, and nothing rounded since
+        error = solution.relative_error * norm
+    else:
+        error = target.residual_norm(stored)
     status = solution.status
     if goal is not None and error > goal * (1.0 + 1e-12) and status is Status.converged:
         status = Status.precision_exhausted
@@ -181,7 +187,7 @@ def _pay_for_rounding(
     goal: float,
     storage: str,
     record: Decomposition,
-    on_sweep: Callable[[Sweep], Any] | None,
+    progress: SolveProgress,
 ) -> Decomposition:
     """Tighten the truncation until truncation and rounding together meet the goal, if rounding alone can."""
     allowed = goal
@@ -191,7 +197,7 @@ def _pay_for_rounding(
         allowed *= min(0.9, goal / record.error)
         if allowed == 0.0:
             break
-        solution = solver.solve(target, shape, rank=rank, atol=allowed, on_sweep=on_sweep)
+        solution = progress.solve(solver, target, shape, rank=rank, atol=allowed, event=Event.start)
         tried = _measure(target, solution, storage, goal)
         if tried.error <= goal:
             return tried
@@ -213,12 +219,12 @@ def _fewest_bytes(
     rank: int | None,
     budget: ErrorBudget,
     throw: bool,
-    on_sweep: Callable[[Sweep], Any] | None,
+    progress: SolveProgress,
 ) -> Decomposition:
     goal = budget.allowed(target.norm)
     refusal: BudgetError | None = None
     for share in TRUNCATION_SHARES[min(max(shape.order, 2), 3)]:
-        solution = solver.solve(target, shape, rank=rank, atol=share * goal, on_sweep=on_sweep)
+        solution = progress.solve(solver, target, shape, rank=rank, atol=share * goal, event=Event.start)
         try:
             stored = smallest(target, solution.approximation, atol=goal)
         except BudgetError as error:

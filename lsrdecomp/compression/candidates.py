@@ -16,7 +16,8 @@ from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.precision import precision
-from lsrdecomp.solvers.pair.joint_als import JointALS, PairSolution
+from lsrdecomp.solvers.base import PairSolution
+from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.svd.dense import tail_norms
 
 F = TypeVar("F", bound=Form)

@@ -47,7 +47,7 @@ def _low_rank(pair: LowRank) -> Points:
 
 def _factorwise(pair: LowRank) -> Points:
     shape = ProductShape.balanced(pair.shape, balanced_split(effective_rank(pair)))
-    sides = FactorwiseSVD(pair, shape)
+    sides = FactorwiseSVD().truncations(pair, shape)
     points: Points = {0: (0, pair.norm)}
     for rank in _terms(max(sides.max_ranks)):
         product = sides.truncate(rank)

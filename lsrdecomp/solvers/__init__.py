@@ -15,7 +15,8 @@ Pairs (the two sides of a LoRA layer)
     `JointALS`         least squares of the product, in a weighted norm if there are statistics
     `FactorwiseSVD`    each side by itself
 
-`Decomposition`, `Solution`, `Status`, `Sweep`, `Solver` are the records and the contract; `solvers.base` explains them.
+`Solver` and `PairSolver` are the contract, `Solution`, `PairSolution`, `Decomposition`, `Sweep`, `Event` and `Status`
+the records; `solvers.base` explains each field.
 """
 
 import lazy_loader

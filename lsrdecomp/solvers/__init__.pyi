@@ -1,6 +1,9 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .base import Decomposition as Decomposition
 from .base import ErrorKind as ErrorKind
+from .base import Event as Event
+from .base import PairSolution as PairSolution
+from .base import PairSolver as PairSolver
 from .base import Solution as Solution
 from .base import Solver as Solver
 from .base import Status as Status
@@ -9,11 +12,10 @@ from .cp.als import ALS as ALS
 from .cp.tensorly import TensorLyCP as TensorLyCP
 from .pair.factorwise import FactorwiseSVD as FactorwiseSVD
 from .pair.joint_als import JointALS as JointALS
-from .pair.joint_als import PairSolution as PairSolution
 from .svd.batched import BatchedKrylov as BatchedKrylov
 from .svd.dense import SVD as SVD
 from .svd.golub_kahan import BlockGolubKahan as BlockGolubKahan
 from .svd.gram import Gram as Gram
 from .svd.greedy import Greedy as Greedy
-from .svd.greedy import MixedFit as MixedFit
+from .svd.greedy import MixedSolution as MixedSolution
 from .svd.greedy import MixedSum as MixedSum

@@ -1,16 +1,20 @@
-"""Records: what a solver returns, what `decompose` returns, and the sentences that say how it ended."""
+"""The contract of solvers, of a matrix and of a pair: what they are asked, what they return, how they say it ended."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
 from lsrdecomp import markup
+from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import Target
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.targets.base import LowRank, Target
+from lsrdecomp.targets.weights import NormWeights
 
 
 class Status(Enum):
@@ -46,31 +50,41 @@ class ErrorKind(Enum):
     estimated = "an estimate"
 
 
+class Event(Enum):
+    """What a record of an iteration begins, so that whoever watches knows which records can be compared."""
+
+    step = "one more step of the same descent: its objective is not above that of the record before"
+    start = "the first step of all, or from another start, or on another form of the same problem"
+    new_term = "the first step after a term was added"
+    hand_over = "the first step of another solver, which took over"
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One step of an iteration, as handed to callbacks."""
+    """One step of an iteration, as handed to callbacks and kept in the result."""
 
-    index: int
-    relative_error: float  # the solver's running figure
-    condition: float = 1.0
+    index: int  # 1, 2, 3, … through the whole solve, hand-overs included
+    relative_error: float  # the solver's running figure: it steers, and is not a measurement
+    condition: float = 1.0  # γ
+    event: Event = Event.step
+    objective: float | None = None  # what the descent lowers, for ‖M‖ = 1; None: not computed
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver found."""
+    """What a solver of a matrix found."""
 
-    approximation: SeparatedMatrix
-    status: Status
-    sweeps: tuple[Sweep, ...] = ()
+    approximation: SeparatedMatrix  # unit factors, λ descending, in the library and element type of the target
+    status: Status  # `rank_reached` where no error was asked for; else `converged`, or why not
+    sweeps: tuple[Sweep, ...] = ()  # what ``on_sweep`` was told, in that order; one record of a direct solver
     optimality_gap: float | None = None  # excess of the error over the optimum, relative; None: not known
-    gap_kind: ErrorKind = ErrorKind.estimated
+    gap_kind: ErrorKind = ErrorKind.estimated  # `bounded`: rigorous; `estimated`: extrapolated
+    relative_error: float | None = None  # ‖M − M̂‖/‖M‖ if the solver has measured it; else `Target.residual_norm` does
 
 
 class Solver(Protocol):
-    """A solver is a frozen value that holds choices; a solve changes nothing.
-
-    Give ``rank`` (that many terms), ``atol`` (as few terms as reach that Frobenius error), or both (``rank`` is then
-    the most that may be used).
+    """Terms for a matrix. A solver is a frozen value that holds choices; a solve changes nothing and draws its random
+    numbers from the solver's seed.
     """
 
     def solve(
@@ -81,7 +95,129 @@ class Solver(Protocol):
         rank: int | None = None,
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution: ...
+    ) -> Solution:
+        """A short sum of Kronecker products near ``target``.
+
+        Parameters
+        ----------
+        target : Target, shape (m, n)
+            What is approximated: `lsrdecomp.targets`.
+        shape : KroneckerShape
+            Sizes of the factors.
+        rank : int, optional
+            Number of terms; beside ``atol``, the most that may be used. More than the shape can need is clipped.
+        atol : float, optional
+            Allowed ‖M − M̂‖_F: as few terms as the solver finds to reach it.
+        on_sweep : callable, optional
+            Told each `Sweep` as it happens, those of solvers that take over included.
+
+        Returns
+        -------
+        Solution
+
+        Raises
+        ------
+        ShapeError
+            If the shape does not tile the target, or has a number of factors that the solver is not for.
+        BudgetError
+            If neither ``rank`` nor ``atol`` is given, or ``atol`` is negative or not finite.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairSolution:
+    """What a solver of a pair found."""
+
+    product: SeparatedProduct  # in the library of the target, in double precision
+    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep
+    start_error: float  # the same for the start; that of the product itself where nothing is iterated
+    norm: float  # ‖G^½ M C^½‖
+    status: Status
+    sweeps: tuple[Sweep, ...] = field(default=(), repr=False)  # what ``on_sweep`` was told, of this pair alone
+
+    @property
+    def error(self) -> float:
+        """‖G^½(M − M̂)C^½‖, absolute: comparable between the layers of one network."""
+        return self.relative_error * self.norm
+
+
+class PairSolver(Protocol):
+    """Terms for both sides of a low-rank pair, in a weighted norm; a frozen value as `Solver` is."""
+
+    def solve(
+        self,
+        target: LowRank,
+        shape: ProductShape,
+        ranks: int | tuple[int, int],
+        *,
+        weights: NormWeights | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> PairSolution:
+        """A product (Σ B1 ⊗ B2)(Σ A1 ⊗ A2) near ``target``.
+
+        Parameters
+        ----------
+        target : LowRank, shape (m, n)
+            ΔW = B A, never formed.
+        shape : ProductShape
+            Splits of m, of the inner rank and of n.
+        ranks : int or (int, int)
+            Terms of the out side and of the in side; more than a side can need are clipped.
+        weights : NormWeights, optional
+            G and C of the norm ‖G^½ X C^½‖ in which the error is reported; absent, the Frobenius norm.
+        on_sweep : callable, optional
+            Told each `Sweep` as it happens.
+
+        Returns
+        -------
+        PairSolution
+
+        Raises
+        ------
+        ShapeError
+            If shape, weights and target disagree, or a number of terms is not positive.
+        """
+        ...
+
+
+def most_terms(
+    size: tuple[int, int], shape: KroneckerShape, rank: int | None, atol: float | None, *, order: int | None = None
+) -> int:
+    """The most terms that a solve of a matrix (m, n) may use, after the checks that every `Solver` makes.
+
+    ``order`` is the one number of factors that the solver is for, None for any. Raises as `Solver.solve` says.
+    """
+    if order is not None and shape.order != order:
+        raise ShapeError(f"this solver is for {NUMBERS[order]} factors; {shape} has {shape.order}")
+    shape.check(size)
+    if rank is None and atol is None:
+        raise BudgetError("say what is wanted: rank= or atol=")
+    if atol is not None and not (math.isfinite(atol) and atol >= 0.0):
+        raise BudgetError(f"atol must be finite and not negative, got {atol}")
+    if rank is None:
+        return shape.max_separation_rank
+    if isinstance(rank, bool) or rank != int(rank) or rank < 1:
+        raise ShapeError(f"a separation rank is a positive integer, got {rank}")
+    return min(int(rank), shape.max_separation_rank)
+
+
+NUMBERS = {2: "two"}
+
+
+def pair_terms(
+    target: LowRank, shape: ProductShape, ranks: int | tuple[int, int], name: str = "the target"
+) -> tuple[int, int]:
+    """Terms of the out side and of the in side, clipped, after the checks that every `PairSolver` makes."""
+    if target.shape != shape.matrix_shape:
+        raise ShapeError(
+            f"{name} is {target.shape[0]}×{target.shape[1]}, but {shape} is "
+            f"{shape.matrix_shape[0]}×{shape.matrix_shape[1]}"
+        )
+    out_rank, in_rank = (ranks, ranks) if isinstance(ranks, int) else ranks
+    if out_rank < 1 or in_rank < 1:
+        raise ShapeError(f"separation ranks must be positive, got {out_rank} and {in_rank}")
+    return min(out_rank, shape.left.max_separation_rank), min(in_rank, shape.right.max_separation_rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from lsrdecomp.targets.weighted import weighted_svd
 def layers():
     rng = np.random.default_rng(0)
     pair = LowRank(rng.standard_normal((12, 4)), rng.standard_normal((4, 20)))
-    sides = FactorwiseSVD(pair, ProductShape((4, 3), (2, 2), (5, 4)))
+    sides = FactorwiseSVD().truncations(pair, ProductShape((4, 3), (2, 2), (5, 4)))
     layer = Layer("c", pair)
     svd = tuple(np.asarray(part) for part in weighted_svd(pair, layer.norms))
     return {

@@ -99,7 +99,7 @@ def test_statistics_change_what_is_kept(demo):
 @given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7))), max_rank=4), st.integers(1, 40))
 def test_side_by_side_error_is_bounded_by_the_two_tails(pair, terms):
     shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
-    product = FactorwiseSVD(pair, shape).truncate(terms)
+    product = FactorwiseSVD().truncations(pair, shape).truncate(terms)
     assert max(product.separation_ranks) <= max(shape.left.max_separation_rank, shape.right.max_separation_rank)
     sides = pair.balanced(4)
     left = np.linalg.norm(sides.left - product.left.to_matrix())
@@ -115,12 +115,13 @@ def test_the_balanced_gauge_beats_the_given_one(rng):
     pair = lsr.LowRank(left @ mixing, np.linalg.solve(mixing, right))
     shape = lsr.ProductShape.balanced(pair.shape, (2, 2))
     errors = {
-        gauge: pair.residual_norm(FactorwiseSVD(pair, shape, gauge).truncate(8)) for gauge in ("given", "balanced")
+        gauge: pair.residual_norm(FactorwiseSVD(gauge).truncations(pair, shape).truncate(8))
+        for gauge in ("given", "balanced")
     }
     assert errors["balanced"] < 0.9 * errors["given"]
-    assert pair.residual_norm(FactorwiseSVD(pair, shape, "given").truncate(99)) <= 1e-9 * pair.norm
+    assert pair.residual_norm(FactorwiseSVD("given").truncations(pair, shape).truncate(99)) <= 1e-9 * pair.norm
     with pytest.raises(lsr.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
-        FactorwiseSVD(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)), "given")
+        FactorwiseSVD("given").truncations(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)))
 
 
 def test_the_scale_of_the_lora_is_part_of_what_is_approximated(demo):

@@ -171,7 +171,8 @@ def separable_plus_low_rank(seed=0):
 def test_per_term_shapes_find_a_sum_of_a_separable_and_a_low_rank_matrix():
     matrix, block, thin = separable_plus_low_rank()
     seen = []
-    fit = Greedy((block, thin), cycles=400, rtol=1e-6).fit(matrix, rtol=1e-6, on_sweep=seen.append)
+    target = Dense(matrix)
+    fit = Greedy((thin,), cycles=400, rtol=1e-6).solve(target, block, atol=1e-6 * target.norm, on_sweep=seen.append)
     assert fit.status is Status.converged
     assert {part.kronecker_shape: part.separation_rank for part in fit.approximation.parts} == {block: 2, thin: 2}
     assert np.linalg.norm(matrix - fit.approximation.to_matrix()) <= 1e-6 * np.linalg.norm(matrix)
@@ -183,7 +184,7 @@ def test_per_term_shapes_find_a_sum_of_a_separable_and_a_low_rank_matrix():
 
 def test_per_term_shapes_stay_within_the_parameters():
     matrix, block, thin = separable_plus_low_rank()
-    fit = Greedy((block, thin)).fit(matrix, parameters=400)
+    fit = Greedy((thin,), parameters=400).solve(Dense(matrix), block)
     assert fit.approximation.parameters <= 400
     assert fit.status is Status.rank_reached
     assert np.isclose(
@@ -193,11 +194,11 @@ def test_per_term_shapes_stay_within_the_parameters():
 
 def test_greedy_refuses_what_it_cannot_do():
     matrix, block, _ = separable_plus_low_rank()
-    with pytest.raises(BudgetError, match="rtol= or parameters="):
-        Greedy((block,)).fit(matrix)
+    with pytest.raises(BudgetError, match="rank= or atol="):
+        Greedy().solve(Dense(matrix), block)
     with pytest.raises(ShapeError, match="has 3"):
-        Greedy((THREE,))
+        Greedy((KroneckerShape(((4, 4),) * 3),)).solve(Dense(matrix), block, rank=1)
     with pytest.raises(ShapeError, match="64 rows"):
-        Greedy((block,)).fit(matrix[:32], rtol=0.1)
-    zero = Greedy((block,)).fit(np.zeros((64, 64)), rtol=0.1)
+        Greedy((block,)).solve(Dense(matrix[:32]), KroneckerShape(((32, 1), (1, 64))), atol=0.1)
+    zero = Greedy().solve(Dense(np.zeros((64, 64))), block, atol=0.1)
     assert zero.approximation.separation_rank == 0

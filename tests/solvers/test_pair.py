@@ -17,10 +17,10 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.rearrange import kron
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.base import Status
+from lsrdecomp.solvers.base import PairSolution, Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.initialization import along_the_first
-from lsrdecomp.solvers.pair.joint_als import JointALS, PairSolution
+from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
 from lsrdecomp.targets.weights import Dense, Diagonal, Identity, KroneckerWeight, LowRankPlusIdentity, NormWeights
@@ -311,5 +311,5 @@ def test_single_precision_gives_way_where_it_sees_too_little(scale: float, rng: 
 def test_never_above_either_order_of_the_singular_gauge(seed: int, rank: int, terms: int) -> None:
     target = low_rank(np.random.default_rng(seed), SMALL, rank)
     found = JointALS(sweeps=1, tolerance=0.0).solve(target, SMALL, terms)
-    plain = FactorwiseSVD(target, SMALL, "balanced").truncate(terms)
+    plain = FactorwiseSVD().truncations(target, SMALL).truncate(terms)
     assert found.error <= target.residual_norm(plain) * (1.0 + 1e-9)

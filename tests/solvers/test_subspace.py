@@ -46,7 +46,7 @@ def test_each_is_as_good_as_alone(rank, kind, rng):
     batch = a_batch(rng)
     if kind == "complex":
         batch = batch * np.exp(1j * rng.random(batch.shape[1:]))
-    solutions = BatchedKrylov(tolerance=1e-4).solve(batch, SHAPE, rank=rank)
+    solutions = BatchedKrylov(tolerance=1e-4).solve_batch(batch, SHAPE, rank=rank)
     check(batch, solutions, rank, 1e-4)
     for solution in solutions:
         assert solution.approximation.condition == pytest.approx(1.0, rel=1e-10)
@@ -58,7 +58,7 @@ def test_matrices_that_need_more_care_are_solved_alone(rng):
     exact = with_spectrum(np.where(K <= 4, 1.0, 0.0), rng)
     tiny_error = with_spectrum(10.0**-K, rng)
     batch = np.stack([easy, np.zeros_like(easy), exact, 1e-200 * easy, 1e200 * easy, tiny_error])
-    solutions = BatchedKrylov().solve(batch, SHAPE, rank=6)
+    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 1e-3)
     assert solutions[0].gap_kind is ErrorKind.estimated
     assert solutions[1].approximation.separation_rank == 0
@@ -66,15 +66,15 @@ def test_matrices_that_need_more_care_are_solved_alone(rng):
 
 def test_single_precision_stays_single(rng):
     batch = a_batch(rng).astype(np.float32)
-    solutions = BatchedKrylov().solve(batch, SHAPE, rank=6)
+    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
     check(batch, solutions, 6, 2e-4)
     assert all(solution.approximation.dtype == np.float32 for solution in solutions)
 
 
 def test_every_library_agrees(xp, rng):
     batch = a_batch(rng)
-    theirs = BatchedKrylov().solve(batch, SHAPE, rank=3)
-    ours = BatchedKrylov().solve(xp.asarray(batch), SHAPE, rank=3)
+    theirs = BatchedKrylov().solve_batch(batch, SHAPE, rank=3)
+    ours = BatchedKrylov().solve_batch(xp.asarray(batch), SHAPE, rank=3)
     for i in (0, 1, 2):  # the others have repeated or close singular values, and so many best answers
         ours_formed = ours[i].approximation.to_matrix()
         close(ours_formed, theirs[i].approximation.to_matrix(), size=1000, dtype="float32")
@@ -83,9 +83,9 @@ def test_every_library_agrees(xp, rng):
 
 def test_chunks_do_not_change_the_answer(monkeypatch, rng):
     batch = a_batch(rng)
-    together = BatchedKrylov().solve(list(batch), SHAPE, rank=3)
+    together = BatchedKrylov().solve_batch(list(batch), SHAPE, rank=3)
     monkeypatch.setattr(subspace, "CHUNK_ENTRIES", 1)
-    one_by_one = BatchedKrylov().solve(batch, SHAPE, rank=3)
+    one_by_one = BatchedKrylov().solve_batch(batch, SHAPE, rank=3)
     for a, b in zip(together, one_by_one, strict=True):
         assert a.approximation.norm == pytest.approx(b.approximation.norm, rel=1e-4)
     check(batch, one_by_one, 3, 1e-4)
@@ -94,7 +94,7 @@ def test_chunks_do_not_change_the_answer(monkeypatch, rng):
 def test_a_rank_near_the_size_of_the_rearrangement(rng):
     batch = rng.standard_normal((3, 6, 8))
     shape = KroneckerShape(((3, 2), (2, 4)))
-    for matrix, solution in zip(batch, BatchedKrylov().solve(batch, shape, rank=9), strict=True):
+    for matrix, solution in zip(batch, BatchedKrylov().solve_batch(batch, shape, rank=9), strict=True):
         assert Dense(matrix).residual_norm(solution.approximation) <= 1e-13
 
 
@@ -103,7 +103,7 @@ def test_small_matrices_go_through_one_svd(xp, rng):
     few = np.zeros((2, 3, 4, 2, 5))
     few[1] = np.einsum("ab,cd->abcd", rng.standard_normal((3, 2)), rng.standard_normal((4, 5))).transpose(0, 2, 1, 3)
     batch = np.concatenate([rng.standard_normal((2, 12, 10)), few.reshape(2, 12, 10)])
-    found = BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+    found = BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
     assert [one.approximation.separation_rank for one in found] == [3, 3, 0, 1]
     for matrix, one in zip(batch, found, strict=True):
         best = SVD().solve(Dense(matrix), shape, rank=3).approximation
@@ -111,19 +111,19 @@ def test_small_matrices_go_through_one_svd(xp, rng):
         assert one.gap_kind is ErrorKind.bounded
     batch[1, 2, 3] = np.nan
     with pytest.raises(PrecisionError, match="1 of 480 entries are not finite"):
-        BatchedKrylov().solve(xp.asarray(batch), shape, rank=3)
+        BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
 
 
 def test_bad_batches_are_refused(rng):
     with pytest.raises(ShapeError, match=r"matrices of one size, got \[\(2, 2\), \(2, 3\)\]"):
-        BatchedKrylov().solve([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
+        BatchedKrylov().solve_batch([np.ones((2, 2)), np.ones((2, 3))], SHAPE, rank=1)
     with pytest.raises(ShapeError, match=r"expected shape \(L, m, n\)"):
-        BatchedKrylov().solve(np.ones((2, 2)), SHAPE, rank=1)
+        BatchedKrylov().solve_batch(np.ones((2, 2)), SHAPE, rank=1)
     with pytest.raises(ShapeError, match="rows, but the matrix has 81"):
-        BatchedKrylov().solve(np.ones((2, 81, 126)), SHAPE, rank=1)
+        BatchedKrylov().solve_batch(np.ones((2, 81, 126)), SHAPE, rank=1)
     with pytest.raises(ShapeError, match="two factors"):
-        BatchedKrylov().solve(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
+        BatchedKrylov().solve_batch(np.ones((2, 8, 8)), KroneckerShape.balanced((8, 8), 3), rank=1)
     bad = a_batch(rng)
     bad[2, 3, 4] = np.nan
     with pytest.raises(PrecisionError, match="1 of 60480 entries"):
-        BatchedKrylov().solve(bad, SHAPE, rank=1)
+        BatchedKrylov().solve_batch(bad, SHAPE, rank=1)

@@ -15,13 +15,13 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance, unit_roundoff
-from lsrdecomp.solvers.base import Solution, Status, Sweep
+from lsrdecomp.solvers.base import Event, Solution, Status, Sweep, most_terms
 from lsrdecomp.solvers.cp.hosvd import Compressed, compress
 from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
 from lsrdecomp.solvers.cp.mttkrp import assemble
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.terms import Terms
-from lsrdecomp.solvers.progress import Journal
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Target
 
 FIRST_RANK = 8
@@ -110,39 +110,61 @@ class ALS:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        if rank is None and atol is None:
-            raise BudgetError("say what is wanted: rank= or atol=")
+        """Terms by penalised alternating least squares; the contract is `Solver.solve`.
+
+        Unlike ``tensorly.decomposition.parafac`` it penalises λ and not the factors, so that γ stays what the storage
+        can bear; it adds terms one by one from the residual, where `parafac` starts all at once; and its error is
+        measured from residual entries. The penalty costs accuracy: the last digits of an exact fit need
+        ``storage="float64"``.
+
+        Returns
+        -------
+        Solution
+            ``relative_error`` is measured where ``atol`` is given. ``sweeps`` are the alternating sweeps and accepted
+            Newton steps; ``objective`` is ‖M − M̂‖² + αΣλ² for ‖M‖ = 1, of the core until it is swept as a whole.
+            ``optimality_gap`` is None: the problem is not convex, and nothing is known of the optimum.
+            ``status`` may be `ill_conditioned` where γ·μ of the storage exceeds the tolerance that was met, `stalled`
+            or `sweep_limit` where it was not.
+
+        Notes
+        -----
+        Cost: about 8·(2s)·Πp_i operations to make the core, then sweeps and Newton steps on (2s)^d entries.
+        """
+        most = most_terms(target.shape, shape, rank, atol)
         given, size = rearranged_tensor(target, shape), target.norm
         tensor = given.core
-        most = shape.max_separation_rank if rank is None else min(rank, shape.max_separation_rank)
-        journal = Journal(self.max_sweeps, on_sweep)
+        progress = SolveProgress(on_sweep, self.max_sweeps)
+        exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
-            return Solution(_no_terms(given.core, shape), Status.rank_reached if atol is None else Status.converged)
+            return Solution(no_terms(given.core, shape), exact, relative_error=0.0)
         if shape.order == 1:  # one factor is the matrix itself
+            progress.note(0.0)
             columns = given.expand([tensor[:, None] / size])
-            single = Terms.of(columns).to_separated(shape, size)
-            return Solution(single, Status.rank_reached if atol is None else Status.converged)
+            return Solution(Terms.of(columns).to_separated(shape, size), exact, progress.sweeps)
         tensor, goal = tensor / size, 0.0 if atol is None else atol / size
         cap, inner = (most if atol is None else min(most, FIRST_RANK)), goal
         terms = None
         while True:
-            terms, cap = self._fit(tensor, terms, cap, most, inner, journal)
+            terms, cap = self._fit(tensor, terms, cap, most, inner, progress)
             approximation = Terms(terms.weights, given.expand(terms.columns)).to_separated(shape, size)
             if atol is None:
-                return Solution(approximation, Status.rank_reached, tuple(journal.sweeps))
-            met = target.residual_norm(approximation) <= atol
-            if met or terms.rank >= most or journal.exhausted or inner < unit_roundoff("float64"):
+                return Solution(approximation, Status.rank_reached, progress.sweeps)
+            error = target.residual_norm(approximation)
+            met = error <= atol
+            if met or terms.rank >= most or progress.exhausted or inner < unit_roundoff("float64"):
                 break
             if terms.rank < cap:  # the core thought the goal met; the whole matrix did not
                 inner *= 0.5
             else:
                 cap = min(most, 2 * cap)
-        return Solution(approximation, self._status(met, approximation, goal, most, journal), tuple(journal.sweeps))
+        status = self._status(met, approximation, goal, most, progress)
+        return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
     def _fit(
-        self, tensor: Array, start: Terms | None, cap: int, most: int, goal: float, journal: Journal
+        self, tensor: Array, start: Terms | None, cap: int, most: int, goal: float, progress: SolveProgress
     ) -> tuple[Terms, int]:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
+        # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
         while True:
             packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
             core = to_numpy(as_double(packed.core))
@@ -150,6 +172,8 @@ class ALS:
             if goal == 0.0 or lost <= LOSS_SHARE * max(goal, ROOT_ROUNDOFF) or cap >= most:
                 break
             cap = min(most, 2 * cap)
+        # ALS 2: terms one by one on the core, from where an earlier core has come to.
+        progress.mark(Event.start)
         known = empty_terms(core) if start is None else _restricted(packed, start)
         terms = fit(
             core,
@@ -160,8 +184,9 @@ class ALS:
             sweeps=self.core_sweeps,
             starts=self.starts,
             goal=math.sqrt(max(goal**2 - lost**2, 0.0)) if lost > ROOT_ROUNDOFF else goal,
-            journal=journal,
+            progress=progress,
         )
+        # ALS 3: back to the whole tensor; a few sweeps over it take back what the core lost.
         columns = packed.expand([like(c, tensor) for c in terms.columns])
         weights = (
             namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
@@ -169,17 +194,20 @@ class ALS:
         whole = Terms(weights, columns)
         if lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
             ridge = self.alpha(tensor.ndim)
-            whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, journal=journal)
+            progress.mark(Event.start)
+            whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
         return whole, cap
 
-    def _status(self, met: bool, approximation: SeparatedMatrix, goal: float, most: int, journal: Journal) -> Status:
+    def _status(
+        self, met: bool, approximation: SeparatedMatrix, goal: float, most: int, progress: SolveProgress
+    ) -> Status:
         condition = approximation.condition
         if met:
             lost_to_rounding = condition > CANCELLING and condition * unit_roundoff(self.storage) > goal
             return Status.ill_conditioned if lost_to_rounding else Status.converged
         if approximation.separation_rank >= most:
             return Status.rank_exhausted
-        return Status.sweep_limit if journal.exhausted else Status.stalled
+        return Status.sweep_limit if progress.exhausted else Status.stalled
 
 
 def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
@@ -225,7 +253,8 @@ def _restricted(packed: Compressed, terms: Terms) -> Terms:
     return Terms.of([first * to_numpy(as_double(terms.weights)), *rest])
 
 
-def _no_terms(tensor: Array, shape: KroneckerShape) -> SeparatedMatrix:
+def no_terms(tensor: Array, shape: KroneckerShape) -> SeparatedMatrix:
+    """The zero matrix, in the library and element type of ``tensor``."""
     xp = namespace(tensor)
     factors = tuple(xp.zeros((0, m, n), dtype=tensor.dtype, device=device(tensor)) for m, n in shape.factors)
     return SeparatedMatrix(xp.abs(factors[0][:, 0, 0]), factors)

@@ -7,10 +7,11 @@ import math
 import numpy as np
 
 from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import refine, unknowns
 from lsrdecomp.solvers.cp.regularized import alternate
 from lsrdecomp.solvers.cp.terms import Terms
-from lsrdecomp.solvers.progress import Journal
+from lsrdecomp.solvers.progress import SolveProgress
 
 POWER_STEPS = 12
 """Alternating rank-one steps that place a new term; it is moved with all others afterwards."""
@@ -21,13 +22,13 @@ NEAR = 2.5
 FELL = 0.3
 """An error that fell by this much may be held up by the guiding penalty alone: the true rank may be reached."""
 GUIDE = 0.1
+"""While terms are being added γ is held so low that the penalty stays about this fraction of the error."""
 ROUNDING = 16.0 * unit_roundoff("float64")
 """A misfit that no further term can lower: the rounding of a tensor of norm one."""
 CHEAP = 800
 """Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term, many starts tried."""
 SPLIT = 0.1
 """Relative distance between the halves of a split term."""
-"""While terms are being added γ is held so low that the penalty stays about this fraction of the error."""
 
 
 def empty_terms(core: np.ndarray) -> Terms:
@@ -88,7 +89,7 @@ def fit(
     sweeps: int,
     starts: int,
     goal: float = 0.0,
-    journal: Journal | None = None,
+    progress: SolveProgress | None = None,
 ) -> Terms:
     """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
 
@@ -111,17 +112,18 @@ def fit(
     """
     error = misfit(core, terms)
     goal = max(goal, ROUNDING)
-    while terms.rank < rank and error > goal and not (journal is not None and journal.exhausted):
+    while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
         before, previous, terms = terms, error, add_term(core, terms, rng)
-        terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, journal=journal)
+        _mark(progress, Event.new_term)
+        terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, progress=progress)
         if unknowns(terms) <= CHEAP:
-            terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, journal=journal)
+            terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, progress=progress)
         error = misfit(core, terms)
         near = error < max(NEAR * goal, FELL * previous) and goal > ROUNDING
         if terms.rank == rank or (near and error > goal):
             tries = starts if terms.rank == rank else 1
-            terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, journal=journal)
+            terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, progress=progress)
             error = misfit(core, terms)
     return terms
 
@@ -135,19 +137,21 @@ def _best_of(
     rng: np.random.Generator,
     starts: int,
     goal: float,
-    journal: Journal | None,
+    progress: SolveProgress | None,
 ) -> Terms:
     def objective(trial: Terms) -> float:
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
-    best = polish(core, terms, ridge, goal=goal, journal=journal)
+    best = polish(core, terms, ridge, goal=goal, progress=progress)
     if before.rank == 0 or starts == 1 or unknowns(terms) > CHEAP:
         return best
-    before = polish(core, before, ridge, journal=journal)
+    _mark(progress, Event.start)
+    before = polish(core, before, ridge, progress=progress)
     for _ in range(starts - 1):
         if misfit(core, best) <= goal:
             break
-        trial = polish(core, split_term(before, rng), ridge, goal=goal, journal=journal)
+        _mark(progress, Event.start)
+        trial = polish(core, split_term(before, rng), ridge, goal=goal, progress=progress)
         best = min(best, trial, key=objective)
     return best
 
@@ -159,14 +163,19 @@ def polish(
     *,
     goal: float = 0.0,
     iterations: int = 60,
-    journal: Journal | None = None,
+    progress: SolveProgress | None = None,
 ) -> Terms:
     """Follow the minimiser while the penalty falls to the asked α: Levenberg–Marquardt at each value of it."""
     guide = max(ridge, (GUIDE * misfit(core, terms)) ** 2)
     while guide > ridge:
-        terms = refine(core, terms, guide, iterations=iterations // 3, rtol=1e-4, goal=goal, journal=journal)
+        terms = refine(core, terms, guide, iterations=iterations // 3, rtol=1e-4, goal=goal, progress=progress)
         guide = max(ridge, guide * PATH_FACTOR)
-    return refine(core, terms, ridge, iterations=iterations, goal=goal, journal=journal)
+    return refine(core, terms, ridge, iterations=iterations, goal=goal, progress=progress)
+
+
+def _mark(progress: SolveProgress | None, event: Event) -> None:
+    if progress is not None:
+        progress.mark(event)
 
 
 def _leading_vectors(residual: np.ndarray) -> Terms:

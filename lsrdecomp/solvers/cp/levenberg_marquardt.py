@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import scipy.linalg
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
 from lsrdecomp.solvers.cp.terms import Terms
-from lsrdecomp.solvers.progress import Journal
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
 LARGEST = 2600
 """Most unknowns: the normal matrix is dense, 54 MB at this size, and costs n³/3 operations a step."""
@@ -28,7 +29,7 @@ def refine(
     iterations: int,
     rtol: float = 1e-9,
     goal: float = 0.0,
-    journal: Journal | None = None,
+    progress: SolveProgress | None = None,
 ) -> Terms:
     """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
 
@@ -48,8 +49,8 @@ def refine(
         Stop when a step lowers the objective by less than this fraction.
     goal : float
         Stop when the misfit norm is at most this.
-    journal : Journal, optional
-        Told the misfit norm and γ after each accepted step; ends the loop when it is full.
+    progress : SolveProgress, optional
+        Told the misfit norm and γ after each accepted step; ends the loop when it is exhausted.
 
     Returns
     -------
@@ -65,17 +66,27 @@ def refine(
     """
     if terms.rank == 0 or unknowns(terms) > LARGEST:
         return terms
-    columns = terms.balanced()
+    steps = _accepted_steps(core, terms.balanced(), ridge, rtol, goal)
+    columns, _ = iterate(steps, terms.balanced(), progress, most=iterations)
+    return Terms.of(columns)
+
+
+def _accepted_steps(
+    core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float, rtol: float, goal: float
+) -> Iterator[Step[tuple[np.ndarray, ...]]]:
+    terms = int(columns[0].shape[1])
     offsets = np.cumsum([0] + [c.size for c in columns])
-    coupling = np.ones((terms.rank, terms.rank)) + ridge * np.eye(terms.rank)
+    coupling = np.ones((terms, terms)) + ridge * np.eye(terms)
     residual, objective = _objective(core, columns, ridge)
     damping, growth, small = 1e-4, 2.0, 0
-    for _ in range(iterations):
+    while True:
+        # LM 1: Gauss–Newton matrix JᴴJ and gradient at the present columns.
         grams = [c.conj().T @ c for c in columns]
         normal = _normal_matrix(columns, grams, coupling, offsets)
         gradient = _gradient(residual, columns, grams, ridge)
         diagonal = np.real(np.diag(normal)).copy()
         diagonal = np.maximum(diagonal, 1e-12 * diagonal.max())
+        # LM 2: damp JᴴJ until the step, bent along the valley by its second-order part [2]_, lowers the objective.
         for _attempt in range(12):
             factor = _factor(normal, damping * diagonal)
             if factor is not None:
@@ -86,21 +97,19 @@ def refine(
                     break
             damping, growth = damping * growth, growth * 2.0
         else:
-            break
+            return
+        # LM 3: Nielsen's rule, the damping falls smoothly with the ratio of actual to predicted gain.
         predicted = float(np.real(np.vdot(step, damping * diagonal * step + gradient)))
         gain = (objective - new_objective) / max(predicted, 1e-300)
-        # Nielsen's rule: the damping falls smoothly with the ratio of actual to predicted gain.
         damping, growth = damping * max(1.0 / 5.0, 1.0 - (2.0 * gain - 1.0) ** 3), 2.0
-        # One short step may be the damping's doing; three in a row are not.
+        # LM 4: one short step may be the damping's doing; three in a row are not.
         small = small + 1 if objective - new_objective <= rtol * objective else 0
+        # LM 5: share λ_k equally among the modes again, where all modes are alike to a step.
         renewed = Terms.of(tried)
         columns, residual, objective = renewed.balanced(), new_residual, new_objective
         misfit = float(np.linalg.norm(residual))
-        if journal is not None:
-            journal.note(misfit, renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300))))
-        if small == 3 or misfit <= goal or (journal is not None and journal.exhausted):
-            break
-    return Terms.of(columns)
+        condition = renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300)))
+        yield Step(columns, misfit, condition, objective, settled=small == 3 or misfit <= goal)
 
 
 def _objective(core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float) -> tuple[np.ndarray, float]:

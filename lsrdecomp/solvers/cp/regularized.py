@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, norm
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.cp.mttkrp import sweep
 from lsrdecomp.solvers.cp.terms import Terms, unit_columns
-from lsrdecomp.solvers.progress import Journal
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
 MEASURED_ROUNDING = 0.42
 """Root-mean-square relative error of rounding the entries of a factor, in units of μ: 0.39 to 0.46 measured."""
@@ -30,7 +31,7 @@ def alternate(
     *,
     sweeps: int,
     rtol: float = 1e-8,
-    journal: Journal | None = None,
+    progress: SolveProgress | None = None,
 ) -> tuple[Terms, bool]:
     """Minimise ‖T − Σ‖² + α Σλ², one mode at a time, for T of norm about one.
 
@@ -45,28 +46,27 @@ def alternate(
         Most sweeps.
     rtol : float
         Stop when a sweep lowers the objective by less than this fraction.
-    journal : Journal, optional
-        Told the error and γ after each sweep, the error from the expanded form; ends the loop when it is full.
+    progress : SolveProgress, optional
+        Told the error and γ after each sweep, the error from the expanded form; ends the loop when it is exhausted.
 
     Returns
     -------
     (Terms, bool)
         The fit, and whether it stopped by ``rtol``.
     """
+    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, most=sweeps)
+
+
+def _sweeps(tensor: Array, terms: Terms, ridge: float, rtol: float) -> Iterator[Step[Terms]]:
     before, total = math.inf, norm(tensor) ** 2
-    for _ in range(sweeps):
+    while True:
         terms, gained = _one_sweep(tensor, terms, ridge)
         square = max(total - gained, 0.0)
         size = float(namespace(tensor).sum(terms.weights**2))
-        if journal is not None:
-            journal.note(math.sqrt(square), math.sqrt(size / max(gained, 1e-300)))
         objective = square + ridge * size
-        if objective >= (1.0 - rtol) * before:
-            return terms, True
-        if journal is not None and journal.exhausted:
-            break
+        condition = math.sqrt(size / max(gained, 1e-300))
+        yield Step(terms, math.sqrt(square), condition, objective, settled=objective >= (1.0 - rtol) * before)
         before = objective
-    return terms, False
 
 
 def _one_sweep(tensor: Array, terms: Terms, ridge: float) -> tuple[Terms, float]:
@@ -78,16 +78,20 @@ def _one_sweep(tensor: Array, terms: Terms, ridge: float) -> tuple[Terms, float]
 
     def update(mode: int, product: Array) -> Array:
         nonlocal weights, gained
+        # ALS 1: G, the entrywise product of the Gram matrices of all other modes.
         others = None
         for m in range(d):
             if m != mode:
                 others = grams[m] if others is None else others * grams[m]
+        # ALS 2: the block's minimum, A (G + αI) = T_(i) (⊙ F), a small solve in double precision.
         wide = as_double(product)
         solved = _solve(others, wide, ridge)
+        # ALS 3: unit columns, so that the weights carry the size; a term that vanished keeps its direction.
         unit, weights = unit_columns(solved)
         unit = xp.where(weights > 0, unit, columns[mode])
         columns[mode] = unit
         grams[mode] = adjoint(unit) @ unit
+        # ALS 4: after the last mode, ‖T‖² − ‖T − Σ‖² from products that are at hand anyway.
         if mode == d - 1:
             scaled = xp.astype(weights, unit.dtype)
             total = scaled @ (others * grams[mode]) @ scaled

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.arrays import as_double, device, namespace, to_numpy
-from lsrdecomp.errors import BudgetError, ConvergenceError
+from lsrdecomp.errors import ConvergenceError
 from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import Solution, Status, Sweep
-from lsrdecomp.solvers.cp.als import rearranged_tensor
+from lsrdecomp.solvers.base import Event, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.cp.als import no_terms, rearranged_tensor
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Target
 
 
@@ -53,45 +54,60 @@ class TensorLyCP:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        if rank is None and atol is None:
-            raise BudgetError("say what is wanted: rank= or atol=")
+        """Terms by ``parafac``; the contract is `Solver.solve`.
+
+        With ``atol`` it is called anew with one term more until the measured error is small enough: TensorLy's own
+        stopping rule looks at the change of the error alone. Of one and of two factors use the other solvers.
+
+        Returns
+        -------
+        Solution
+            ``sweeps`` are TensorLy's, whose errors come from the expanded form and see nothing below 1e-8; their γ is
+            not computed. ``optimality_gap`` is None. ``relative_error`` is measured where ``atol`` is given.
+
+        Raises
+        ------
+        ConvergenceError
+            Where TensorLy meets a singular system.
+        """
+        most = most_terms(target.shape, shape, rank, atol)
         packed = rearranged_tensor(target, shape)
         tensor, size = to_numpy(as_double(packed.core)), target.norm
-        most = shape.max_separation_rank if rank is None else min(rank, shape.max_separation_rank)
-        sweeps: list[Sweep] = []
+        if size == 0.0:
+            status = Status.rank_reached if atol is None else Status.converged
+            return Solution(no_terms(packed.core, shape), status, relative_error=0.0)
+        progress = SolveProgress(on_sweep)
         terms = most if atol is None else 1
         while True:
-            columns, weights = self._terms(tensor / (size or 1.0), terms, sweeps, on_sweep)
-            held = [
-                namespace(packed.core).asarray(c, dtype=packed.core.dtype, device=device(packed.core)) for c in columns
-            ]
+            columns, weights = self._terms(tensor / size, terms, progress)
+            xp = namespace(packed.core)
+            held = [xp.asarray(c, dtype=packed.core.dtype, device=device(packed.core)) for c in columns]
             expanded = [to_numpy(as_double(c)) for c in packed.expand(held)]
-            found = from_cp((weights * size, expanded), shape)
-            approximation = _moved(found, packed.core)
+            approximation = _moved(from_cp((weights * size, expanded), shape), packed.core)
             if atol is None:
-                return Solution(approximation, Status.rank_reached, tuple(sweeps))
-            if target.residual_norm(approximation) <= atol:
-                return Solution(approximation, Status.converged, tuple(sweeps))
-            if terms == most:
-                return Solution(approximation, Status.rank_exhausted, tuple(sweeps))
+                return Solution(approximation, Status.rank_reached, progress.sweeps)
+            error = target.residual_norm(approximation)
+            if error <= atol or terms == most:
+                status = Status.converged if error <= atol else Status.rank_exhausted
+                return Solution(approximation, status, progress.sweeps, relative_error=error / size)
             terms += 1
+            progress.mark(Event.new_term)
 
-    def _terms(
-        self, tensor: np.ndarray, rank: int, sweeps: list[Sweep], on_sweep: Callable[[Sweep], Any] | None
-    ) -> tuple[list[np.ndarray], np.ndarray]:
+    def _terms(self, tensor: np.ndarray, rank: int, progress: SolveProgress) -> tuple[list[np.ndarray], np.ndarray]:
         from tensorly.decomposition import parafac
+
+        monotone = self.l2_reg == 0.0
+
+        def tell(_: Any, error: Any) -> None:
+            progress.note(float(error), objective=float(error) ** 2 if monotone else None)
 
         options = {"n_iter_max": self.max_sweeps, "tol": self.tol, "init": self.init, "l2_reg": self.l2_reg}
         try:
-            (weights, factors), errors = parafac(
-                tensor, rank, random_state=self.seed, normalize_factors=True, return_errors=True, **options
+            weights, factors = parafac(
+                tensor, rank, random_state=self.seed, normalize_factors=True, callback=tell, **options
             )
         except np.linalg.LinAlgError as singular:
             raise ConvergenceError(f"TensorLy met a singular system with {rank} terms; use ALS") from singular
-        for error in errors:
-            sweeps.append(Sweep(len(sweeps) + 1, float(error)))
-            if on_sweep is not None:
-                on_sweep(sweeps[-1])
         return [np.asarray(f) for f in factors], np.asarray(weights)
 
 

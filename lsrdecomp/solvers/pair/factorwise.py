@@ -2,45 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
 from lsrdecomp.arrays import Array
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.solvers.base import PairSolution, Status, Sweep, pair_terms
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import as_separated, rearranged_svd
 from lsrdecomp.targets.base import Dense, LowRank
+from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
+from lsrdecomp.targets.weights import NormWeights
+
+Spectrum = tuple[Array, Array, Array]
 
 
+@dataclass(frozen=True, slots=True)
 class FactorwiseSVD:
-    """All truncations of ΔW = B A to (Σ B1 ⊗ B2)(Σ A1 ⊗ A2), one SVD of the rearrangement a side.
+    """One SVD of the rearrangement a side: ΔW = B A to (Σ B1 ⊗ B2)(Σ A1 ⊗ A2).
 
     B and A are taken in the balanced gauge U√Σ, √Σ Vᵀ, through QR factorizations, so that ΔW is never formed; the inner
-    rank is cut or padded to that of ``shape``. Each side is then as good as it can be for its number of terms, but not
-    the product: see `lsrdecomp.solvers.pair.joint_als` for the joint problem.
+    rank is cut or padded to that of the shape. Each side is then as good as it can be for its number of terms, but not
+    the product: see `JointALS` for the joint problem.
 
     Parameters
     ----------
-    pair : LowRank, (m, n)
-    shape : ProductShape
-        Two factors a side.
     gauge : "balanced" or "given"
-        "given" leaves B and A as they are, as the paper does; their columns must then be the inner rank of ``shape``.
-
-    Cost O((m + n)·r²) for the gauge and O(m·r·min(m1·r1, m2·r2)) for the left side, likewise for the right.
+        "given" leaves B and A as they are, as the paper does; their columns must then be the inner rank of the shape.
     """
 
-    def __init__(self, pair: LowRank, shape: ProductShape, gauge: str = "balanced") -> None:
-        if shape.matrix_shape != pair.shape:
-            raise ShapeError(
-                f"{shape} is for a {shape.matrix_shape[0]}×{shape.matrix_shape[1]} matrix, "
-                f"the pair is {pair.shape[0]}×{pair.shape[1]}"
-            )
-        if gauge == "given" and pair.rank != shape.inner_rank:
-            raise ShapeError(f"the pair has rank {pair.rank}, but {shape} has inner rank {shape.inner_rank}")
-        sides = pair.balanced(shape.inner_rank) if gauge == "balanced" else pair
-        self.shape = shape
-        self._left = _spectrum(sides.left, shape.left)
-        self._right = _spectrum(sides.right, shape.right)
+    gauge: Literal["balanced", "given"] = "balanced"
+
+    def solve(
+        self,
+        target: LowRank,
+        shape: ProductShape,
+        ranks: int | tuple[int, int],
+        *,
+        weights: NormWeights | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> PairSolution:
+        """Both sides truncated; the contract is `PairSolver.solve`, the cost that of `truncations`.
+
+        Unlike `JointALS` it looks at each side alone, and ``weights`` change the reported error, not the product.
+
+        Returns
+        -------
+        PairSolution
+            ``start_error`` is the error itself, since nothing is iterated; ``sweeps`` is one record.
+        """
+        out_rank, in_rank = pair_terms(target, shape, ranks)
+        product = self.truncations(target, shape).truncate(out_rank, in_rank)
+        if weights is None:
+            norm, error = target.norm, target.residual_norm(product)
+        else:
+            norm, error = weighted_norm(target, weights), weighted_residual_norm(target, product, weights)
+        relative, progress = error / norm if norm > 0.0 else 0.0, SolveProgress(on_sweep)
+        progress.note(relative)
+        return PairSolution(product, relative, relative, norm, Status.rank_reached, progress.sweeps)
+
+    def truncations(self, target: LowRank, shape: ProductShape) -> Truncations:
+        """Products of all numbers of terms from one SVD a side.
+
+        Cost O((m + n)·r²) for the gauge and O(m·r·min(m1·r1, m2·r2)) for the left side, likewise for the right.
+        """
+        pair_terms(target, shape, 1)
+        if shape.order != 2:
+            raise ShapeError(f"each side needs two factors; {shape} has {shape.order}")
+        if self.gauge == "given" and target.rank != shape.inner_rank:
+            raise ShapeError(f"the pair has rank {target.rank}, but {shape} has inner rank {shape.inner_rank}")
+        sides = target.balanced(shape.inner_rank) if self.gauge == "balanced" else target
+        return Truncations(shape, _spectrum(sides.left, shape.left), _spectrum(sides.right, shape.right))
+
+
+@dataclass(frozen=True, slots=True)
+class Truncations:
+    """The singular triples of both sides, rearranged."""
+
+    shape: ProductShape
+    left: Spectrum
+    right: Spectrum
 
     @property
     def max_ranks(self) -> tuple[int, int]:
@@ -51,11 +96,8 @@ class FactorwiseSVD:
         """The product of the first terms of each side; ranks above `max_ranks` are clipped."""
         right_rank = left_rank if right_rank is None else right_rank
         return SeparatedProduct(
-            _terms(self._left, self.shape.left, left_rank), _terms(self._right, self.shape.right, right_rank)
+            _terms(self.left, self.shape.left, left_rank), _terms(self.right, self.shape.right, right_rank)
         )
-
-
-Spectrum = tuple[Array, Array, Array]
 
 
 def _spectrum(side: Array, shape: KroneckerShape) -> Spectrum:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, check_device, is_complex, namespace, placed
@@ -11,11 +11,12 @@ from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.base import Status, Sweep
+from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.initialization import as_factors
 from lsrdecomp.solvers.pair.problem import Pair, PairProblem, State
 from lsrdecomp.solvers.pair.stacking import given_pair, stacked_norms, stacked_pairs, stacked_triangles
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
@@ -27,23 +28,6 @@ EVERY = 2
 
 SINGLE = 0.05
 """Relative error above which sweeps in single precision see what a sweep gains."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairSolution:
-    """A separated product found for one target."""
-
-    product: SeparatedProduct
-    relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, see `PairProblem.errors`
-    start_error: float  # the same for the start
-    norm: float  # ‖G^½ M C^½‖
-    status: Status
-    sweeps: tuple[Sweep, ...] = field(default=(), repr=False)  # steering figures, from inner products
-
-    @property
-    def error(self) -> float:
-        """‖G^½(M − M̂)C^½‖, absolute: comparable between the layers of one network."""
-        return self.relative_error * self.norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +82,22 @@ class JointALS:
         start: SeparatedProduct | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> PairSolution:
-        """Fit one target; see `solve_batch`."""
+        """One pair; the contract is `PairSolver.solve`, the method and its cost stand at `solve_batch`.
+
+        Unlike an SVD of each side (`FactorwiseSVD`) it minimises the error of the *product*, in the norm of
+        ``weights``; unlike ``parafac`` it never forms the target.
+
+        Parameters
+        ----------
+        start : SeparatedProduct, optional
+            Where to begin instead of the singular gauge; the result is never farther from the target.
+
+        Returns
+        -------
+        PairSolution
+            ``status`` is `rank_reached` when a sweep gained less than ``tolerance``, else `sweep_limit`;
+            ``sweeps`` hold steering errors from inner products, which see nothing below 1e-7.
+        """
         starts = None if start is None else [start]
         batch = [target], None if weights is None else [weights]
         return self.solve_batch(batch[0], shape, ranks, weights=batch[1], starts=starts, on_sweep=on_sweep)[0]
@@ -148,8 +147,7 @@ class JointALS:
         Cost of a sweep, per target: O((m + n)(R r + s r) + s²r² + Σ(s·r_i)³), times about ``cg_steps`` in a weighted
         norm, plus the products with the weights. ΔW is never formed.
         """
-        _check(targets, shape)
-        ranks = _clipped(ranks, shape)
+        ranks = _checked(targets, shape, ranks)
         norms = stacked_norms(targets, weights)
         (left, right), triangles = stacked_pairs(targets), stacked_triangles(targets)
         given = None if starts is None else given_pair(starts, shape, ranks, len(targets))
@@ -157,20 +155,22 @@ class JointALS:
             check_device(self.device)
             left, right, triangles, norms, given = placed((left, right, triangles, norms, given), self.device)
         problem = PairProblem.of((left, right), triangles, shape, norms, self.cg_steps, self.ridge)
-        history: list[Array] = []
+        progress, history = SolveProgress(on_sweep), list[Array]()
         begun, first_errors, sweeps = None if given is None else [given], None, self.sweeps
         settled = False
+        # JointALS 1: sweeps in single precision, where they see what a sweep gains.
         if self.single and norms.is_frobenius and problem.fits_single:
-            begun, first_errors, settled = self._in_single(problem, ranks, begun, history, on_sweep)
+            begun, first_errors, settled = self._in_single(problem, ranks, begun, history, progress)
             sweeps = 0 if settled else sweeps - len(history)
+        # JointALS 2: the nearest of several starts, and sweeps from there in double precision.
         pairs = problem.starts(ranks, self.starts) if begun is None else begun
-        state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, on_sweep)
+        state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, progress)
         start_errors = start_errors if first_errors is None else first_errors
         pair, size = state.pair, namespace(left).sqrt(problem.energy)
         status = Status.rank_reached if settled or ended or self.sweeps == 0 else Status.sweep_limit
         if self.device is not None:
             pair, errors, start_errors, size, history = placed((pair, errors, start_errors, size, history), None)
-        return _solutions(pair, shape, errors, start_errors, size, history, status)
+        return _solutions(pair, shape, (errors, start_errors, size), history, progress, status)
 
     def _in_single(
         self,
@@ -178,12 +178,12 @@ class JointALS:
         ranks: tuple[int, int],
         begun: list[Pair] | None,
         history: list[Array],
-        on_sweep: Callable[[Sweep], Any] | None,
+        progress: SolveProgress,
     ) -> tuple[list[Pair], Array, bool]:
         """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
         quick, size = problem.single(), namespace(problem.left).sqrt(problem.energy)
         pairs = quick.starts(ranks, self.starts) if begun is None else [problem.to_single(pair) for pair in begun]
-        state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, on_sweep)
+        state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, progress)
         done = settled and bool(namespace(errors).all(errors > SINGLE))
         return [problem.from_single(state.pair)], as_double(first_errors) * size, done
 
@@ -193,25 +193,30 @@ class JointALS:
         begun: list[Pair],
         sweeps: int,
         history: list[Array],
-        on_sweep: Callable[[Sweep], Any] | None,
+        progress: SolveProgress,
     ) -> tuple[State, Array, Array, bool]:
         """Sweeps from the nearest start: where they end, its error, that of the start, whether the sweeps settled."""
-        xp, size = namespace(problem.left), namespace(problem.left).sqrt(problem.energy)
+        xp = namespace(problem.left)
         first, reached, start_errors = problem.best_start(begun, min(self.trials, sweeps))
-        state, step, settled = first, xp.ones_like(size), False
-        for place in range(sweeps):
-            before, state = state, problem.sweep(state)
-            if self.ridge == 0.0 and place % EVERY == 1:
-                state, step = _extrapolated(problem, before, state, step)
-            history.append(safe_ratio(state.error, size))
-            if on_sweep is not None:
-                on_sweep(Sweep(len(history), float(xp.mean(history[-1]))))
-            if place > 0 and bool(xp.all(history[-2] - history[-1] <= self.tolerance * history[-2])):
-                settled = True
-                break
+        progress.mark(Event.start)
+        state, settled = iterate(self._sweeps(problem, first, history), first, progress, most=sweeps)
         errors = problem.errors(state)
         better = errors <= reached
         return State.chosen(better, state, first), xp.where(better, errors, reached), start_errors, settled
+
+    def _sweeps(self, problem: PairProblem, state: State, history: list[Array]) -> Iterator[Step[State]]:
+        xp, size = namespace(problem.left), namespace(problem.left).sqrt(problem.energy)
+        step, place = xp.ones_like(size), 0
+        while True:
+            # JointALS 3: every block of the out side, then of the in side, each at its own minimum.
+            before, state = state, problem.sweep(state)
+            # JointALS 4: now and then one step farther the way the sweep went, kept where the error falls.
+            if self.ridge == 0.0 and place % EVERY == 1:
+                state, step = _extrapolated(problem, before, state, step)
+            history.append(safe_ratio(state.error, size))
+            settled = place > 0 and bool(xp.all(history[-2] - history[-1] <= self.tolerance * history[-2]))
+            mean, place = float(xp.mean(history[-1])), place + 1
+            yield Step(state, mean, objective=mean if self.ridge == 0.0 else None, settled=settled)
 
 
 def _extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:
@@ -231,42 +236,48 @@ def _extrapolated(problem: PairProblem, before: State, after: State, step: Array
     return State.chosen(better, trial, after), grown
 
 
-def _check(targets: Sequence[LowRank], shape: ProductShape) -> None:
+def _checked(targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple[int, int]) -> tuple[int, int]:
     if shape.order < 2:
         raise ShapeError(f"joint least squares needs two or more Kronecker factors; {shape} has {shape.order}")
-    for i, target in enumerate(targets):
-        if target.shape != shape.matrix_shape:
-            raise ShapeError(
-                f"target {i} is {target.shape[0]}×{target.shape[1]}, but {shape} is "
-                f"{shape.matrix_shape[0]}×{shape.matrix_shape[1]}"
-            )
-        if is_complex(target.left) or is_complex(target.right):
-            raise PrecisionError(f"target {i} is complex; joint least squares is for real pairs")
     if not targets:
         raise ShapeError("joint least squares needs at least one target")
-
-
-def _clipped(ranks: int | tuple[int, int], shape: ProductShape) -> tuple[int, int]:
-    out_rank, in_rank = (ranks, ranks) if isinstance(ranks, int) else ranks
-    if out_rank < 1 or in_rank < 1:
-        raise ShapeError(f"separation ranks must be positive, got {out_rank} and {in_rank}")
-    return min(out_rank, shape.left.max_separation_rank), min(in_rank, shape.right.max_separation_rank)
+    for i, target in enumerate(targets):
+        if is_complex(target.left) or is_complex(target.right):
+            raise PrecisionError(f"target {i} is complex; joint least squares is for real pairs")
+        clipped = pair_terms(target, shape, ranks, f"target {i}")
+    return clipped
 
 
 def _solutions(
-    pair: Pair, shape: ProductShape, errors: Array, starts: Array, size: Array, history: list[Array], status: Status
+    pair: Pair,
+    shape: ProductShape,
+    figures: tuple[Array, Array, Array],
+    history: list[Array],
+    progress: SolveProgress,
+    status: Status,
 ) -> list[PairSolution]:
-    xp = namespace(errors)
+    """One record a target from the stacks of the batch, its errors, those of its start, its norm and its sweeps."""
+    xp = namespace(*figures)
     left, right = as_factors(pair[0], shape.left), as_factors(pair[1], shape.right.transposed)
     right = [xp.matrix_transpose(factor) for factor in right]
     solutions = []
-    for i in range(int(errors.shape[0])):
+    for i in range(int(figures[0].shape[0])):
         product = SeparatedProduct(
             SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in left]),
             SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in right]),
         )
-        norm = float(size[i])
-        sweeps = tuple(Sweep(index, float(values[i])) for index, values in enumerate(history, 1))
-        relative = [float(value[i]) / norm if norm > 0.0 else 0.0 for value in (errors, starts)]
-        solutions.append(PairSolution(product, relative[0], relative[1], norm, status, sweeps))
+        error, start_error, norm = (float(values[i]) for values in figures)
+        sweeps = tuple(
+            replace(
+                sweep, relative_error=float(values[i]), objective=None if sweep.objective is None else float(values[i])
+            )
+            for sweep, values in zip(progress.sweeps, history, strict=True)
+        )
+        scale = 1.0 / norm if norm > 0.0 else 0.0
+        solutions.append(PairSolution(product, error * scale, start_error * scale, norm, status, sweeps))
     return solutions
+
+
+def _own(sweep: Sweep, error: float) -> float | None:
+    """The objective of one target, where that of the batch is the mean of their errors."""
+    return None if sweep.objective is None else error

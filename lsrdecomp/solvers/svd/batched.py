@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep
+from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Status, Sweep, most_terms
 from lsrdecomp.solvers.batched_terms import rearranged
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.svd.dense import as_matrix, chosen_rank, tail_norms
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.base import Dense, Target
 
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices that take their steps together: few enough to stay in a processor's cache."""
@@ -53,45 +55,94 @@ class BatchedKrylov:
     seed: int = 0
     max_steps: int = 10
 
-    def solve(self, matrices: Any, shape: KroneckerShape, *, rank: int) -> tuple[Solution, ...]:
-        """Solve for ``rank`` terms each.
+    def solve(
+        self,
+        target: Target,
+        shape: KroneckerShape,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> Solution:
+        """One matrix as a batch of one, formed; the contract is `Solver.solve`, the method that of `solve_batch`."""
+        most_terms(target.shape, shape, rank, atol, order=2)
+        matrix = as_matrix(target)
+        return self.solve_batch(matrix[None, :, :], shape, rank=rank, atol=atol, on_sweep=on_sweep)[0]
+
+    def solve_batch(
+        self,
+        matrices: Any,
+        shape: KroneckerShape,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> tuple[Solution, ...]:
+        """Leading singular triples of the rearrangement of each matrix.
+
+        Unlike a batched ``numpy.linalg.svd`` it stops when each error is near its optimum.
 
         Parameters
         ----------
         matrices : array_like, shape (L, m, n), or a sequence of matrices of one size
         shape : KroneckerShape
             Two factors.
-        rank : int
+        rank : int, optional
             Terms; a matrix that has fewer gets fewer.
+        atol : float, optional
+            Allowed ‖M − M̂‖_F of each matrix. Large matrices are then solved one by one.
+        on_sweep : callable, optional
+            Told the largest error of the matrices that take their steps together, then the steps of single ones.
 
         Returns
         -------
         tuple of Solution, one a matrix
+            In the element type of the matrices. ``sweeps`` are the common steps and those of this matrix alone;
+            ``optimality_gap`` is an estimate, zero and bounded where the SVD was taken.
 
         Raises
         ------
-        ShapeError, PrecisionError
-            For sizes that differ or do not tile, and for entries that are not finite.
+        ShapeError, PrecisionError, BudgetError
+            For sizes that differ or do not tile, entries that are not finite, and a missing goal.
         """
-        if shape.order != 2:
-            raise ShapeError(f"a batch of rearranged matrices has two factors; {shape} has {shape.order}")
         batch = as_batch(matrices)
-        shape.check(tuple(batch.shape[1:]))
-        rank = min(rank, shape.max_separation_rank)
-        block = -(-rank // self.columns) * self.columns
-        alone = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance)
+        most = most_terms(tuple(batch.shape[1:]), shape, rank, atol, order=2)
+        block = -(-most // self.columns) * self.columns
         whole = shape.max_separation_rank < max(SMALL, 3 * block)
         height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
+        progress = SolveProgress(on_sweep)
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
             part = batch[start : min(start + height, batch.shape[0]), :, :]
-            solutions += _whole(part, shape, rank) if whole else self._together(part, shape, rank, block, alone)
+            progress.mark(Event.start)
+            if whole:
+                solutions += _whole(part, shape, most, atol, progress)
+            elif atol is not None:
+                solutions += [self._alone(part[i, :, :], shape, rank, atol, progress) for i in range(part.shape[0])]
+            else:
+                solutions += self._together(part, shape, most, block, progress)
         return tuple(solutions)
 
+    def _alone(
+        self,
+        matrix: Array,
+        shape: KroneckerShape,
+        rank: int | None,
+        atol: float | None,
+        progress: SolveProgress,
+        before: tuple[Sweep, ...] = (),
+    ) -> Solution:
+        """One matrix by `BlockGolubKahan`, its records behind the common ones ``before``."""
+        solver, told = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance), len(progress.sweeps)
+        event = Event.hand_over if before else Event.start
+        found = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
+        own = enumerate((*before, *progress.sweeps[told:]), 1)
+        return replace(found, sweeps=tuple(replace(sweep, index=index) for index, sweep in own))
+
     def _together(
-        self, batch: Array, shape: KroneckerShape, rank: int, block: int, alone: BlockGolubKahan
+        self, batch: Array, shape: KroneckerShape, rank: int, block: int, progress: SolveProgress
     ) -> list[Solution]:
-        originals = batch
+        originals, told = batch, len(progress.sweeps)
         xp = namespace(batch)
         with np.errstate(over="ignore", invalid="ignore"):
             norms = to_numpy(xp.linalg.vector_norm(batch, axis=(1, 2))).astype(np.float64)
@@ -102,28 +153,30 @@ class BatchedKrylov:
             mask = like(usable.astype(np.float64), batch)[:, None, None]
             batch = xp.where(mask == 1, batch, xp.zeros_like(batch))
         operators = rearranged(batch, shape)
-        basis, excess, sweeps = self._space(operators, np.where(usable, norms, 1.0), rank, block)
+        sizes = np.where(usable, norms, 1.0)
+        begun = operators[:, :, :0], np.full(norms.shape, math.inf)
+        (basis, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
         u, sigma, vh = _signed(*_rayleigh_ritz(operators, basis))
-        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / np.where(usable, norms, 1.0) ** 2
+        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / sizes**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
         good = usable & (excess <= self.tolerance) & (1.0 - captured > floor)
-        found = _separated(u, sigma, vh, shape)
+        found, common = _separated(u, sigma, vh, shape), progress.sweeps[told:]
         return [
-            Solution(found[i], Status.rank_reached, sweeps, float(excess[i]), ErrorKind.estimated)
+            Solution(found[i], Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
             if good[i]
-            else alone.solve(Dense(originals[i, :, :]), shape, rank=rank)
+            else self._alone(originals[i, :, :], shape, rank, None, progress, common)
             for i in range(batch.shape[0])
         ]
 
-    def _space(
+    def _steps(
         self, operators: Array, norms: np.ndarray, rank: int, block: int
-    ) -> tuple[Array, np.ndarray, tuple[Sweep, ...]]:
-        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, the excess of their errors, and the steps taken."""
+    ) -> Iterator[Step[tuple[Array, np.ndarray]]]:
+        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of their errors."""
         xp = namespace(operators)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
-        size, _, columns = single.shape
+        columns = single.shape[2]
         start: Any = np.random.default_rng(self.seed).standard_normal((columns, block))
         # Noise of the size of rounding fills the directions that a matrix of low rank lacks.
         noise = np.random.default_rng(self.seed + 1).standard_normal((single.shape[1], block))
@@ -132,27 +185,31 @@ class BatchedKrylov:
         basis = xp.linalg.qr(single @ like(start, single)[None, :, :] + noise * size_of)[0]
         images = adjoint(single) @ basis
         captured: list[np.ndarray] = []
-        sweeps: list[Sweep] = []
-        excess = np.full(size, math.inf)
         for step in range(max(3, self.max_steps)):
+            # Krylov 1: R Rᴴ times the newest block, orthogonal to all before.
             if step:
                 rest = single @ images[:, :, -block:]
                 rest = rest - basis @ (adjoint(basis) @ rest) + noise * size_of**2
                 fresh = xp.linalg.qr(rest - basis @ (adjoint(basis) @ rest))[0]
                 basis = xp.concat((basis, fresh), axis=2)
                 images = xp.concat((images, adjoint(single) @ fresh), axis=2)
+            # Krylov 2: what the space captures of each matrix, and what further steps may add.
             gram = adjoint(images) @ images
             if step < 2:  # never the last, so without vectors
-                values = xp.linalg.eigvalsh(gram)
+                values, leading = xp.linalg.eigvalsh(gram), basis[:, :, :rank]
             else:
                 values, vectors = xp.linalg.eigh(gram)
+                leading = basis @ vectors[:, :, -rank:]
             spectrum = to_numpy(values).astype(np.float64)[:, -rank:]
             captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
-            sweeps.append(Sweep(step, float(np.sqrt(np.max(1.0 - captured[-1])))))
-            excess = _extrapolated_excess(captured)
-            if np.all(excess <= self.tolerance) or basis.shape[2] + block > min(single.shape[1:]):
-                break
-        return basis @ vectors[:, :, -rank:], excess, tuple(sweeps)
+            excess, left = _extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
+            full = basis.shape[2] + block > min(single.shape[1:])
+            yield Step(
+                (leading, excess),
+                math.sqrt(left),
+                objective=left,
+                settled=bool(np.all(excess <= self.tolerance)) or full,
+            )
 
 
 def as_batch(matrices: Any) -> Array:
@@ -169,17 +226,29 @@ def as_batch(matrices: Any) -> Array:
     return batch
 
 
-def _whole(batch: Array, shape: KroneckerShape, rank: int) -> list[Solution]:
+def _whole(
+    batch: Array, shape: KroneckerShape, most: int, atol: float | None, progress: SolveProgress
+) -> list[Solution]:
     """Truncated SVDs in the precision of the input, without the terms that are rounding."""
     require_finite(batch, "batch")
     operators = rearranged(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    found = _separated(*_signed(u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]), shape)
-    values = to_numpy(sigma)
+    found = _separated(*_signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
+    values = to_numpy(sigma).astype(np.float64)
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    kept = np.sum(values[:, :rank] > floors[:, None], axis=1)
-    pairs = zip(found, kept, strict=True)
-    return [Solution(x.truncate(int(k)), Status.rank_reached, (), 0.0, ErrorKind.bounded) for x, k in pairs]
+    kept, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
+    for i, spectrum in enumerate(values):
+        tails = tail_norms(spectrum)
+        enough, status = chosen_rank(tails, most, atol)
+        kept[i] = min(int(kept[i]), enough)
+        ends.append(status)
+        errors.append(tails[enough] / tails[0] if tails[0] > 0.0 else 0.0)
+    progress.note(max(errors), objective=max(errors) ** 2)
+    told = progress.sweeps[-1:]
+    return [
+        Solution(x.truncate(int(k)), status, told, 0.0, ErrorKind.bounded)
+        for x, k, status in zip(found, kept, ends, strict=True)
+    ]
 
 
 def _separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, namespace
-from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Rearranged, Target
 
 
@@ -37,11 +37,25 @@ class SVD:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        if shape.order != 2:
-            raise ShapeError(f"the SVD of a rearrangement is for two factors; {shape} has {shape.order}")
+        """The first singular triples of R(M), formed; the contract is `Solver.solve`.
+
+        Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever the target's, and so
+        knows the error of every number of terms: with ``atol`` the least is taken.
+
+        Returns
+        -------
+        Solution
+            In double precision. ``optimality_gap`` is zero, `ErrorKind.bounded`; ``sweeps`` is one record with the
+            error from the spectrum; ``relative_error`` is None, since nothing was formed to measure it from.
+        """
+        most = most_terms(target.shape, shape, rank, atol, order=2)
+        progress = SolveProgress(on_sweep)
         u, sigma, vh = rearranged_svd(target.rearranged(shape))
-        enough, status = chosen_rank(tail_norms(sigma), rank, atol)
-        return Solution(as_separated(u, sigma, vh, shape, enough), status, (), 0.0, ErrorKind.bounded)
+        tails = tail_norms(sigma)
+        enough, status = chosen_rank(tails, most, atol)
+        if tails[0] > 0.0:
+            progress.note(tails[enough] / tails[0])
+        return Solution(as_separated(u, sigma, vh, shape, enough), status, progress.sweeps, 0.0, ErrorKind.bounded)
 
 
 def rearranged_svd(operator: Rearranged) -> tuple[Array, Array, Array]:
@@ -49,6 +63,12 @@ def rearranged_svd(operator: Rearranged) -> tuple[Array, Array, Array]:
     matrix = as_double(operator.formed())
     u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
     return u, sigma, vh
+
+
+def as_matrix(target: Target) -> Array:
+    """Any target, formed: the rearrangement of (m×1) ⊗ (1×n) is the matrix itself."""
+    m, n = target.shape
+    return target.rearranged(KroneckerShape(((m, 1), (1, n)))).formed()
 
 
 def tail_norms(sigma: Array) -> list[float]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lsrdecomp.arrays import adjoint
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
@@ -64,75 +65,151 @@ class BlockGolubKahan:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        if shape.order != 2:
-            raise ShapeError(f"block Golub–Kahan is for two factors; {shape} has {shape.order}")
-        norm, most = target.norm, min(rank or shape.max_separation_rank, shape.max_separation_rank)
-        operator = target.rearranged(shape)
+        """Leading singular triples of R(M); the contract is `Solver.solve`.
+
+        Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts, reads R(M) once for
+        a whole block, and stops by the error of the *approximation* instead of the residual of each triple. So it ends
+        sooner, and single triples are less exact. Unlike ``sklearn.utils.extmath.randomized_svd`` it keeps every
+        direction it has seen, and says how far its error may be above the optimum.
+
+        Returns
+        -------
+        Solution
+            In the element type of the target; in double precision where it handed over. ``optimality_gap`` and
+            ``gap_kind`` as `Certificate` explains; gap None where nothing is known. ``sweeps`` are the checks of the
+            certificate, then those of `Gram` where it took over; ``objective`` is the squared error for the most
+            terms, ``relative_error`` that for the terms that would be taken. `Solution.relative_error` is
+            measured where the error lies at the rounding of ‖R‖² − Σσ².
+        """
+        most = most_terms(target.shape, shape, rank, atol, order=2)
+        if self.max_steps < 1:
+            raise BudgetError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
+        progress, norm, operator = SolveProgress(on_sweep), target.norm, target.rearranged(shape)
         widest = 16 if isinstance(operator, RearrangedDense) else 8
         block = self.block or (widest if rank is None else min(widest, max(8, rank)))
-        # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
-        swapped = operator.shape[0] < operator.shape[1]
         side = min(operator.shape)
         if norm == 0.0 or (rank is not None and 4 * most >= side):
-            return Gram().solve(target, shape, rank=rank, atol=atol)
+            return progress.solve(Gram(), target, shape, rank=rank, atol=atol)
         goal = None if atol is None else atol / norm
+        # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
+        swapped = operator.shape[0] < operator.shape[1]
         space = Bidiagonal(Adjoint(operator) if swapped else operator, norm, min(block, side), self.seed)
-        sweeps: list[Sweep] = []
-        captured: list[np.ndarray] = []
-        due = 1 if rank is None else most
-        for index in range(self.max_steps):
-            if 3 * (space.size + block) > side:
-                return Gram().solve(target, shape, rank=rank, atol=atol)
-            space.step()
-            last = index + 1 == self.max_steps
-            if space.size < due and not last:
-                continue
-            due = space.size + space.size // 8
-            certificate = Certificate.of(space, captured)
-            captured.append(certificate.captured)
-            s = min(most, space.size)
-            s = s if goal is None else certificate.smallest_rank(goal, s)
-            sweeps.append(Sweep(index, certificate.error(s)))
-            if on_sweep is not None:
-                on_sweep(sweeps[-1])
-            if goal is not None and certificate.columns_needed(goal) > side / 2 and s == space.size < most:
-                return Gram().solve(target, shape, rank=rank, atol=atol)
-            settled = self._settled(certificate, s, most, goal)
-            if not (settled or last):
-                continue
-            approximation = _approximation(space, s, shape, swapped)
-            error, (excess, kind) = certificate.error(s), certificate.excess(s, self.tolerance)
-            if not certificate.resolves(s, goal):
-                error = target.residual_norm(approximation) / norm
-                excess, kind = certificate.measured_excess(s, error), ErrorKind.bounded
-                if goal is not None and (error <= goal or s < most):
-                    settled = settled and error <= goal
-                else:
-                    settled = settled and (excess <= self.tolerance or certificate.exact(error))
-            if settled or last:
-                status = _status(error, goal) if settled else Status.sweep_limit
-                known = excess < math.inf
-                gap, kind = (excess, kind) if known else (None, ErrorKind.estimated)
-                return Solution(approximation, status, tuple(sweeps), gap, kind)
-            due = space.size + space.size // 4
-        raise ShapeError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
+        growth = _Growth(self, target, shape, space, swapped, rank, most, goal)
+        found, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
+        if found is None and ended:
+            return progress.solve(Gram(), target, shape, rank=rank, atol=atol)
+        if found is None:
+            found = growth.look()
+            progress.note(found.error, objective=found.objective)
+        return replace(found.solution(ended), sweeps=progress.sweeps)
 
-    def _settled(self, certificate: Certificate, rank: int, most: int, goal: float | None) -> bool:
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one look at a space has found."""
+
+    approximation: SeparatedMatrix
+    error: float  # relative
+    objective: float
+    measured: bool
+    excess: float
+    kind: ErrorKind
+    goal: float | None
+
+    def solution(self, settled: bool) -> Solution:
+        status = Status.sweep_limit
+        if settled and self.goal is None:
+            status = Status.rank_reached
+        elif settled or (self.goal is not None and self.error <= self.goal):
+            status = Status.converged if self.goal is not None and self.error <= self.goal else Status.rank_exhausted
+        known = self.excess < math.inf
+        gap, kind = (self.excess, self.kind) if known else (None, ErrorKind.estimated)
+        relative_error = self.error if self.measured else None
+        return Solution(self.approximation, status, (), gap, kind, relative_error)
+
+
+@dataclass(slots=True)
+class _Growth:
+    """One space while it grows: when to look at it, and what a look tells."""
+
+    solver: BlockGolubKahan
+    target: Target
+    shape: KroneckerShape
+    space: Bidiagonal
+    swapped: bool
+    rank: int | None
+    most: int
+    goal: float | None
+    captured: list[np.ndarray] = field(default_factory=list)
+    last: Certificate | None = None
+
+    def steps(self) -> Iterator[Step[_Found | None]]:
+        """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
+        side = min(self.space.operator.shape)
+        due = 1 if self.rank is None else self.most
+        while 3 * (self.space.size + self.space.block) <= side:
+            # BGK 1: one block more, U and V orthogonal to all before.
+            self.space.step()
+            if self.space.size < due:
+                yield Step(None, None)
+                continue
+            # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
+            due = self.space.size + self.space.size // 8
+            certificate = self._certificate()
+            s, objective = self._terms(certificate), self._objective(certificate)
+            hopeless = self.goal is not None and certificate.columns_needed(self.goal) > side / 2
+            if hopeless and s == self.space.size < self.most:
+                return
+            # BGK 3: where the certificate sees no further, the residual is formed and measured.
+            found = None
+            if self._settled(certificate, s):
+                found = self._found(certificate, s)
+                if not (certificate.resolves(s, self.goal) or self._measured_enough(certificate, s, found)):
+                    found, due = None, self.space.size + self.space.size // 4
+            error = certificate.error(s) if found is None else found.error
+            yield Step(found, error, objective=objective, settled=found is not None)
+
+    def look(self) -> _Found:
+        """What the space has come to, settled or not."""
+        seen = self.last is not None and self.last.ritz.size == self.space.size
+        certificate = self.last if seen and self.last is not None else self._certificate()
+        return self._found(certificate, self._terms(certificate))
+
+    def _certificate(self) -> Certificate:
+        self.last = certificate = Certificate.of(self.space, self.captured)
+        self.captured.append(certificate.captured)
+        return certificate
+
+    def _terms(self, certificate: Certificate) -> int:
+        s = min(self.most, self.space.size)
+        return s if self.goal is None else certificate.smallest_rank(self.goal, s)
+
+    def _objective(self, certificate: Certificate) -> float:
+        return float(certificate.squared_errors[min(self.most, self.space.size)])
+
+    def _settled(self, certificate: Certificate, rank: int) -> bool:
         """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
+        goal, tolerance = self.goal, self.solver.tolerance
         if goal is not None and certificate.error(rank) <= goal:
-            excess, _ = certificate.excess(max(rank - 1, 0), self.tolerance)
-            return rank == 0 or excess <= self.tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
-        excess, _ = certificate.excess(rank, self.tolerance)
+            excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
+            return rank == 0 or excess <= tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
+        excess, _ = certificate.excess(rank, tolerance)
         exhausted = rank < certificate.ritz.size and certificate.exact(certificate.error(rank))
-        return (goal is None or rank == most) and (excess <= self.tolerance or exhausted)
+        return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
 
+    def _found(self, certificate: Certificate, rank: int) -> _Found:
+        u, sigma, vh = self.space.triples(rank)
+        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
+        approximation = as_separated(*triples, self.shape, rank)
+        error, (excess, kind) = certificate.error(rank), certificate.excess(rank, self.solver.tolerance)
+        measured = not certificate.resolves(rank, self.goal)
+        if measured:
+            error = self.target.residual_norm(approximation) / self.target.norm
+            excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
+        objective = self._objective(certificate)
+        return _Found(approximation, error, objective, measured, excess, kind, self.goal)
 
-def _status(error: float, goal: float | None) -> Status:
-    if goal is None:
-        return Status.rank_reached
-    return Status.converged if error <= goal else Status.rank_exhausted
-
-
-def _approximation(space: Bidiagonal, rank: int, shape: KroneckerShape, swapped: bool) -> SeparatedMatrix:
-    u, sigma, vh = space.triples(rank)
-    return as_separated(*((adjoint(vh), sigma, adjoint(u)) if swapped else (u, sigma, vh)), shape, rank)
+    def _measured_enough(self, certificate: Certificate, rank: int, found: _Found) -> bool:
+        if self.goal is not None and (found.error <= self.goal or rank < self.most):
+            return found.error <= self.goal
+        return found.excess <= self.solver.tolerance or certificate.exact(found.error)

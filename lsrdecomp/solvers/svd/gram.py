@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.arrays import adjoint, as_double, namespace, to_numpy
-from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Sweep
+from lsrdecomp.solvers.base import ErrorKind, Solution, Sweep, most_terms
+from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import SVD, as_separated, chosen_rank, tail_norms
 from lsrdecomp.targets.base import Target
 
@@ -43,29 +43,43 @@ class Gram:
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        if shape.order != 2:
-            raise ShapeError(f"the Gram matrix of a rearrangement is for two factors; {shape} has {shape.order}")
-        norm = target.norm
+        """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
+
+        Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were asked for, and
+        hands over to `SVD` then.
+
+        Returns
+        -------
+        Solution
+            In double precision. ``optimality_gap`` bounds what squaring may have cost, zero after `SVD`; ``sweeps`` is
+            one record with the error from the spectrum.
+        """
+        most = most_terms(target.shape, shape, rank, atol, order=2)
+        progress, norm = SolveProgress(on_sweep), target.norm
         goal = None if atol is None or norm == 0.0 else atol / norm
         finest = math.inf if goal is None else goal
         if norm == 0.0 or self._loss(1) > 2.0 * self.tolerance * finest**2:
-            return SVD().solve(target, shape, rank=rank, atol=atol)
+            return progress.solve(SVD(), target, shape, rank=rank, atol=atol)
+        # Gram 1: eigenvalues of R Rᴴ, on the smaller side, for ‖R‖ = 1.
         operator = target.rearranged(shape)
         wide = operator.shape[0] <= operator.shape[1]
         matrix = as_double(operator.formed()) / norm
         rows = matrix if wide else adjoint(matrix)
         xp = namespace(rows)
         values, vectors = xp.linalg.eigh(rows @ adjoint(rows))
+        # Gram 2: how many terms, and whether rounding of the squares leaves their error the digits asked for.
         tails = tail_norms(np.sqrt(np.maximum(to_numpy(values)[::-1], 0.0)))
-        s, status = chosen_rank(tails, rank, goal)
+        s, status = chosen_rank(tails, most, goal)
         if self._loss(s) > 2.0 * self.tolerance * min(tails[s], finest) ** 2:
-            return SVD().solve(target, shape, rank=rank, atol=atol)
+            return progress.solve(SVD(), target, shape, rank=rank, atol=atol)
+        # Gram 3: Rayleigh–Ritz with R itself gives singular values to full accuracy.
         basis = xp.flip(vectors, axis=1)[:, :s]
         u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
         left = basis @ u
         triple = (left, sigma * norm, vh) if wide else (adjoint(vh), sigma * norm, adjoint(left))
+        progress.note(tails[s])
         gap = self._loss(s) / (2.0 * tails[s] ** 2)
-        return Solution(as_separated(*triple, shape, s), status, (), gap, ErrorKind.bounded)
+        return Solution(as_separated(*triple, shape, s), status, progress.sweeps, gap, ErrorKind.bounded)
 
     def _loss(self, rank: int) -> float:
         """Captured energy that rounding may misplace, for ‖R‖ = 1."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, namespace, norm
-from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import Solver, Status, Sweep
-from lsrdecomp.solvers.svd.dense import SVD
-from lsrdecomp.targets.base import Dense
+from lsrdecomp.solvers.base import ErrorKind, Event, Solver, Status, Sweep, most_terms
+from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.svd.dense import SVD, as_matrix
+from lsrdecomp.targets.base import Dense, Target
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,13 +61,15 @@ class MixedSum:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedFit:
-    """What `Greedy` found."""
+class MixedSolution:
+    """What `Greedy` found: a `Solution` but for the kind of its approximation."""
 
     approximation: MixedSum
-    relative_error: float  # ‖M − M̂‖_F / ‖M‖_F, from residual entries in double precision
     status: Status
     sweeps: tuple[Sweep, ...] = field(repr=False)
+    relative_error: float  # ‖M − M̂‖_F / ‖M‖_F, from residual entries in double precision
+    optimality_gap: float | None = None
+    gap_kind: ErrorKind = ErrorKind.estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,10 @@ class Greedy:
     Parameters
     ----------
     shapes : sequence of KroneckerShape
-        Candidates, of two factors each; include ``(m×1) ⊗ (1×n)`` for plain low rank.
+        Candidates beside the shape that `solve` is given, of two factors each; include ``(m×1) ⊗ (1×n)`` for plain
+        low rank.
+    parameters : int, optional
+        Most parameters; with it neither ``rank`` nor ``atol`` need be given.
     cycles : int
         Most backfitting cycles after each new term.
     rtol : float
@@ -94,78 +100,87 @@ class Greedy:
        Stat. 32 (2023). doi:10.1080/10618600.2022.2134873
     """
 
-    shapes: Sequence[KroneckerShape]
+    shapes: Sequence[KroneckerShape] = ()
+    parameters: int | None = None
     cycles: int = 50
     rtol: float = 1e-3
     solver: Solver = field(default_factory=SVD)
 
-    def __post_init__(self) -> None:
-        if not self.shapes:
-            raise BudgetError("no candidate shapes were given")
-        for shape in self.shapes:
-            if shape.order != 2:
-                raise ShapeError(f"greedy terms have two factors; {shape} has {shape.order}")
-
-    def fit(
+    def solve(
         self,
-        matrix: Array,
+        target: Target,
+        shape: KroneckerShape,
         *,
-        rtol: float | None = None,
-        parameters: int | None = None,
+        rank: int | None = None,
+        atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> MixedFit:
-        """Add terms until the relative error is at most ``rtol`` or the next one would exceed ``parameters``.
+    ) -> MixedSolution:
+        """Terms of several shapes; arguments and errors as for `Solver.solve`, ``rank`` counting all shapes together.
 
-        Raises
-        ------
-        BudgetError
-            If neither goal is given.
-        ShapeError
-            If a candidate does not tile the matrix.
+        The record differs from a `Solution` in its approximation alone, a `MixedSum`: it has no one Kronecker shape, so
+        `decompose` does not take this solver.
+
+        Returns
+        -------
+        MixedSolution
+            ``sweeps`` are backfitting cycles, marked where a term was added; ``optimality_gap`` is None, since greedy
+            choice has no bound. Cost: one SVD of a rearrangement for each shape and term, and one a block and cycle.
         """
-        if rtol is None and parameters is None:
-            raise BudgetError("say what is wanted: rtol= or parameters=")
-        target = Dense(matrix)
-        for shape in self.shapes:
-            shape.check(target.shape)
-        wide, size = as_double(target.matrix), target.norm
+        candidates = tuple(dict.fromkeys((shape, *self.shapes)))
+        for candidate in candidates:
+            most_terms(target.shape, candidate, self.parameters if rank is None else rank, atol, order=2)
+        most = math.inf if rank is None else rank
+        wide, size = as_double(as_matrix(target)), target.norm
+        goal = 0.0 if atol is None or size == 0.0 else atol / size
+        progress = SolveProgress(on_sweep)
         blocks: dict[KroneckerShape, SeparatedMatrix] = {}
-        sweeps: list[Sweep] = []
         residual, error = wide, 1.0 if size > 0.0 else 0.0
-        status = Status.converged
-        while error > (rtol or 0.0) + _floor(wide):
-            chosen = self._choose(residual, blocks, parameters)
+        while error > goal + _floor(wide) and sum(block.separation_rank for block in blocks.values()) < most:
+            chosen = self._choose(residual, blocks, candidates)
             if chosen is None:
-                status = Status.rank_reached if rtol is None else Status.rank_exhausted
                 break
             ranks = {shape: block.separation_rank for shape, block in blocks.items()}
             ranks[chosen] = ranks.get(chosen, 0) + 1
-            before = math.inf
-            for _ in range(self.cycles):
-                residual = self._cycle(residual, blocks, ranks, chosen)
-                error = norm(residual) / size
-                sweeps.append(Sweep(len(sweeps) + 1, error))
-                if on_sweep is not None:
-                    on_sweep(sweeps[-1])
-                if len(ranks) == 1 or error >= (1.0 - self.rtol) * before:
-                    break
-                before = error
+            progress.mark(Event.new_term)
+            steps = self._cycles(residual, blocks, ranks, chosen, size)
+            residual, _ = iterate(steps, residual, progress, most=self.cycles)
+            error = norm(residual) / size
         parts = tuple(block for block in blocks.values() if block.separation_rank)
         if not parts:
-            parts = (self.solver.solve(Dense(wide), self.shapes[0], rank=1).approximation.truncate(0),)
+            parts = (self.solver.solve(Dense(wide), shape, rank=1).approximation.truncate(0),)
         approximation = MixedSum(parts)
-        measured = target.residual_norm(approximation)
-        return MixedFit(approximation, measured / size if size > 0.0 else measured, status, tuple(sweeps))
+        error = target.residual_norm(approximation) / (size or 1.0)
+        status = Status.rank_reached
+        if atol is not None:
+            status = Status.converged if error <= goal + _floor(wide) else Status.rank_exhausted
+        return MixedSolution(approximation, status, progress.sweeps, error)
+
+    def _cycles(
+        self,
+        residual: Array,
+        blocks: dict[KroneckerShape, SeparatedMatrix],
+        ranks: dict[KroneckerShape, int],
+        first: KroneckerShape,
+        size: float,
+    ) -> Iterator[Step[Array]]:
+        """Backfitting cycles after a new term; updates ``blocks``."""
+        before = math.inf
+        while True:
+            residual = self._cycle(residual, blocks, ranks, first)
+            error = norm(residual) / size
+            settled = len(ranks) == 1 or error >= (1.0 - self.rtol) * before
+            yield Step(residual, error, objective=error**2, settled=settled)
+            before = error
 
     def _choose(
-        self, residual: Array, blocks: dict[KroneckerShape, SeparatedMatrix], parameters: int | None
+        self, residual: Array, blocks: dict[KroneckerShape, SeparatedMatrix], candidates: Sequence[KroneckerShape]
     ) -> KroneckerShape | None:
         """The shape whose next term lowers the square error most per parameter, among those that still fit."""
         used = sum(block.parameters for block in blocks.values())
         best: tuple[float, KroneckerShape] | None = None
-        for shape in self.shapes:
+        for shape in candidates:
             full = shape in blocks and blocks[shape].separation_rank >= shape.max_separation_rank
-            if full or (parameters is not None and used + shape.parameters(1) > parameters):
+            if full or (self.parameters is not None and used + shape.parameters(1) > self.parameters):
                 continue
             leading = self.solver.solve(Dense(residual), shape, rank=1).approximation
             gain = (float(leading.weights[0]) if leading.separation_rank else 0.0) / math.sqrt(shape.parameters(1))

@@ -1,0 +1,106 @@
+"""Every solver against every property of the contract, and a solver written from CONTRIBUTING.md against the same."""
+
+import re
+from pathlib import Path
+
+import conformance
+import numpy as np
+import pytest
+from conformance import PAIR_PROPERTIES, PROPERTIES, SHAPES, PairRow, Row
+
+import lsrdecomp as lsr
+from lsrdecomp import solvers
+from lsrdecomp.solvers.base import Event, Sweep
+from lsrdecomp.targets.base import Dense
+
+ROWS = [
+    Row(solvers.SVD()),
+    Row(solvers.Gram()),
+    Row(solvers.BlockGolubKahan()),
+    Row(solvers.BlockGolubKahan(block=1, seed=4)),
+    Row(solvers.BatchedKrylov()),
+    Row(solvers.Greedy()),
+    Row(solvers.ALS(storage="float64"), orders=(3,), excess=1e-2, rounding=1e-6),
+    Row(solvers.TensorLyCP(), orders=(3,), libraries=("numpy",), excess=1e-2, rounding=1e-4),
+]
+PAIR_ROWS = [PairRow(solvers.JointALS()), PairRow(solvers.JointALS(single=True)), PairRow(solvers.FactorwiseSVD())]
+
+CASES = [(row, order) for row in ROWS for order in row.orders]
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize(("row", "order"), CASES, ids=lambda value: str(value))
+def test_a_solver_keeps_the_contract(row, order, name):
+    if name in row.skips:
+        pytest.skip(row.skips[name])
+    PROPERTIES[name](row, order)
+
+
+@pytest.mark.parametrize(("row", "order"), CASES, ids=lambda value: str(value))
+def test_a_solver_works_in_every_library_it_claims(row, order, xp):
+    conformance.works_in_every_library(row, order, xp.__name__.rsplit(".", 1)[-1], xp)
+
+
+@pytest.mark.parametrize("name", PAIR_PROPERTIES)
+@pytest.mark.parametrize("row", PAIR_ROWS, ids=str)
+def test_a_solver_of_pairs_keeps_the_contract(row, name):
+    PAIR_PROPERTIES[name](row)
+
+
+def test_every_solver_of_the_face_has_a_row():
+    rows = {type(row.solver).__name__ for row in (*ROWS, *PAIR_ROWS)}
+    public = {name for name in dir(solvers) if hasattr(getattr(solvers, name), "solve")}
+    assert rows == public - {"Solver", "PairSolver"}
+
+
+def test_callbacks_survive_a_hand_over():
+    """Golub–Kahan gives up on a flat spectrum, Gram on an error at rounding: nobody who listens is left behind."""
+    noise = np.random.default_rng(0).standard_normal(SHAPES[2].matrix_shape)
+    seen: list[Sweep] = []
+    solution = solvers.BlockGolubKahan(tolerance=1e-9).solve(Dense(noise), SHAPES[2], rank=6, on_sweep=seen.append)
+    events = [sweep.event for sweep in seen]
+    assert tuple(seen) == solution.sweeps
+    assert events[0] is Event.start
+    assert events[-1] is Event.hand_over
+    assert seen[-1].relative_error == pytest.approx(conformance.dense_error(noise, solution), rel=1e-9)
+
+
+def test_decompose_numbers_the_records_of_all_its_solves(rng):
+    matrix = rng.standard_normal((24, 24)) * np.exp(-0.5 * np.arange(24))
+    seen: list[Sweep] = []
+    lsr.decompose(matrix, rtol=4e-3, storage="bfloat16", on_sweep=seen.append)
+    conformance.check_sweeps(seen)
+
+
+def test_new_terms_and_starts_are_marked():
+    target = Dense(conformance.matrix(3))
+    solution = solvers.ALS(storage="float16").solve(target, SHAPES[3], rank=4)
+    events = [sweep.event for sweep in solution.sweeps]
+    assert events.count(Event.new_term) == 3 + (events[0] is Event.new_term)
+    assert Event.start in events
+
+
+def test_a_broken_monotone_objective_is_seen():
+    sweeps = [Sweep(1, 0.5, event=Event.start, objective=0.25), Sweep(2, 0.6, objective=0.36)]
+    with pytest.raises(AssertionError):
+        conformance.check_sweeps(sweeps)
+
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+def test_a_solver_written_from_contributing_alone_keeps_the_contract():
+    section = CONTRIBUTING.read_text().split("## Adding a solver")[1].split("\n## ")[0]
+    code = re.findall(r"```python\n(.*?)```", section, re.S)[0]
+    names: dict[str, object] = {}
+    exec(compile(code, str(CONTRIBUTING), "exec"), names)
+    row = Row(names["PowerIteration"]())
+    for name, check in PROPERTIES.items():
+        try:
+            check(row, 2)
+        except BaseException as error:
+            raise AssertionError(f"{name}: {error}") from error
+    result = lsr.decompose(conformance.matrix(2), SHAPES[2], rank=3, solver=row.solver)
+    assert result.relative_error == pytest.approx(
+        lsr.decompose(conformance.matrix(2), SHAPES[2], rank=3, solver=solvers.SVD()).relative_error, rel=row.excess
+    )
