@@ -13,6 +13,7 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
+from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
 from lsrdecomp.cli.options import (
@@ -210,7 +211,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
-ALL = (inspect, calibrate, compress, curve, verify, export, finetune, compare, recover, fleet, demo)
+ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, compare, recover, fleet, demo)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

@@ -1,0 +1,325 @@
+"""Distillation without labels: a compressed adapter is trained to answer as the LoRA it was made from.
+
+The loss is KL(LoRA ‖ compressed) per answer on unlabelled texts [1]_. What is trained are the numbers of the factors;
+each factor moves in units of its own root mean square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same
+relative change in every layer, whatever its scale and however a layer shares its size out among its factors.
+
+.. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015. arXiv:1503.02531
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lsrdecomp.calibration.answers import ask, keep_answers
+from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.calibrate import Batch, CalibrationError
+from lsrdecomp.calibration.divergence import Reference
+from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.checkpoints.writing import new_file
+
+RATES = (0.01, 0.03, 0.1)
+"""Learning rates that are tried, in relative change of a factor's numbers per step."""
+TRIAL = 0.05
+"""Steps of the trial of each rate, of all steps; they count as steps."""
+WARMUP = 0.05
+CHECKS = 8
+"""Times that the held-out share is looked at, if that costs no more than `CHECK_SHARE`."""
+CHECK_SHARE = 0.2
+"""Forward passes of all looks, of all steps."""
+PATIENCE = 3
+"""Looks without a rise after which distillation ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """What a distillation did."""
+
+    steps: int  # done, trials of rates among them
+    rate: float
+    before: float  # share kept on the check texts, before the first step
+    after: float  # of what was kept: never less than before
+    passes: float  # forward and backward passes of the base, each for a batch of a step, checks and teacher included
+    checks: tuple[tuple[int, float], ...] = ()  # step, share
+
+
+@dataclass(slots=True)
+class _State:
+    """Where an interrupted run goes on."""
+
+    u: Tensor
+    moments: tuple[Tensor, Tensor]
+    best: Tensor
+    step: int = 0
+    rate: float = 0.0
+    passes: float = 0.0
+    checks: list[tuple[int, float]] = field(default_factory=list)
+
+
+def distill(
+    source: Base,
+    student: Base,
+    lessons: Sequence[Sequence[Batch]],
+    check: Reference,
+    *,
+    steps: int,
+    rate: float | None = None,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    state: Path | None = None,
+    on_step: Callable[[int, int, float], object] | None = None,
+) -> Distillation:
+    """Train the factors of ``student`` on the answers of ``source``; the best factors seen are left in it.
+
+    Parameters
+    ----------
+    source, student : Base
+        One base with two adapters, as `load_pair` opens them. Only LSR factors are trained, in float32.
+    lessons : sequence of sequences of mappings
+        What a step reads, in micro-batches: the gradient is that of all together, memory that of one. Steps go
+        through the lessons again and again, in an order drawn from ``seed``; the source answers each once.
+    check : Reference
+        The source's answers to held-out batches: the share kept there says when to stop, and what is best.
+    steps : int
+        At most so many optimizer steps, the trials of learning rates among them.
+    rate : float, optional
+        Relative change of a factor's numbers per step; absent, the best of `RATES` in a short trial on the lessons.
+    settings : dict, optional
+        What a saved state must agree with to be gone on from.
+    state : Path, optional
+        File for the state of an unfinished run, written at every check and removed at the end.
+    on_step : callable, optional
+        Called with the step, the number of steps and the loss, nats per answer.
+
+    Returns
+    -------
+    Distillation
+
+    Raises
+    ------
+    CalibrationError
+        If there is nothing to learn from or nothing to train, or if the source has no effect on the check texts.
+
+    Notes
+    -----
+    AdamW without decay, the rate rising linearly for a twentieth of the steps and then falling linearly to zero. Costs
+    one forward and one backward pass a step, and one forward pass a lesson and a check. On several processes started by
+    accelerate each takes its share of a lesson's micro-batches, and gradients are summed.
+    """
+    if steps < 1 or not lessons:
+        raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
+    work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None))
+    now = None if state is None else _resumed(state, work, settings or {})
+    if now is None:
+        now = work.begin()
+        if rate is None:
+            now = work.tried(now)
+        else:
+            now.rate = rate
+    every = max(1, math.ceil(steps / work.looks))
+    while now.step < steps and not _stalled(now.checks):
+        work.step(now, work.scheduled(now))
+        if now.step % every == 0 or now.step == steps:
+            work.look(now)
+            if state is not None:
+                _save(state, now, settings or {})
+    work.put(now.best)
+    shares = [share for _, share in now.checks]
+    if state is not None:
+        state.unlink(missing_ok=True)
+    return Distillation(now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks))
+
+
+class _Work:
+    """The parameters as one vector of relative changes, and the answers to learn."""
+
+    def __init__(
+        self,
+        source: Base,
+        student: Base,
+        lessons: Sequence[Sequence[Batch]],
+        check: Reference,
+        steps: int,
+        seed: int,
+        on_step: Callable[[int, int, float], object],
+    ) -> None:
+        self.student, self.check, self.steps, self.seed, self.on_step = student, check, steps, seed, on_step
+        if not check.effect > 0.0:
+            raise CalibrationError("the adapter has no effect on the held-out texts: there is nothing to keep")
+        self.parameters = trained(student.model)
+        self.start = [parameter.detach().clone() for parameter in self.parameters]
+        self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
+        self.team = PartialState()
+        self.source, self.lessons = source, lessons
+        self.answers: dict[int, list[tuple[Batch, Callable[[], Tensor], int]]] = {}
+        self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))
+        self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
+
+    def begin(self) -> _State:
+        size = sum(value.numel() for value in self.start)
+        zero = torch.zeros(size, device=self.start[0].device)
+        now = _State(zero, (zero.clone(), zero.clone()), zero.clone())
+        self.look(now)
+        return now
+
+    def put(self, u: Tensor) -> None:
+        """Factors from relative changes."""
+        with torch.no_grad():
+            places = torch.split(u, [value.numel() for value in self.start])
+            for parameter, start, scale, part in zip(self.parameters, self.start, self.scales, places, strict=True):
+                parameter.copy_(start + scale * part.view_as(start))
+
+    def tried(self, now: _State) -> _State:
+        """The state after a trial of each rate, the best one's."""
+        length = max(3, round(TRIAL * self.steps))
+        best, least, rates = now, math.inf, list(RATES)
+        spent = 0
+        while rates and spent + length < self.steps:
+            each = replace(now, u=now.u.clone(), moments=(now.moments[0].clone(), now.moments[1].clone()))
+            each.rate, each.checks = rates.pop(0), list(now.checks)
+            losses = [self.step(each, each.rate * min(1.0, (i + 1) / 3)) for i in range(length)]
+            spent += length
+            now.passes = each.passes
+            loss = sum(losses[length // 2 :])
+            if loss < least:
+                best, least = each, loss
+        if best is now:
+            now.rate = RATES[len(RATES) // 2]
+            return now
+        best.step, best.passes = spent, now.passes
+        return best
+
+    def scheduled(self, now: _State) -> float:
+        """The rate of the next step."""
+        warm = max(1.0, WARMUP * self.steps)
+        return now.rate * min(1.0, (now.step + 1) / warm) * (1.0 - now.step / self.steps)
+
+    def step(self, now: _State, rate: float) -> float:
+        """One step of AdamW on the relative changes; returns the loss before it, nats per answer."""
+        self.put(now.u)
+        parts = self.lesson(now)
+        total = sum(count for _, _, count in parts)
+        loss = torch.zeros((), device=now.u.device)
+        for index, (batch, recall, _) in enumerate(parts):
+            if index % self.team.num_processes == self.team.process_index:
+                part = soft_divergence(recall(), ask(self.student, batch).logits, self.student.head) / total
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += part.detach()
+        gradient = torch.cat(
+            [
+                (torch.zeros_like(p) if p.grad is None else p.grad).mul(scale).flatten()
+                for p, scale in zip(self.parameters, self.scales, strict=True)
+            ]
+        )
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.team.num_processes > 1:
+            gradient, loss = reduce(gradient), reduce(loss)
+        now.step, now.passes = now.step + 1, now.passes + 2.0
+        first, second = now.moments
+        first.lerp_(gradient, 0.1)
+        second.lerp_(gradient.square(), 0.001)
+        size = (second / (1.0 - 0.999**now.step)).sqrt() + 1e-12
+        now.u = now.u - rate * (first / (1.0 - 0.9**now.step)) / size
+        self.on_step(now.step, self.steps, float(loss))
+        return float(loss)
+
+    def lesson(self, now: _State) -> list[tuple[Batch, Callable[[], Tensor], int]]:
+        """The lesson of the next step with the source's answers, which are asked for once."""
+        round_, place = divmod(now.step, len(self.lessons))
+        generator = torch.Generator().manual_seed((self.seed << 20) + round_)
+        chosen = int(torch.randperm(len(self.lessons), generator=generator)[place])
+        if chosen not in self.answers:
+            found = []
+            for batch in self.lessons[chosen]:
+                answers, recall = keep_answers(self.source, batch)
+                found.append((batch, recall, int(answers.counts.sum())))
+            self.answers[chosen] = found
+            now.passes += 1.0
+        return self.answers[chosen]
+
+    def look(self, now: _State) -> None:
+        """The share kept on the check texts; the best factors so far are remembered."""
+        self.put(now.u)
+        found = self.check.compare(self.student).kept
+        share = -math.inf if found is None or not math.isfinite(found) else found
+        if not now.checks or share > max(kept for _, kept in now.checks):
+            now.best = now.u.clone()
+        now.checks.append((now.step, share))
+        now.passes += self.look_cost
+
+
+def soft_divergence(old: Tensor, new: Tensor, head: Head) -> Tensor:
+    """Σ KL(old ‖ new) over answers (answers, classes), with gradients; of a regression, half the squared difference."""
+    if head is Head.regression:
+        return (old - new).square().sum() / 2
+    target = old.log_softmax(-1)
+    return (target.exp() * (target - new.log_softmax(-1))).sum()
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The factors of all LSR layers, and they alone require gradients from here on.
+
+    Raises `CalibrationError` if there are none.
+    """
+    factors = []
+    for name, parameter in model.named_parameters():
+        wanted = ".lsr_A." in name or ".lsr_B." in name
+        parameter.requires_grad_(wanted)
+        if wanted:
+            parameter.data = parameter.data.float()
+            factors.append(parameter)
+    if not factors:
+        raise CalibrationError("the adapter has no LSR factors to train; distil what `compress` wrote")
+    return factors
+
+
+def _stalled(checks: Sequence[tuple[int, float]]) -> bool:
+    shares = [share for _, share in checks]
+    return len(shares) > PATIENCE and max(shares[-PATIENCE:]) <= max(shares[:-PATIENCE])
+
+
+def _save(path: Path, now: _State, settings: dict[str, Any]) -> None:
+    if not PartialState().is_main_process:
+        return
+    tensors = {"u": now.u, "first": now.moments[0], "second": now.moments[1], "best": now.best}
+    about = {"step": now.step, "rate": now.rate, "passes": now.passes, "checks": now.checks, "settings": settings}
+    with new_file(path, force=True) as part:
+        save_file({name: value.cpu() for name, value in tensors.items()}, part, {"state": json.dumps(about)})
+
+
+def _resumed(path: Path, work: _Work, settings: dict[str, Any]) -> _State | None:
+    """The saved state, if it is of the same run."""
+    if not path.exists():
+        return None
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = json.loads((file.metadata() or {})["state"])
+        device = work.start[0].device
+        tensors = {name: value.to(device) for name, value in load_file(path).items()}
+    except (SafetensorError, OSError, KeyError, ValueError):
+        return None
+    size = sum(value.numel() for value in work.start)
+    if about["settings"] != json.loads(json.dumps(settings)) or tensors["u"].numel() != size:
+        return None
+    return _State(
+        tensors["u"],
+        (tensors["first"], tensors["second"]),
+        tensors["best"],
+        about["step"],
+        about["rate"],
+        about["passes"],
+        [(int(step), float(share)) for step, share in about["checks"]],
+    )

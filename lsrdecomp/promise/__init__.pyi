@@ -1,0 +1,5 @@
+# Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
+from .bench import Bench as Bench
+from .distil import Distilled as Distilled
+from .distil import distil as distil
+from .record import Promise as Promise

@@ -1,0 +1,109 @@
+"""Where written forms of an adapter are measured: its base, held-out texts, and the texts left to learn from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from peft import PeftModel
+
+from lsrdecomp.calibration.base_model import Base, Text, adapted_modules, batches, load_base
+from lsrdecomp.calibration.calibrate import TOKEN_HEADS, Batch
+from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.promise.texts import split
+
+Say = Callable[[str], object]
+NO_EFFECT = 1e-9
+"""Nats: a divergence below this is rounding."""
+
+
+class Bench:
+    """A base with a LoRA on it, the LoRA's answers to held-out texts, and the texts that calibration may see.
+
+    Parameters
+    ----------
+    base : str or path
+        As `load_base` takes it.
+    lora : path
+        The adapter whose behaviour is to be kept: a PEFT directory.
+    texts : sequence of texts
+        Split by seed; texts with the same first part fall on the same side.
+    held_out : int
+        Examples the promise is measured on; at most a quarter of all.
+    batch : int, optional
+        Examples at a time; absent, 8 for language models and 32 otherwise.
+    max_length : int
+        Tokens of an example.
+    dtype, device : str
+        Precision and place of the base.
+    seed : int
+
+    Raises
+    ------
+    LsrError
+        If the texts are too few, or the LoRA does nothing on them.
+    CheckpointError
+        If base and adapter do not fit.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        lora: str | Path,
+        texts: Sequence[Text],
+        *,
+        held_out: int = 128,
+        batch: int | None = None,
+        max_length: int = 128,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        on_step: Say | None = None,
+    ) -> None:
+        say = on_step or (lambda _: None)
+        parts = split(texts, held_out, seed)
+        say("opening the base")
+        try:
+            self.source = load_base(base, lora, dtype=dtype, device=device)
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, LsrError):
+                raise
+            words = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"does not open on the base {base}: {words}", path=lora) from error
+        self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
+        self.max_length, self.device, self.seed = max_length, device, seed
+        self.held, self.calibration = parts
+        self.measurements = 0
+        say(f"the LoRA's own answers to {len(self.held)} held-out examples")
+        self.reference = Reference(self.source, self.batches(self.held))
+        if not self.reference.effect > NO_EFFECT:
+            raise LsrError(
+                f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
+                "no effect to keep; give texts of the task it was trained for"
+            )
+
+    def batches(self, texts: Sequence[Text], size: int | None = None) -> Iterator[Batch]:
+        """Texts of like length together, as the model reads them; the same texts give the same batches."""
+        size = size or self.size
+        order = sorted(texts, key=lambda text: len(text[0]) + len(text[1] or ""))
+        for start in range(0, len(order), size):
+            yield from batches(
+                self.source, order[start : start + size], size=size, max_length=self.max_length, seed=self.seed
+            )
+
+    def open(self, written: Path) -> Base:
+        """The base with another adapter of the same task; its large weights are shared with the LoRA's."""
+        shared = {
+            id(p): p for name, p in self.source.model.named_parameters() if p.ndim > 1 and "modules_to_save" not in name
+        }
+        copied = copy.deepcopy(self.source.model, shared)
+        plain = copied.unload()  # type: ignore[operator]
+        model = PeftModel.from_pretrained(plain, str(written)).to(self.device).eval()
+        return Base(self.source.name, model, self.source.tokenizer, self.source.head, adapted_modules(model))
+
+    def measure(self, written: Path) -> Behaviour:
+        """How a written form answers the held-out texts."""
+        self.measurements += 1
+        return self.reference.compare(self.open(written))

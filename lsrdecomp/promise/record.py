@@ -1,0 +1,97 @@
+"""What a compressed adapter keeps of what its source does, as measured on a base: the record and the sentence."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
+LITTLE = 0.5
+"""A form that keeps less than this share is not what anybody wants without having asked for its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The measured share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter) of an adapter as written.
+
+    Attributes
+    ----------
+    kept, standard_error : float
+        The share, and its standard error over the held-out examples; None for a single one.
+    kl, effect : float
+        The two divergences, nats per ``unit``; for a regression half the squared differences.
+    agreement : float, optional
+        Share of answers whose likeliest class or token is the same.
+    unit : str
+        "token" or "example".
+    examples, answers : int
+        Held-out examples, and the answers in them.
+    data, base : str
+        Where the examples are from, and the base that read them.
+    bytes_before, bytes_after, head_bytes : int
+        Of the two weight files, and of what both carry along beside the layers.
+    distilled : int
+        Steps of distillation.
+    measurements : int
+        Forms that were measured until this one was chosen.
+    asked : float, optional
+        The least share that was asked for.
+    """
+
+    kept: float
+    standard_error: float | None
+    kl: float
+    effect: float
+    agreement: float | None
+    unit: str
+    examples: int
+    answers: int
+    data: str
+    base: str
+    bytes_before: int
+    bytes_after: int
+    head_bytes: int
+    distilled: int = 0
+    measurements: int = 1
+    asked: float | None = None
+
+    @property
+    def little(self) -> bool:
+        """Whether less than half is kept."""
+        return self.kept < LITTLE
+
+    def sentence(self) -> str:
+        """The promise in words.
+
+        >>> told = Promise(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
+        >>> print(told.sentence().replace(" (", "\\n("))
+        keeps 95.2 ± 0.8 % of what the adapter does
+        (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · file 3.7 MB → 12 kB
+        (heads 0 B) · measured on 128 held-out examples of a.jsonl
+        """
+        error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
+        what = "token" if self.unit == "token" else "answer"
+        same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
+        sizes = f"{size_text(self.bytes_before)} → {size_text(self.bytes_after)} (heads {size_text(self.head_bytes)})"
+        trained = f" · distilled for {self.distilled} steps" if self.distilled else ""
+        return (
+            f"keeps {100 * self.kept:.1f}{error} % of what the adapter does (divergence {self.kl:.3g} of "
+            f"{self.effect:.3g} nats per {self.unit}{same}) · file {sizes}{trained} · measured on {self.examples} "
+            f"held-out examples of {self.data}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file, the sentence among them."""
+        return {**asdict(self), "sentence": self.sentence()}
+
+
+def size_text(size: int) -> str:
+    """Bytes in the unit a reader expects: 640 B, 12 kB, 3.7 MB.
+
+    >>> size_text(640), size_text(12_147), size_text(3_700_000), size_text(0)
+    ('640 B', '12 kB', '3.7 MB', '0 B')
+    """
+    if size < 1000:
+        return f"{size} B"
+    unit, value = next((unit, size / 1000**k) for k, unit in UNITS if size < 1000 ** (k + 1) or unit == "GB")
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"

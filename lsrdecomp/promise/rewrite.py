@@ -1,0 +1,162 @@
+"""A compressed directory with other numbers in the same shapes and storages, its errors measured anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.packed import PACKED, decode
+from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.compression.compress import REPORT
+from lsrdecomp.compression.layer import layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.layers import HasWeights, Layer
+from lsrdecomp.compression.quantize import quantized_product, refitted_product, stored_product
+from lsrdecomp.compression.report import LayerReport, to_json, totals
+from lsrdecomp.compression.water_filling import spectral_code
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import NormWeights
+
+Statistics = Mapping[str, HasWeights | NormWeights]
+
+
+def check_pair(written: Checkpoint, source: Checkpoint) -> None:
+    """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes."""
+    given = {layer.name: layer for layer in source.layers}
+    for layer in written.layers:
+        other = given.get(layer.name)
+        if other is None:
+            raise CheckpointError(f"layer {layer.name!r} is not in {source.path}", path=written.path)
+        sizes = [(one.out_features, one.in_features) for one in (layer, other)]
+        if sizes[0] != sizes[1]:
+            text = f"{sizes[0][0]} x {sizes[0][1]}, but {sizes[1][0]} x {sizes[1][1]} in {source.path}"
+            raise CheckpointError(text, path=written.path, tensor=layer.name)
+
+
+def rewrite(
+    out: Path,
+    written: Path,
+    source: Checkpoint,
+    forms: Mapping[str, SeparatedProduct],
+    *,
+    statistics: Statistics | None = None,
+) -> Path:
+    """Write the directory ``written`` again with other factors, rounded as the old ones were.
+
+    Integer codes are solved for afresh: near the new numbers in the norm of the layer, or rounded, whichever is nearer.
+
+    Parameters
+    ----------
+    out : Path
+        Must not exist.
+    written : Path
+        What `compress` wrote from ``source``; a layer that ``forms`` lacks keeps its numbers.
+    source : Checkpoint
+        The LoRA, against which errors are measured.
+    forms : Mapping of layer name to SeparatedProduct
+    statistics : Mapping, optional
+        As for `compress`: the norm codes are solved in, and the error that the record tells beside Frobenius'.
+    """
+    old = open_checkpoint(written)
+    check_pair(old, source)
+    packed = read_header(old.weights).tensors.get(PACKED)
+    codes = dict(decode(packed.read())) if packed is not None else {}
+    floats: dict[str, SeparatedProduct] = {}
+    storage = "float32"
+    for layer in old.layers:
+        form = forms.get(layer.name)
+        if layer.name in codes:
+            if form is not None:
+                codes[layer.name] = _codes(form, codes[layer.name], _norms(statistics, layer.name))
+            continue
+        storage = layer.dtype
+        floats[layer.name] = layer_product(layer) if form is None else stored_product(form, storage).product
+    record = provenance(old)
+    return write_lsr(
+        out,
+        source=source,
+        layers=((name, *stored_factors(product), 1.0) for name, product in floats.items()),
+        coded=codes,
+        storage=storage,
+        provenance={key: record[key] for key in ("plan", "dropped") if key in record},
+        files=_record(old, source, floats, codes, statistics),
+    )
+
+
+def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None) -> CodedProduct:
+    """Codes of as many bits as the old ones near ``form``, which is the layer aimed at."""
+    aim = Layer("", LowRank(*form.to_lora()), norms)
+    if isinstance(old, SpectralCode):
+        columns, sigma, rows = aim.gauge
+        left, right = to_numpy(as_double(aim.pair.left) @ columns), to_numpy(rows @ as_double(aim.pair.right))
+        bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
+        return spectral_code(aim, (left, to_numpy(sigma), right), bits)
+    width = max(old.left.bits, old.right.bits)
+    found = [quantized_product(form, width), refitted_product(aim.pair, form, width, aim.norms)]
+    return min(found, key=lambda one: aim.squared_error(one.dequantized()))
+
+
+def _record(
+    old: Checkpoint,
+    source: Checkpoint,
+    floats: Mapping[str, SeparatedProduct],
+    codes: Mapping[str, CodedProduct],
+    statistics: Statistics | None,
+) -> dict[str, str]:
+    """The report of the directory with the errors of the new numbers; none where it had none."""
+    path = old.weights.parent / REPORT
+    if not path.is_file():
+        return {}
+    facts: dict[str, Any] = dict(read_json(path))
+    before = {str(row.get("name")): _row(row, path) for row in facts.get("layers", [])}
+    reports = []
+    for layer in source.layers:
+        row = before.get(layer.name)
+        if row is None:
+            raise CheckpointError(f"has no line of layer {layer.name!r}; write the adapter again", path=path)
+        code = codes.get(layer.name)
+        product = code.dequantized() if code is not None else floats.get(layer.name)
+        norms = _norms(statistics, layer.name)
+        reports.append(row if product is None else _measured(row, source, layer, product, norms))
+    summary = totals(reports, source.extra_parameters, facts.get("totals", {}).get("low_rank_error"))
+    kept = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
+    return {REPORT: json.dumps(to_json(reports, summary, **kept), indent=1, allow_nan=False) + "\n"}
+
+
+def _measured(
+    row: LayerReport, source: Checkpoint, given: Any, product: SeparatedProduct, norms: NormWeights | None
+) -> LayerReport:
+    layer = Layer(given.name, layer_pair(source, given), norms)
+    norm, error = layer.pair.norm, layer.pair.residual_norm(product)
+    size = None if norms is None else layer.squared_norm**0.5
+    lost = None if norms is None or not size else layer.squared_error(product) ** 0.5 / size
+    return replace(
+        row,
+        relative_error=error / norm if norm > 0.0 else error,
+        functional_norm=size,
+        functional_error=lost,
+        condition=product.condition,
+    )
+
+
+def _row(row: Mapping[str, Any], path: Path) -> LayerReport:
+    try:
+        return LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])})
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
+
+
+def _norms(statistics: Statistics | None, name: str) -> NormWeights | None:
+    if statistics is None:
+        return None
+    found = statistics[name]
+    return found if isinstance(found, NormWeights) else found.weights()

@@ -1,0 +1,242 @@
+"""Distillation: a compressed adapter comes nearer to its LoRA's answers, costs what it says, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from tiny_bases import make  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.distill import distill, soft_divergence, trained  # noqa: E402
+from lsrdecomp.calibration.divergence import divergence  # noqa: E402
+from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.cli.main import app  # noqa: E402
+from lsrdecomp.compression.compress import compress, export_lora  # noqa: E402
+from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.compression.verify import verify  # noqa: E402
+from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.promise.bench import Bench  # noqa: E402
+from lsrdecomp.promise.distil import distil, forms_of  # noqa: E402
+from lsrdecomp.promise.texts import split  # noqa: E402
+
+WORDS = random.Random(0)
+TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("language"), "CAUSAL_LM")
+
+
+def run(folder, directory, **settings):
+    chosen = {"steps": 40, "rate": 0.03, "batch": 8, "max_length": 16, **settings}
+    given = {"base": folder / "base", "data": TEXTS, "teacher": folder / "lora"}
+    return distil(directory, **{**given, **chosen})
+
+
+@pytest.mark.parametrize("kind", ["classifier", "language_model"])
+def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_path):
+    folder = request.getfixturevalue(kind)
+    done = run(folder, folder / "lsr", out=tmp_path / "distilled")
+    assert done.trial.after.kept > done.trial.before.kept + 0.02
+    assert done.promise.kept == done.trial.after.kept
+    again = Bench(folder / "base", folder / "lora", TEXTS, batch=8, max_length=16).measure(tmp_path / "distilled")
+    assert again.kept == pytest.approx(done.promise.kept, abs=1e-6)  # of the files, not of the training run
+    record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
+    assert record["promise"]["kept"] == done.promise.kept
+    assert done.promise.sentence() in (tmp_path / "distilled" / "README.md").read_text()
+    checked = verify(open_checkpoint(folder / "lora"), open_checkpoint(tmp_path / "distilled"))
+    assert checked.passed
+    assert not (tmp_path / ".distilled.distil").exists()
+
+
+@pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
+def test_a_distilled_form_keeps_its_storage_and_its_size(classifier, tmp_path, storage):
+    lora = open_checkpoint(classifier / "lora")
+    compress(lora, CompressionPlan(separation_rank=2, storage=storage)).save(tmp_path / "made")
+    before = open_checkpoint(tmp_path / "made")
+    done = run(classifier, tmp_path / "made")
+    after = open_checkpoint(tmp_path / "made")
+    assert done.trial.steps > 0
+    assert [layer.dtype for layer in after.layers] == [layer.dtype for layer in before.layers] != []
+    assert after.adapter_parameters == before.adapter_parameters
+    assert verify(lora, after).passed
+
+
+def test_a_form_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):
+    lora = open_checkpoint(classifier / "lora")
+    compress(lora, CompressionPlan(separation_rank=8)).save(tmp_path / "whole")
+    before = (tmp_path / "whole" / "adapter_model.safetensors").read_bytes()
+    done = run(classifier, tmp_path / "whole", rate=0.5, steps=6)  # far too fast
+    assert done.trial.after.kl >= done.trial.before.kl
+    assert done.trial.steps == 0
+    assert done.promise.kept == done.trial.before.kept
+    assert (tmp_path / "whole" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path):
+    whole = run(classifier, classifier / "lsr", out=tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def stop(step, steps, loss):
+        if step == 27:
+            raise Killed
+
+    shutil.copytree(classifier / "lsr", tmp_path / "mine")
+    before = (tmp_path / "mine" / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(Killed):
+        run(classifier, tmp_path / "mine", on_step=stop)
+    assert (tmp_path / "mine" / "adapter_model.safetensors").read_bytes() == before
+    assert (tmp_path / ".mine.distil").exists()
+    seen = []
+    done = run(classifier, tmp_path / "mine", on_step=lambda step, *_: seen.append(step))
+    assert seen[0] > 5
+    checks = [dict(each.trial.training.checks) for each in (done, whole)]
+    assert checks[0] == pytest.approx(checks[1], abs=1e-5)
+    assert done.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
+
+
+def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path):
+    shutil.copytree(classifier / "lsr", tmp_path / "mine")
+    (tmp_path / ".mine.distil").write_bytes(b"not a state")
+    seen = []
+    run(classifier, tmp_path / "mine", steps=4, on_step=lambda step, *_: seen.append(step))
+    assert seen == [1, 2, 3, 4]
+
+
+def test_passes_are_what_was_asked_of_the_base(language_model, tmp_path, monkeypatch):
+    asked = {"forward": 0, "backward": 0}
+    module = sys.modules[distill.__module__]
+    for name in ("ask", "keep_answers"):
+        plain = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, plain=plain: (asked.update(forward=asked["forward"] + 1), plain(*given))[1]
+        )
+    done = run(language_model, language_model / "lsr", out=tmp_path / "out", steps=60, rate=None)
+    training = done.trial.training
+    lessons = training.passes - 2 * training.steps - 4 * len(training.checks)
+    assert asked["forward"] == training.steps + lessons
+    assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight lessons at least
+
+
+def test_micro_batches_are_the_same_step(classifier, tmp_path):
+    one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=10)
+    two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=10, micro=3)
+    for (_, first), (_, second) in zip(one.trial.training.checks, two.trial.training.checks, strict=True):
+        assert first == pytest.approx(second, abs=1e-4)
+
+
+def test_the_training_loss_is_the_divergence(classifier):
+    torch.manual_seed(0)
+    old, new = torch.randn(2, 9, 5)
+    assert float(soft_divergence(old, new, Head.classification)) == pytest.approx(
+        divergence(old, new, Head.classification), rel=1e-5
+    )
+    old, new = old[:, :1], new[:, :1]
+    assert float(soft_divergence(old, new, Head.regression)) == pytest.approx(
+        divergence(old, new, Head.regression), rel=1e-5
+    )
+
+
+def test_factors_of_an_open_model_are_those_of_its_file(language_model):
+    bench = Bench(language_model / "base", language_model / "lora", TEXTS, batch=8, max_length=16)
+    found = forms_of(bench.open(language_model / "lsr"))
+    written = open_checkpoint(language_model / "lsr")
+    assert set(found) == {layer.name for layer in written.layers}
+    for layer in written.layers:
+        left, _ = layer.load()
+        torch.testing.assert_close(
+            torch.from_numpy(found[layer.name].left.to_matrix()),
+            sum(torch.kron(*(torch.from_numpy(f[k]).double() for f in left)) for k in range(len(left[0]))),
+        )
+
+
+def test_only_lsr_factors_are_trained(classifier):
+    bench = Bench(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16)
+    student = bench.open(classifier / "lsr")
+    count = sum(p.numel() for p in trained(student.model))
+    assert count == open_checkpoint(classifier / "lsr").adapter_parameters
+    assert sum(p.numel() for p in student.model.parameters() if p.requires_grad) == count
+    with pytest.raises(CalibrationError, match="no LSR factors to train"):
+        trained(bench.source.model)
+
+
+def test_texts_that_begin_alike_are_held_out_together():
+    texts = [(f"prompt {i // 3}", f"answer {i}") for i in range(300)]
+    held, rest = split(texts, 40, seed=1)
+    assert 0 < len(held) <= 40
+    assert sorted(held + rest) == sorted(texts)
+    assert not {text[0] for text in held} & {text[0] for text in rest}
+    assert split(texts, 40, seed=1) == (held, rest)
+
+
+def test_too_few_texts_are_refused_before_the_base_is_opened(classifier):
+    with pytest.raises(LsrError, match="10 different texts are too few: a promise needs 32"):
+        run(classifier, classifier / "lsr", data=TEXTS[:10], base="no-such-base")
+
+
+def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):
+    shutil.copytree(classifier / "lora", tmp_path / "idle")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "idle" / "adapter_model.safetensors")
+    still = {name: value * (0.0 if "lora_B" in name else 1.0) for name, value in tensors.items()}
+    save_file(still, tmp_path / "idle" / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(LsrError, match="there is no effect to keep"):
+        Bench(classifier / "base", tmp_path / "idle", TEXTS, batch=8, max_length=16)
+
+
+def test_an_adapter_of_another_model_is_refused(classifier, language_model):
+    with pytest.raises(CheckpointError, match="is not in"):
+        run(classifier, language_model / "lsr")
+
+
+def test_a_base_that_does_not_fit_is_one_line(classifier, language_model):
+    with pytest.raises(CheckpointError, match="does not open on the base") as caught:
+        run(classifier, classifier / "lsr", base=language_model / "base")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plain_lora_is_not_distilled(classifier, tmp_path):
+    export_lora(open_checkpoint(classifier / "lsr"), tmp_path / "plain")
+    with pytest.raises(CalibrationError, match="no LSR factors to train"):
+        run(classifier, tmp_path / "plain")
+
+
+def test_distil_on_the_command_line(classifier, tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(text for text, _ in TEXTS))
+    options = {"--teacher": classifier / "lora", "--base": classifier / "base", "--data": lines, "--steps": 12}
+    options |= {
+        "--out": tmp_path / "out",
+        "--batch": 8,
+        "--max-length": 16,
+        "--rate": 0.03,
+        "--json": tmp_path / "f.json",
+    }
+    given = ["distil", str(classifier / "lsr"), *(str(word) for pair in options.items() for word in pair)]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "f.json").read_text())
+    assert facts["promise"]["sentence"] in done.stdout.replace("\n", " ")
+    assert facts["promise"]["data"] == "lines.txt"
+    assert 0.0 < facts["distillation"]["before"]["kept"] < facts["distillation"]["after"]["kept"]
+    assert isinstance(CliRunner().invoke(app, given).exception, CheckpointError)  # the output is there already
