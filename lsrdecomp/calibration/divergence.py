@@ -95,21 +95,23 @@ class Reference:
         return float(self.effects.sum()) / int(self.counts.sum())
 
     def compare(self, written: Base, *, first: int | None = None) -> Behaviour:
-        """Let another adapter answer the same batches, or the ``first`` batches of them.
+        """Let another adapter answer the same batches, or the ``first`` batches of them; errors as `losses`."""
+        return self._behaviour(*self.losses(written, first=first))
+
+    def losses(self, written: Base, *, first: int | None = None) -> tuple[Tensor, float]:
+        """Σ KL(source ‖ written) over the answers of each example, (examples,), and how many answers are the same.
 
         Raises `ShapeError` if the models do not answer alike.
         """
         lost, agreeing = [], 0.0
-        parts = self._parts[:first]
         with torch.no_grad():
-            for batch, recall, counts in parts:
+            for batch, recall, counts in self._parts[:first]:
                 old, new = recall(), ask(written, batch).logits
                 if old.shape != new.shape:
                     raise ShapeError(f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}")
                 lost.append(summed(divergences(old, new, self.head), counts))
                 agreeing += float((old.argmax(-1) == new.argmax(-1)).sum())
-        total = torch.cat(lost)
-        return self._behaviour(total, agreeing)
+        return torch.cat(lost), agreeing
 
     def _behaviour(self, lost: Tensor, agreeing: float) -> Behaviour:
         examples = len(lost)
