@@ -16,8 +16,9 @@ from lsrdecomp.calibration.base_model import Base, Text
 from lsrdecomp.calibration.distill import Distillation, distill
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints.output_paths import check_output
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS, check_output
+from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.promise.bench import Bench, Say

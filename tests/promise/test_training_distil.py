@@ -21,7 +21,7 @@ from lsrdecomp.calibration.distill import distill, soft_divergence, trained  # n
 from lsrdecomp.calibration.divergence import divergence  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
-from lsrdecomp.cli.main import app  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression.compress import compress, export_lora  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 from lsrdecomp.compression.verify import verify  # noqa: E402
