@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lsrdecomp.calibration.divergence import Behaviour
@@ -14,7 +14,11 @@ CLOSE = 1.08
 """Sizes this near to each other, one that keeps enough and one that does not, end the search."""
 SMALLEST = 4096.0
 """Times smaller than the LoRA: no smaller form is looked for."""
-REACH = 3.0
+ENOUGH = 0.5
+"""Standard errors above the share that was asked within which a form is taken."""
+SAFETY = 0.95
+"""Of the loss that is allowed, what is aimed at while every form has lost too much."""
+REACH = 4.0
 """Farthest that one step goes beyond the sizes that were measured."""
 
 
@@ -43,9 +47,9 @@ def smallest(
 ) -> tuple[Measured, list[Measured]]:
     """Find the smallest size whose measured share is at least ``keep``.
 
-    What a form loses is taken to be a factor times its squared error in the norm of the layers, which is known for any
-    size without asking the model. Each measurement corrects the factor; the sizes that kept enough and those that did
-    not close in on the answer from both sides.
+    What a form loses is taken to be a power of its squared error in the norm of the layers, which is known for any size
+    without asking the model. Each measurement corrects the factor, two the power; the sizes that kept enough and those
+    that did not close in on the answer from both sides.
 
     Parameters
     ----------
@@ -76,28 +80,25 @@ def smallest(
     if not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
     seen: list[Measured] = []
-    low, high, factor = whole / SMALLEST, whole, prior
+    low, high = whole / SMALLEST, whole
     while len(seen) < most and high > CLOSE * low:
-        size = _size_for((1.0 - keep) / factor, low, high, expected)
-        passed = [one.size for one in seen if one.kept >= keep]
-        failed = [one.size for one in seen if one.kept < keep]
+        last = len(seen) == most - 1 and not any(one.kept >= keep for one in seen)
+        failed = any(one.kept < keep for one in seen)
+        passed = any(one.kept >= keep for one in seen)
+        aim = (1.0 - keep) * (1.0 if passed or not seen else SAFETY)
+        size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
         elif seen:
             size = min(max(size, min(one.size for one in seen) / REACH), max(one.size for one in seen) * REACH)
+        size = whole if last else size  # better the LoRA's own size than no answer
         found = Measured(size, measure(size))
         seen.append(found)
-        if found.kept >= keep:
-            high = size
-        else:
-            low = size
-        lost, error = max(1.0 - found.kept, 1e-6), expected(size)
-        if error > 0.0:
-            factor = min(max(lost / error, 1e-3), 1e3)
+        low, high = (low, size) if found.kept >= keep else (size, high)
         if on_measured is not None:
             on_measured(seen)
-        if found.kept >= keep and size <= whole / SMALLEST * CLOSE:
-            break
+        if 0.0 <= found.kept - keep <= ENOUGH * (found.behaviour.standard_error or 0.0):
+            break  # no smaller form could be told from one that keeps too little
     enough = [one for one in seen if one.kept >= keep]
     if not enough:
         best = max(seen, key=lambda one: one.kept)
@@ -106,6 +107,17 @@ def smallest(
             f"{best.kept:.3f}; ask for less, allow distillation, or store in a finer type"
         )
     return min(enough, key=lambda one: one.size), seen
+
+
+def _error_at(loss: float, seen: Sequence[Measured], expected: Callable[[float], float], prior: float) -> float:
+    """The squared error at which so much is lost, by the last two measurements."""
+    points = [(max(expected(one.size), 1e-12), max(1.0 - one.kept, 1e-12)) for one in seen[-2:]]
+    if not points:
+        return loss / prior
+    (error, lost), power = points[-1], 1.0
+    if len(points) == 2 and abs(math.log(points[0][0] / error)) > 0.02:
+        power = min(max(math.log(points[0][1] / lost) / math.log(points[0][0] / error), 0.4), 2.5)
+    return float(error * (loss / lost) ** (1.0 / power))
 
 
 def _size_for(error: float, low: float, high: float, expected: Callable[[float], float]) -> float:

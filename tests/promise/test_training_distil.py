@@ -22,9 +22,7 @@ from lsrdecomp.calibration.divergence import divergence  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.compression.compress import compress, export_lora  # noqa: E402
-from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
-from lsrdecomp.compression.verify import verify  # noqa: E402
+from lsrdecomp.compression import CompressionPlan, compress, export_lora, verify  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.promise.bench import Bench  # noqa: E402
 from lsrdecomp.promise.distil import distil, forms_of  # noqa: E402

@@ -1,0 +1,67 @@
+"""The search for the smallest form: few measurements, never one that keeps too little, and words when there is none."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from lsrdecomp.calibration.divergence import Behaviour  # noqa: E402
+from lsrdecomp.errors import BudgetError  # noqa: E402
+from lsrdecomp.promise.keep import CLOSE, MOST_MEASURED, smallest  # noqa: E402
+
+WHOLE = 1e6
+
+
+def curve(factor, power):
+    """Squared error of a size, and what a form of it keeps: not the factor that the search begins with."""
+
+    def expected(size):
+        return (WHOLE / SMALL / size) ** 0.5 if size < WHOLE else 0.0
+
+    def measure(size):
+        lost = min(1.0, factor * expected(size) ** power)
+        return Behaviour(100, 100, "example", lost, 0.9, 1.0, 0.01)
+
+    return expected, measure
+
+
+SMALL = 4096.0
+
+
+@given(
+    factor=st.floats(0.2, 3.0), power=st.floats(0.75, 1.4), keep=st.floats(0.5, 0.95), prior=st.sampled_from([0.4, 1.0])
+)
+def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, power, keep, prior):
+    expected, measure = curve(factor, power)
+    found, seen = smallest(keep, WHOLE, expected, measure, prior=prior)
+    assert found.kept >= keep
+    assert len(seen) <= MOST_MEASURED
+    assert found.size == min(one.size for one in seen if one.kept >= keep)
+    least = min(WHOLE, (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power))
+    assert found.size <= 1.8 * max(least, WHOLE / SMALL)
+
+
+def test_a_known_factor_needs_few_measurements():
+    expected, measure = curve(1.0, 1.0)
+    found, seen = smallest(0.9, WHOLE, expected, measure)
+    least = (WHOLE / SMALL) * 0.1**-2
+    assert len(seen) <= 4
+    assert found.size <= CLOSE**2 * least
+
+
+def test_what_cannot_be_kept_says_what_can():
+    def measure(size):
+        return Behaviour(100, 100, "example", 0.2, 0.9, 1.0, 0.01)
+
+    with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
+        smallest(0.95, WHOLE, curve(1.0, 1.0)[0], measure)
+
+
+@pytest.mark.parametrize("keep", [0.0, 1.0, 95.0, math.nan])
+def test_a_share_lies_between_nothing_and_all(keep):
+    with pytest.raises(BudgetError, match="between 0 and 1"):
+        smallest(keep, WHOLE, *curve(1.0, 1.0))
