@@ -113,7 +113,7 @@ def decompose(
     if goal is not None and storage is not None:
         record = _pay_for_rounding(target, shape, solver, most, goal, storage, record, progress)
     if throw and not record.status.met:
-        raise ConvergenceError(f"{record.status.value} ({record})", record)
+        raise ConvergenceError(record.summary, record)
     return record
 
 

@@ -1,124 +1,158 @@
-"""Arithmetic on separated matrices without forming them: products multiply ranks, `recompress` brings them down."""
+"""Algebra: sums, products, quotients and inner products of separated matrices, with numbers and arrays too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Self, overload
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, to_numpy
-from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.arrays import Array, as_double, conjugate, device, namespace
+from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker.action import Action
+from lsrdecomp.kronecker.terms import Terms, alike
 
 
-def product(left: SeparatedMatrix, right: SeparatedMatrix) -> SeparatedMatrix:
-    """The matrix product, by (A ⊗ B)(C ⊗ D) = AC ⊗ BD term by term.
+class Algebra(Action):
+    """Algebra: ``+ - * /`` entry by entry, as for arrays; Kronecker products; inner products.
 
-    Parameters
-    ----------
-    left : SeparatedMatrix of s terms with factors (m_i, q_i)
-    right : SeparatedMatrix of t terms with factors (q_i, n_i)
-
-    Returns
-    -------
-    SeparatedMatrix
-        At most s·t terms with factors (m_i, n_i); cost s·t·Σ m_i q_i n_i. `recompress` finds how few are needed [1]_.
-
-    References
-    ----------
-    .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2. doi:10.1137/040604959
+    With numbers and separated matrices the result is separated; with an array it is an array, and the matrix is formed
+    (see `FORMED_ENTRIES`).
     """
-    inner = left.kronecker_shape.columns, right.kronecker_shape.rows
-    if inner[0] != inner[1]:
-        raise ShapeError(f"inner sizes differ: columns split {inner[0]}, rows split {inner[1]}")
-    return _every_pair(left, right, lambda a, b: a @ b)
+
+    @overload
+    def __add__(self, other: Terms | complex) -> Self: ...
+    @overload
+    def __add__(self, other: Any) -> Any: ...
+    def __add__(self, other: Any) -> Any:
+        """Entrywise sum: the terms of both; a number adds one term of ones. Cost of moving the factors."""
+        if isinstance(other, Terms):
+            self._same_shape(other, "add")
+            xp = namespace(*self.factors, *other.factors)
+            pairs = zip(self.factors, other.factors, strict=True)
+            stacked = [xp.concat(alike(f, g), axis=0) for f, g in pairs]
+            return self.from_factors(stacked, xp.concat(alike(self.weights, other.weights)))
+        if _is_number(other):
+            return self if _is_zero(other) else self + self._ones() * other
+        return self._formed("adding an array") + self._operand(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self + other
+
+    def __neg__(self) -> Self:
+        return type(self)(self.weights, (-self.factors[0], *self.factors[1:]))
+
+    def __pos__(self) -> Self:
+        return self
+
+    @overload
+    def __sub__(self, other: Terms | complex) -> Self: ...
+    @overload
+    def __sub__(self, other: Any) -> Any: ...
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other if not hasattr(other, "toarray") else -other.toarray())
+
+    def __rsub__(self, other: Any) -> Any:
+        return (-self) + other
+
+    @overload
+    def __mul__(self, other: Terms | complex) -> Self: ...
+    @overload
+    def __mul__(self, other: Any) -> Any: ...
+    def __mul__(self, other: Any) -> Any:
+        """Entrywise product: by (A ⊗ B) ∘ (C ⊗ D) = (A ∘ C) ⊗ (B ∘ D) at most s·t terms."""
+        if isinstance(other, Terms):
+            self._same_shape(other, "multiply")
+            return self._every_pair(other, lambda a, b: a * b)
+        if _is_number(other):
+            return self.from_factors((self.factors[0] * other, *self.factors[1:]), self.weights)
+        return self._formed("multiplying by an array") * self._operand(other)
+
+    @overload
+    def __rmul__(self, other: complex) -> Self: ...
+    @overload
+    def __rmul__(self, other: Any) -> Any: ...
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
+
+    @overload
+    def __truediv__(self, other: Terms | complex) -> Self: ...
+    @overload
+    def __truediv__(self, other: Any) -> Any: ...
+    def __truediv__(self, other: Any) -> Any:
+        """Entrywise quotient: by a number, an array, or a separated matrix of one term without zero entries."""
+        if isinstance(other, Terms):
+            self._same_shape(other, "divide")
+            if other.separation_rank != 1:
+                raise ShapeError(
+                    f"an entrywise quotient is a sum of Kronecker products for a divisor of one term; this one has "
+                    f"{other.separation_rank}. Divide formed matrices: A / B.to_matrix()"
+                )
+            _no_zeros(other)
+            return self * self.from_factors([1.0 / f for f in other.factors], 1.0 / other.weights)
+        if _is_number(other):
+            if _is_zero(other):
+                raise ZeroDivisionError("a separated matrix divided by zero")
+            return self * (1.0 / other)
+        return self._formed("dividing by an array") / self._operand(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        """``c / A`` entry by entry; separated for a number over one term, else an array."""
+        if _is_number(other) and self.separation_rank == 1:
+            _no_zeros(self)
+            return self.from_factors([1.0 / f for f in self.factors], 1.0 / self.weights) * other
+        return (other if _is_number(other) else self._operand(other)) / self._formed("dividing by a separated matrix")
+
+    def kron(self, other: Terms) -> Self:
+        """A ⊗ B: the factors of both one after the other, s·t terms."""
+        s, t = self.separation_rank, other.separation_rank
+        xp = namespace(*self.factors, *other.factors)
+        left = [_spread(f[:, None, :, :], s, t) for f in self.factors]
+        right = [_spread(g[None, :, :, :], s, t) for g in other.factors]
+        weights = xp.reshape(self.weights[:, None] * other.weights[None, :], (s * t,))
+        return self.from_factors((*left, *right), weights)
+
+    def inner(self, other: Terms) -> Any:
+        """⟨A, B⟩ = tr(Aᴴ B) = Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩, a number in double precision; cost s·t·Σ m_i n_i.
+
+        Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use ``norm``, which loses only γ.
+        """
+        self._same_shape(other, "multiply")
+        xp = namespace(*self.factors, *other.factors)
+        gram: Array = 1.0
+        for f, g in zip(self.factors, other.factors, strict=True):
+            a, b = alike(*(as_double(q) for q in (f, g)))
+            rows, columns = (xp.reshape(q, (q.shape[0], q.shape[1] * q.shape[2])) for q in (a, b))
+            gram = gram * (conjugate(rows) @ xp.matrix_transpose(columns))
+        weights = as_double(self.weights)[:, None] * as_double(other.weights)[None, :]
+        return xp.sum(gram * weights)
+
+    def _same_shape(self, other: Terms, verb: str) -> None:
+        if self.kronecker_shape != other.kronecker_shape:
+            raise ShapeError(
+                f"cannot {verb} {self.kronecker_shape} and {other.kronecker_shape}: the factor sizes differ"
+            )
+
+    def _ones(self) -> Self:
+        xp = namespace(*self.factors)
+        make = [xp.ones((1, *f.shape[1:]), dtype=f.dtype, device=device(f)) for f in self.factors]
+        return self.from_factors(make)
 
 
-def hadamard(left: SeparatedMatrix, right: SeparatedMatrix) -> SeparatedMatrix:
-    """The entrywise product, by (A ⊗ B) ∘ (C ⊗ D) = (A ∘ C) ⊗ (B ∘ D); at most s·t terms."""
-    _same_shape(left, right)
-    return _every_pair(left, right, lambda a, b: a * b)
+def _spread(factor: Array, s: int, t: int) -> Array:
+    xp, sizes = namespace(factor), factor.shape[2:]
+    return xp.reshape(xp.broadcast_to(factor, (s, t, *sizes)), (s * t, *sizes))
 
 
-def inverse(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """The inverse of one term, (A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹.
-
-    Raises
-    ------
-    ShapeError
-        For more than one term, whose inverse is in general not a short sum, and for factors that are not square.
-    """
-    if matrix.separation_rank != 1:
-        raise ShapeError(
-            f"the inverse is a Kronecker product for one term; this matrix has {matrix.separation_rank}. "
-            "Decompose the inverse itself, or use `to_linear_operator` with an iterative solver"
-        )
-    _square_factors(matrix)
-    xp = namespace(*matrix.factors)
-    return SeparatedMatrix.from_factors([xp.linalg.inv(f) for f in matrix.factors], 1.0 / matrix.weights)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex | np.number) or getattr(value, "ndim", None) == 0
 
 
-def trace(matrix: SeparatedMatrix) -> complex:
-    """tr M̂ = Σ_k λ_k Π_i tr M_k⁽ⁱ⁾, for square factors; in double precision."""
-    _square_factors(matrix)
-    total = to_numpy(as_double(matrix.weights)).astype(complex)
-    for factor in matrix.factors:
-        total = total * np.trace(to_numpy(as_double(factor)), axis1=1, axis2=2)
-    value = complex(total.sum())
-    return value if any("complex" in str(f.dtype) for f in matrix.factors) else value.real
+def _is_zero(value: Any) -> bool:
+    return bool(value == 0)
 
 
-def inner(left: SeparatedMatrix, right: SeparatedMatrix) -> complex:
-    """⟨A, B⟩ = tr(Aᴴ B) = Σ_k Σ_l λ_k κ_l Π_i ⟨A_k⁽ⁱ⁾, B_l⁽ⁱ⁾⟩ in double precision; cost s·t·Σ m_i n_i.
-
-    Rounding errors are of the size γ_A γ_B 2⁻⁵³‖A‖‖B‖; for a norm use ``SeparatedMatrix.norm``, which loses only γ.
-    """
-    _same_shape(left, right)
-    gram: Array = 1.0
-    for f, g in zip(left.factors, right.factors, strict=True):
-        a, b = (as_double(q) for q in (f, g))
-        xp = namespace(a, b)
-        rows, columns = (xp.reshape(q, (q.shape[0], q.shape[1] * q.shape[2])) for q in (a, b))
-        gram = gram * to_numpy(conjugate(rows) @ xp.matrix_transpose(columns))
-    value = to_numpy(as_double(left.weights)) @ gram @ to_numpy(as_double(right.weights))
-    return complex(value) if np.iscomplexobj(gram) else float(value)
-
-
-def to_linear_operator(matrix: SeparatedMatrix) -> Any:
-    """The matrix as a ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, never formed."""
-    from scipy.sparse.linalg import LinearOperator
-
-    held = SeparatedMatrix(to_numpy(matrix.weights), tuple(to_numpy(f) for f in matrix.factors))
-    flipped = SeparatedMatrix(held.weights, tuple(adjoint(f) for f in held.factors))
-    return LinearOperator(
-        shape=held.shape,
-        dtype=held.factors[0].dtype,
-        matvec=lambda x: held @ x.reshape(-1),
-        rmatvec=lambda y: flipped @ y.reshape(-1),
-        matmat=lambda x: held @ x,
-        rmatmat=lambda y: flipped @ y,
-    )
-
-
-def _every_pair(
-    left: SeparatedMatrix, right: SeparatedMatrix, operation: Callable[[Array, Array], Array]
-) -> SeparatedMatrix:
-    xp = namespace(*left.factors, *right.factors)
-    s, t = left.separation_rank, right.separation_rank
-    factors = []
-    for f, g in zip(left.factors, right.factors, strict=True):
-        paired = operation(f[:, None, :, :], g[None, :, :, :])
-        factors.append(xp.reshape(paired, (s * t, *paired.shape[2:])))
-    return SeparatedMatrix.from_factors(factors, xp.reshape(left.weights[:, None] * right.weights[None, :], (s * t,)))
-
-
-def _same_shape(left: SeparatedMatrix, right: SeparatedMatrix) -> None:
-    if left.kronecker_shape != right.kronecker_shape:
-        raise ShapeError(f"Kronecker shapes differ: {left.kronecker_shape} against {right.kronecker_shape}")
-
-
-def _square_factors(matrix: SeparatedMatrix) -> None:
-    for i, (m, n) in enumerate(matrix.kronecker_shape.factors, 1):
-        if m != n:
-            raise ShapeError(f"factor {i} is {m}×{n}; this needs square factors")
+def _no_zeros(matrix: Terms) -> None:
+    for i, factor in enumerate(matrix.factors, 1):
+        xp = namespace(factor)
+        if bool(xp.any(factor == 0)):
+            raise PrecisionError(f"factor {i} of the divisor has zero entries: the quotient is not finite")

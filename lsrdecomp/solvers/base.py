@@ -9,10 +9,12 @@ from enum import Enum
 from typing import Any, Protocol
 
 from lsrdecomp import markup
+from lsrdecomp.arrays import Array, is_complex
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.precision import precision
 from lsrdecomp.targets.base import LowRank, Target
 from lsrdecomp.targets.weights import NormWeights
 
@@ -253,10 +255,43 @@ class Decomposition:
         """‖M − M̂‖_F, absolute."""
         return self.relative_error * self.norm
 
-    def __str__(self) -> str:
+    @property
+    def bytes(self) -> int:
+        """Bytes of the factors as stored; of a budget's mixed formats with their scales."""
+        if self.stored is not None:
+            return int(self.stored.bytes)
+        parts = 2 if is_complex(self.approximation.factors[0]) else 1
+        return int(parts * self.parameters * precision(self.storage).bytes)
+
+    def __matmul__(self, x: Any) -> Any:
+        """The approximation's action on an array, or its product with a separated matrix; never formed."""
+        return self.approximation @ x
+
+    def to_matrix(self) -> Array:
+        """The approximation, formed; shape (rows, columns)."""
+        return self.approximation.to_matrix()
+
+    @property
+    def summary(self) -> str:
+        """Everything in one line."""
         return (
             f"{self.separation_rank} terms of {self.shape}, {self.parameters:,} parameters in {self.storage}: "
             f"relative error {self.relative_error:.3g} ({self.error_kind.name}), γ = {self.condition:.3g}. "
+            f"{self.status.value}"
+        )
+
+    def __str__(self) -> str:
+        """A table of the terms, with error, γ and bytes."""
+        rows, columns = self.shape.matrix_shape
+        weights = [float(value) for value in self.approximation.weights]
+        lines = [(f"{k}", f"{value:.4g}", f"{value / (self.norm or 1.0):.2e}") for k, value in enumerate(weights, 1)]
+        table = "\n".join(f"{k:>6}  {value:>11}  {share:>9}" for k, value, share in markup.shortened(lines))
+        return (
+            f"{rows} × {columns} as {self.separation_rank} × [{self.shape}]\n"
+            f"  term            λ    λ / ‖M‖\n{table}\n"
+            f"relative error   {self.relative_error:.3g}, {self.error_kind.value}\n"
+            f"condition γ      {self.condition:.3g}\n"
+            f"bytes            {self.bytes:,} in {self.storage}, {self.parameters:,} of {rows * columns:,} numbers\n"
             f"{self.status.value}"
         )
 
