@@ -1,12 +1,7 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
-from .algebra import hadamard as hadamard
-from .algebra import inner as inner
-from .algebra import inverse as inverse
-from .algebra import product as product
-from .algebra import to_linear_operator as to_linear_operator
-from .algebra import trace as trace
 from .cp import from_cp as from_cp
 from .cp import to_cp as to_cp
+from .files import read_provenance as read_provenance
 from .product import SeparatedProduct as SeparatedProduct
 from .product import low_rank_product as low_rank_product
 from .rearrange import apply_sum_of_kroneckers as apply_sum_of_kroneckers
