@@ -16,11 +16,12 @@ Sizes and goals
     `KroneckerShape`, `ProductShape`, `ErrorBudget`, `unit_roundoff`
 
 Errors, each an `LsrError`
-    `BudgetError`, `CheckpointError`, `ConvergenceError`, `PrecisionError`, `ShapeError`
+    `BudgetError`, `CheckpointError`, `ConvergenceError`, `MatrixError`, `PrecisionError`, `ShapeError`
 
 Rooms
     `solvers`      `SVD`, `BlockGolubKahan`, `ALS`, … to pass as ``solver=`` (the usual ones are here at the top too)
     `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, streams of rows
+    `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
     `kronecker`    shapes, `rearrange`, Kronecker algebra
     `formats`      number formats of stored factors, mixed precision
     `analysis`, `plots`         error curves, spectra, Pareto fronts, and their pictures

@@ -5,6 +5,7 @@ from . import compression as compression
 from . import fleet as fleet
 from . import formats as formats
 from . import kronecker as kronecker
+from . import operators as operators
 from . import plots as plots
 from . import solvers as solvers
 from . import targets as targets
@@ -20,6 +21,7 @@ from .errors import BudgetError as BudgetError
 from .errors import CheckpointError as CheckpointError
 from .errors import ConvergenceError as ConvergenceError
 from .errors import LsrError as LsrError
+from .errors import MatrixError as MatrixError
 from .errors import PrecisionError as PrecisionError
 from .errors import ShapeError as ShapeError
 from .kronecker.product import SeparatedProduct as SeparatedProduct

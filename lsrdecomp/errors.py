@@ -22,6 +22,10 @@ class BudgetError(LsrError, ValueError):
     """An error, parameter or byte budget cannot be met; the message says what can be reached."""
 
 
+class MatrixError(LsrError, ValueError):
+    """A matrix lacks a property that is needed: it is singular, not definite, not Hermitian; the message says which part."""
+
+
 class ConvergenceError(LsrError, RuntimeError):
     """An iteration stopped short of its goal; ``record`` holds how far it came."""
 

@@ -75,7 +75,7 @@ class Action(Terms):
     def __matmul__(self, x: Any) -> Any:
         """The action on a vector (n,) or columns (n, b), never forming the matrix; of another separated matrix A B.
 
-        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t; `lsrdecomp.operators.recompress` finds
+        By (A ⊗ B)(C ⊗ D) = AC ⊗ BD a product of s and t terms has at most s·t; `lsrdecomp.recompress` finds
         how few serve [1]_. Raises `ShapeError` where sizes, or the inner splits of two separated matrices, disagree.
 
         .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2. doi:10.1137/040604959

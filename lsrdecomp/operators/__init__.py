@@ -1,0 +1,27 @@
+"""What comes after a decomposition: exact where a closed form exists, iterative and measured elsewhere.
+
+Solve
+    `solve`            A x = b: by factors, common bases, generalised Schur forms, or CG, MINRES, GMRES
+    `logdet`, `eigenvalues`, `expm_multiply`    of one term, Kronecker sums, commuting terms, two terms
+
+One term
+    `inv`, `pinv`, `det`, `slogdet`, `eigh`, `svd`, `cholesky`, `sqrtm`
+
+Preconditioners
+    `nearest_kronecker`               the nearest single product, positive definite if the matrix is
+    `nearest_kronecker_of_samples`    of Σ (a aᵀ) ⊗ (g gᵀ), which is never formed: K-FAC
+    `approximate_inverse`             an inverse of few terms, by alternating least squares on ‖I − A X‖
+
+Structures
+    `kronecker_sum`, `blur`, `covariance_on_grid`
+
+Gaussian processes on grids
+    `log_marginal_likelihood`, with its gradient
+
+Records are `LinearSolution`, `ApproximateInverse`, `GridLikelihood`, `Eigen`, `Svd`. `lsrdecomp.recompress` finds fewer
+terms for a sum or product that has too many.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,27 @@
+# Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
+from .diagonal import diagonalize as diagonalize
+from .functions import expm_multiply as expm_multiply
+from .gaussian import GridLikelihood as GridLikelihood
+from .gaussian import log_marginal_likelihood as log_marginal_likelihood
+from .inverse_als import ApproximateInverse as ApproximateInverse
+from .inverse_als import approximate_inverse as approximate_inverse
+from .linear_solve import LinearSolution as LinearSolution
+from .linear_solve import solve as solve
+from .preconditioners import nearest_kronecker as nearest_kronecker
+from .samples import nearest_kronecker_of_samples as nearest_kronecker_of_samples
+from .single import Eigen as Eigen
+from .single import Svd as Svd
+from .single import cholesky as cholesky
+from .single import det as det
+from .single import eigh as eigh
+from .single import inv as inv
+from .single import pinv as pinv
+from .single import slogdet as slogdet
+from .single import sqrtm as sqrtm
+from .single import svd as svd
+from .spectrum import eigenvalues as eigenvalues
+from .spectrum import logdet as logdet
+from .structures import blur as blur
+from .structures import covariance_on_grid as covariance_on_grid
+from .structures import kronecker_sum as kronecker_sum
+from .triangular import triangularize as triangularize

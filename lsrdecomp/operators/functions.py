@@ -1,0 +1,57 @@
+"""Functions of a separated matrix applied to vectors: the exponential."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, to_numpy
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.operators.diagonal import along, diagonalize
+from lsrdecomp.operators.host import check_sides, detached, host, wide
+
+
+def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
+    """exp(t A) x, never forming A.
+
+    Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their eigenvalues, other sums by
+    ``scipy.sparse.linalg.expm_multiply``, whose error is of the size of rounding as well.
+    """
+    x = as_floating(x, "x")
+    check_sides(matrix, x)
+    import scipy.linalg
+    import scipy.sparse.linalg
+
+    held, values = host(matrix), to_numpy(as_double(detached(x)))
+    shape = matrix.kronecker_shape.factors
+    split = _kronecker_sum(held) if all(m == n for m, n in shape) else None
+    if split is not None:
+        image = along(tuple(scipy.linalg.expm(t * part) for part in split), values)
+    elif (flat := diagonalize(held, unitary=True)) is not None:
+        image = flat.function(lambda v: np.exp(t * v), values)
+    else:
+        operator = held.to_linear_operator() * t
+        trace = complex(held.trace()) * t if is_complex(held.factors[0]) else float(held.trace()) * t
+        image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace)
+    return like(image, wide(x, matrix))
+
+
+def _kronecker_sum(matrix: SeparatedMatrix) -> list[np.ndarray] | None:
+    """A_i with A = Σ_i I ⊗ … ⊗ A_i ⊗ … ⊗ I, if every term has at most one factor that is no multiple of I."""
+    sizes = matrix.kronecker_shape.rows
+    kind = np.result_type(*matrix.factors)
+    parts = [np.zeros((m, m), dtype=kind) for m in sizes]
+    for k, weight in enumerate(matrix.weights):
+        scale, place = complex(weight), None
+        for i, factor in enumerate(matrix.factors):
+            value = factor[k, 0, 0]
+            if np.linalg.norm(factor[k] - value * np.eye(sizes[i])) <= 2.0**-50:
+                scale *= value
+            elif place is None:
+                place = i
+            else:
+                return None
+        term = np.eye(sizes[0]) if place is None else matrix.factors[place][k]
+        parts[place or 0] = parts[place or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
+    return parts

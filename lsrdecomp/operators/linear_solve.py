@@ -1,0 +1,154 @@
+"""solve: A x = b exactly where a closed form exists, else by a Krylov method; the residual is measured either way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, as_floating, is_complex, like, norm, to_numpy
+from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.operators.diagonal import diagonalize
+from lsrdecomp.operators.host import check_sides, detached, host, wide
+from lsrdecomp.operators.krylov import krylov
+from lsrdecomp.operators.single import solve_single
+from lsrdecomp.operators.triangular import triangularize
+from lsrdecomp.precision import tolerance
+
+Method = Literal["auto", "exact", "cg", "minres", "gmres"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSolution:
+    """x with A x ≈ b, and how near it is."""
+
+    x: Array  # like b
+    relative_residual: float  # ‖b − A x‖ / ‖b‖, measured afresh; of the worst column
+    backward_error: float  # ‖b − A x‖ / (‖A‖‖x‖ + ‖b‖), Frobenius: at rounding level no method can do better
+    method: str  # "factors", "diagonal", "triangular", "cg", "minres" or "gmres"
+    iterations: int  # products with A in the Krylov method; 0 for the exact ones
+    rtol: float
+
+    @property
+    def converged(self) -> bool:
+        """Whether the residual met ``rtol``, or rounding."""
+        return self.relative_residual <= self.rtol or (
+            not self.iterations and self.backward_error <= tolerance(self.x.dtype, int(self.x.shape[0]))
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: ‖b − Ax‖ / ‖b‖ = {self.relative_residual:.3g} (asked {self.rtol:.3g}), backward error "
+            f"{self.backward_error:.3g}, {self.iterations} iterations"
+        )
+
+
+def solve(
+    matrix: SeparatedMatrix,
+    b: Any,
+    *,
+    rtol: float = 1e-10,
+    method: Method = "auto",
+    preconditioner: Any = "auto",
+    max_iterations: int = 2000,
+    throw: bool = True,
+    on_iteration: Callable[[int], Any] | None = None,
+) -> LinearSolution:
+    """Solve A x = b without forming A.
+
+    One term is solved by its factors. Sums of Hermitian factors with common bases (Kronecker sums of any number of
+    factors, finite elements on tensor grids, covariance plus noise) go by `diagonalize`, any other Kronecker sum and
+    any two terms by `triangularize`, everything else by SciPy: CG (Hermitian and positive by its factors), MINRES
+    (real symmetric) or GMRES.
+
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+    b : array, shape (n,) or (n, k)
+        Of the library of the factors. On torch tensors one term is differentiable; other sums refuse tensors that
+        require a gradient.
+    rtol : float
+        Goal for ‖b − A x‖ / ‖b‖ of each column of an iterative method.
+    method : str
+        ``"exact"`` refuses to iterate.
+    preconditioner : "auto", None, or anything SciPy takes as ``M``
+        An approximation of the inverse, such as `approximate_inverse` gives. ``"auto"`` inverts `nearest_kronecker`.
+    max_iterations : int
+        For each column.
+    throw : bool
+        Raise where the goal is not met; else see ``converged`` of the record.
+    on_iteration : callable, optional
+        Called with the number of products with A so far.
+
+    Raises
+    ------
+    MatrixError
+        For a matrix that is singular to working precision, where an exact method finds it.
+    ConvergenceError
+        Where the goal is not met; ``record`` is the `LinearSolution` that was reached.
+    ShapeError
+        If the matrix is not square or ``b`` does not fit.
+
+    Notes
+    -----
+    One term costs Σ m_i³ + n·Σ m_i, the diagonal form more m_i³, the triangular one s·n·Σ m_i in m_1⋯m_{d−1} steps.
+    """
+    b = as_floating(b, "b")
+    check_sides(matrix, b)
+    if method not in ("auto", "exact", "cg", "minres", "gmres"):
+        raise BudgetError(f"method {method!r} is none of auto, exact, cg, minres, gmres")
+    if not rtol > 0.0:
+        raise BudgetError(f"rtol must be positive, got {rtol}")
+    if method in ("auto", "exact"):
+        found = _exact(matrix, b)
+        if found is not None:
+            return _finish(matrix, b, *found, 0, rtol, throw)
+        if method == "exact":
+            raise MatrixError(
+                f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in common bases: no "
+                'exact method; method="auto" iterates'
+            )
+    held, right = host(matrix), to_numpy(as_double(detached(b)))
+    x, used, steps = krylov(held, right, rtol, method, preconditioner, max_iterations, on_iteration)
+    return _finish(matrix, b, like(x, wide(b, matrix)), used, steps, rtol, throw)
+
+
+def _exact(matrix: SeparatedMatrix, b: Array) -> tuple[Array, str] | None:
+    if matrix.separation_rank == 0:
+        raise MatrixError("the matrix is zero: no solution")
+    if matrix.separation_rank == 1:
+        return solve_single(matrix, b), "factors"
+    detached(b)
+    held, right = host(matrix), to_numpy(as_double(b))
+    for build, name in ((diagonalize, "diagonal"), (triangularize, "triangular")):
+        found: Any = build(held)
+        if found is None:
+            continue
+        x = found.solve(right)
+        x = x + found.solve(right - held @ x)  # one step of refinement
+        if not is_complex(matrix.factors[0]) and not np.iscomplexobj(right):
+            x = x.real
+        return like(x, wide(b, matrix)), name
+    return None
+
+
+def _finish(
+    matrix: SeparatedMatrix, b: Array, x: Array, method: str, iterations: int, rtol: float, throw: bool
+) -> LinearSolution:
+    given, found, rest = (to_numpy(q).reshape(q.shape[0], -1) for q in (b, x, b - matrix @ x))
+    sizes = [np.linalg.norm(q.astype(complex), axis=0) for q in (rest, given)]
+    relative = float(np.max(sizes[0] / np.where(sizes[1] > 0, sizes[1], 1.0), initial=0.0))
+    if not math.isfinite(relative):
+        relative = math.inf
+    total = matrix.to_numpy().norm * norm(found) + norm(given)
+    record = LinearSolution(x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol)
+    if throw and not record.converged:
+        raise ConvergenceError(
+            f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol",
+            record,
+        )
+    return record

@@ -1,0 +1,82 @@
+"""log-determinants and eigenvalues of sums with common bases, from the factors alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, is_complex, like, namespace
+from lsrdecomp.errors import MatrixError, ShapeError
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.operators.diagonal import diagonalize
+from lsrdecomp.operators.host import host
+from lsrdecomp.operators.single import slogdet
+from lsrdecomp.operators.triangular import triangularize
+
+
+def logdet(matrix: SeparatedMatrix) -> tuple[Any, float]:
+    """(sign, log|det A|) of any sum that `solve` solves exactly; the sign is a complex phase for complex factors.
+
+    Raises `MatrixError` for other sums.
+    """
+    if matrix.separation_rank <= 1:
+        return slogdet(matrix)
+    held = host(matrix)
+    found = diagonalize(held) or triangularize(held)
+    if found is None:
+        raise _no_form(matrix, "log-determinant")
+    sign, log = found.slogdet()
+    return (sign if is_complex(matrix.factors[0]) else float(np.sign(np.real(sign)))), log
+
+
+def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) -> Array:
+    """All eigenvalues of a sum whose factors commute, or of the pencil A x = λ B x with ``mass`` B of one term.
+
+    Kronecker sums of any number of factors, a covariance plus noise, finite elements with their mass matrix; A₁ ⊗ B₁ +
+    A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are Hermitian (and the mass positive definite),
+    else complex in no order. Cost a few Σ m_i³ + s·n.
+
+    Raises
+    ------
+    MatrixError
+        Where there is no closed form, or the mass is singular.
+    """
+    shape = matrix.kronecker_shape
+    if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):
+        raise ShapeError(f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}")
+    if any(m != n for m, n in shape.factors):
+        raise ShapeError(f"eigenvalues need square factors, these are {shape}")
+    held = host(matrix)
+    unit = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows]) if mass is None else host(mass)
+    both = _joined(held, unit)
+    if mass is None:
+        flat = diagonalize(both, unitary=True)
+        if flat is not None:
+            return like(np.sort(flat.terms[:-1].sum(axis=0)), matrix.weights)
+    else:
+        flat = diagonalize(both)
+        if flat is not None and np.all(flat.terms[-1] > 0):
+            return like(np.sort(flat.terms[:-1].sum(axis=0) / flat.terms[-1]), matrix.weights)
+    bent = triangularize(both)
+    if bent is None:
+        raise _no_form(matrix, "eigenvalues")
+    if np.min(np.abs(bent.terms[-1])) <= 2.0**-50 * np.max(np.abs(bent.terms[-1])):
+        raise MatrixError("the mass is singular: the pencil has infinite eigenvalues")
+    values = bent.terms[:-1].sum(axis=0) / bent.terms[-1]
+    return values if isinstance(matrix.weights, np.ndarray) else namespace(matrix.weights).asarray(values)
+
+
+def _joined(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:
+    """The terms of both in this order, not sorted by size."""
+    pairs = zip(matrix.factors, last.factors, strict=True)
+    return SeparatedMatrix(
+        np.concatenate([matrix.weights, last.weights]), tuple(np.concatenate([f, g]) for f, g in pairs)
+    )
+
+
+def _no_form(matrix: SeparatedMatrix, what: str) -> MatrixError:
+    return MatrixError(
+        f"{matrix.separation_rank} terms of {matrix.kronecker_shape} share no bases: the {what} of this sum has no "
+        "closed form (one term, Kronecker sums, commuting factors and two terms with a mass have)"
+    )

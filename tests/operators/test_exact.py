@@ -1,0 +1,361 @@
+"""Closed forms of one term and of sums with common bases, against dense NumPy; every residual is honest."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+import lsrdecomp as lsr
+from lsrdecomp import operators as ops
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.errors import ConvergenceError, MatrixError, ShapeError
+from lsrdecomp.testing import invertible_matrices, kronecker_shapes
+
+CASES = settings(max_examples=60)
+KINDS = ("float64", "complex128", "float32")
+ROUNDING = {"float64": 1e-12, "complex128": 1e-12, "float32": 1e-5}
+
+
+def kron(matrices):
+    formed = np.ones((1, 1))
+    for matrix in matrices:
+        formed = np.kron(formed, matrix)
+    return formed
+
+
+def one(matrices):
+    return lsr.SeparatedMatrix.from_factors([m[None] for m in matrices])
+
+
+@st.composite
+def terms(draw, kind=None, hermitian=False, definite=False, condition=5.0):
+    """(one term, formed, its type) with well conditioned factors."""
+    kind = draw(st.sampled_from(KINDS)) if kind is None else kind
+    rows = draw(kronecker_shapes(max_entries=1024, square=True)).rows
+    made = []
+    for m in rows:
+        factor = draw(invertible_matrices(m, complex_values=kind == "complex128", max_condition=condition))
+        if hermitian or definite:
+            q = np.linalg.qr(factor)[0]
+            rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+            values = rng.uniform(1.0 / condition, 1.0, m) * (1.0 if definite else rng.choice((-1.0, 1.0), m))
+            factor = (q * values) @ q.conj().T
+            factor = 0.5 * (factor + factor.conj().T)
+        made.append(factor.astype(kind))
+    exact = [f.astype(np.result_type(kind, np.float64)) for f in made]
+    return one(made), kron(exact), kind
+
+
+def near(actual, expected, kind, factor=1.0):
+    actual = to_numpy(actual)
+    assert actual.shape == np.shape(expected)
+    size = max(np.linalg.norm(np.atleast_1d(expected)), 1e-300)
+    assert np.linalg.norm(np.atleast_1d(actual - expected)) <= factor * ROUNDING[kind] * size
+
+
+# One term ------------------------------------------------------------------------------------------------------------
+
+
+@CASES
+@given(terms())
+def test_inverses(case):
+    a, dense, kind = case
+    near(ops.inv(a).to_matrix(), np.linalg.inv(dense), kind, 10)
+
+
+@CASES
+@given(kronecker_shapes(max_entries=1024), st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
+def test_pseudo_inverses_and_singular_values(shape, kind, seed):
+    rng = np.random.default_rng(seed)
+    made = []
+    for m, n in shape.factors:
+        u, v = (np.linalg.qr(rng.standard_normal((q, min(m, n))))[0] for q in (m, n))
+        values = rng.uniform(0.3, 1.0, min(m, n))
+        values[rng.random(min(m, n)) < 0.2] = 0.0
+        values[0] = 1.0
+        made.append(((u * values) @ v.T).astype(kind))
+    a, dense = one(made), kron([f.astype(np.result_type(kind, float)) for f in made])
+    near(ops.pinv(a).to_matrix(), np.linalg.pinv(dense, rcond=1e-4), kind, 30)
+    u, sigma, vh = ops.svd(a)
+    expected = np.linalg.svd(dense, compute_uv=False)
+    found = np.zeros_like(expected)
+    found[: sigma.size] = np.sort(sigma)[::-1]
+    near(found, expected, kind)
+    near((u.to_matrix() * sigma) @ vh.to_matrix(), dense, kind, 2)
+
+
+@CASES
+@given(terms())
+def test_determinants(case):
+    a, dense, kind = case
+    sign, log = ops.slogdet(a)
+    wanted_sign, wanted = np.linalg.slogdet(dense)
+    allowed = ROUNDING[kind] * max(len(dense), abs(wanted))
+    assert abs(log - wanted) <= allowed
+    assert abs(sign - wanted_sign) <= 10 * allowed
+    assert abs(ops.det(a) - np.linalg.det(dense)) <= 10 * allowed * abs(np.linalg.det(dense))
+
+
+@CASES
+@given(terms(hermitian=True))
+def test_hermitian_eigenvalues(case):
+    a, dense, kind = case
+    values, vectors = ops.eigh(a)
+    near(np.sort(values), np.linalg.eigvalsh(dense), kind)
+    near((vectors.to_matrix() * values) @ vectors.mH.to_matrix(), dense, kind, 2)
+
+
+@CASES
+@given(terms(definite=True))
+def test_cholesky_and_square_roots(case):
+    a, dense, kind = case
+    lower = ops.cholesky(a).to_matrix()
+    near(lower, np.linalg.cholesky(dense), kind, 5)
+    root = ops.sqrtm(a)
+    near((root @ root).to_matrix(), dense, kind, 2)
+    near(root.to_matrix(), root.mH.to_matrix(), kind)
+    flipped = lsr.SeparatedMatrix.from_factors([-a.factors[0], *a.factors[1:]], -a.weights)
+    near(ops.cholesky(flipped).to_matrix(), lower, kind)
+
+
+@CASES
+@given(terms(), st.integers(0, 3))
+def test_solutions_of_one_term(case, columns):
+    a, dense, kind = case
+    rng = np.random.default_rng(columns)
+    b = rng.standard_normal((len(dense), columns) if columns else len(dense)).astype(a.weights.dtype)
+    found = ops.solve(a, b)
+    near(found.x, np.linalg.solve(dense, b), kind, 10)
+    assert (found.method, found.iterations) == ("factors", 0)
+    assert found.converged
+
+
+def test_every_library_agrees_on_one_term(xp, rng):
+    made = [q @ q.T + np.eye(len(q)) for q in (rng.standard_normal((3, 3)), rng.standard_normal((2, 2)))]
+    a = lsr.SeparatedMatrix.from_factors([xp.asarray(f[None]) for f in made])
+    dense, b = kron(made), rng.standard_normal(6)
+    for ours, theirs in (
+        (ops.inv(a).to_matrix(), np.linalg.inv(dense)), (ops.pinv(a).to_matrix(), np.linalg.inv(dense)),
+        (ops.slogdet(a)[1], np.linalg.slogdet(dense)[1]), (ops.solve(a, xp.asarray(b)).x, np.linalg.solve(dense, b)),
+        (ops.cholesky(a).to_matrix(), np.linalg.cholesky(dense)), (ops.sqrtm(a).to_matrix(), scipy.linalg.sqrtm(dense)),
+        (xp.sort(ops.eigh(a).eigenvalues), np.linalg.eigvalsh(dense)), (xp.max(ops.svd(a).S), np.linalg.norm(dense, 2)),
+        (ops.eigenvalues(a + a), 2 * np.linalg.eigvalsh(dense)),
+        (ops.solve(a + a * 2.0, xp.asarray(b)).x, np.linalg.solve(3 * dense, b)),
+    ):  # fmt: skip
+        assert_allclose(to_numpy(ours), theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_torch_gradients_go_through_one_term_and_are_refused_for_sums(rng):
+    torch = pytest.importorskip("torch")
+    made = [
+        torch.tensor((q @ q.T + np.eye(len(q)))[None], requires_grad=True)
+        for q in map(rng.standard_normal, ((3, 3), (2, 2)))
+    ]
+    b = torch.tensor(rng.standard_normal(6))
+
+    def figures(first, second):
+        first, second = 0.5 * (first + first.mT), 0.5 * (second + second.mT)
+        a = lsr.SeparatedMatrix.from_factors([first, second])
+        return ops.solve(a, b).x, ops.slogdet(a)[1], ops.inv(a)[0, 1], ops.cholesky(a)[1, 0]
+
+    assert torch.autograd.gradcheck(figures, made)
+    a = lsr.SeparatedMatrix.from_factors(made)
+    with pytest.raises(MatrixError, match="detach"):
+        ops.solve(a + a, b)
+    with pytest.raises(MatrixError, match="detach"):
+        ops.logdet(a + a)
+
+
+# Sums ----------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def kronecker_sums(draw, hermitian):
+    """(sum, dense, parts): positive real parts, so that no two eigenvalues cancel."""
+    rows = draw(kronecker_shapes(max_entries=1024, square=True)).rows
+    complex_values = draw(st.booleans())
+    parts = []
+    for m in rows:
+        part = draw(invertible_matrices(m, complex_values=complex_values, max_condition=4.0))
+        part = part @ part.conj().T if hermitian else part + 1.5 * np.eye(m)
+        parts.append(part)
+    dense = sum(kron([p if k == i else np.eye(len(q)) for k, q in enumerate(parts)]) for i, p in enumerate(parts))
+    return ops.kronecker_sum(*parts), dense, parts
+
+
+@CASES
+@given(kronecker_sums(hermitian=True), st.data())
+def test_hermitian_kronecker_sums(case, data):
+    a, dense, _ = case
+    b = np.random.default_rng(0).standard_normal((len(dense), 2))
+    near(a.to_matrix(), dense, "float64")
+    found = ops.solve(a, b, method="exact")
+    near(found.x, np.linalg.solve(dense, b), "float64", 10)
+    assert found.method in ("diagonal", "factors")
+    near(ops.eigenvalues(a), np.linalg.eigvalsh(dense), "float64")
+    assert abs(ops.logdet(a)[1] - np.linalg.slogdet(dense)[1]) <= 1e-12 * len(dense)
+    near(ops.expm_multiply(a, b, -0.5), scipy.linalg.expm(-0.5 * dense) @ b, "float64", 10)
+
+
+@CASES
+@given(kronecker_sums(hermitian=False))
+def test_kronecker_sums_that_are_not_hermitian(case):
+    a, dense, _ = case
+    b = np.random.default_rng(0).standard_normal(len(dense))
+    found = ops.solve(a, b, method="exact")
+    near(found.x, np.linalg.solve(dense, b), "float64", 100 * np.linalg.cond(dense))
+    sign, log = ops.logdet(a)
+    wanted_sign, wanted = np.linalg.slogdet(dense)
+    assert abs(log - wanted) <= 1e-11 * len(dense)
+    assert abs(sign - wanted_sign) <= 1e-9
+    near(ops.expm_multiply(a, b, 0.5), scipy.linalg.expm(0.5 * dense) @ b, "float64", 100)
+
+
+def test_eigenvalues_of_a_sum_that_is_not_normal(rng):
+    parts = [np.triu(rng.standard_normal((m, m))) + np.diag(np.arange(m) * 5.0) for m in (3, 4)]
+    found = np.sort_complex(ops.eigenvalues(ops.kronecker_sum(*parts)))
+    expected = np.sort_complex(np.add.outer(np.diag(parts[0]), np.diag(parts[1])).reshape(-1))
+    assert_allclose(found, expected, atol=1e-10)
+
+
+@CASES
+@given(st.integers(1, 6), st.integers(1, 6), st.booleans(), st.integers(0, 2**32 - 1))
+def test_two_general_terms(m, p, complex_values, seed):
+    rng = np.random.default_rng(seed)
+    stacks = [rng.standard_normal((2, q, q)) + 1j * complex_values * rng.standard_normal((2, q, q)) for q in (m, p)]
+    stacks = stacks if complex_values else [s.real for s in stacks]
+    stacks[0][0] += 3 * np.eye(m)
+    stacks[1][0] += 3 * np.eye(p)
+    a = lsr.SeparatedMatrix.from_factors(stacks)
+    dense = kron([s[0] for s in stacks]) + kron([s[1] for s in stacks])
+    b = rng.standard_normal((m * p, 2))
+    condition = np.linalg.cond(dense)
+    if condition > 1e6:
+        return
+    found = ops.solve(a, b, method="exact")
+    near(found.x, np.linalg.solve(dense, b), "float64", condition)
+    assert np.iscomplexobj(found.x) == complex_values
+    sign, log = ops.logdet(a)
+    wanted_sign, wanted = np.linalg.slogdet(dense)
+    assert abs(log - wanted) <= 1e-13 * condition * len(dense) + 1e-12
+    assert abs(sign - wanted_sign) <= 1e-13 * condition * len(dense) + 1e-12
+
+
+@CASES
+@given(terms(kind="float64", definite=True), st.integers(0, 2**32 - 1))
+def test_finite_elements_with_their_mass(case, seed):
+    """K ⊗ M ⊗ … + M ⊗ K ⊗ … by the generalised eigenproblem of each direction."""
+    mass, _, _ = case
+    rng = np.random.default_rng(seed)
+    masses = [f[0] for f in mass.factors]
+    stiff = []
+    for m in masses:
+        half = rng.standard_normal(m.shape)
+        stiff.append(half @ half.T + np.eye(len(m)))
+    stacks = [np.stack([stiff[i] if k == i else masses[i] for k in range(len(masses))]) for i in range(len(masses))]
+    a = lsr.SeparatedMatrix.from_factors(stacks)
+    dense = sum(kron([s[k] for s in stacks]) for k in range(len(masses)))
+    unit = lsr.SeparatedMatrix.from_factors([m[None] for m in masses])
+    expected = scipy.linalg.eigh(dense, kron(masses), eigvals_only=True)
+    near(ops.eigenvalues(a, mass=unit), expected, "float64", 10)
+    b = rng.standard_normal(len(dense))
+    near(ops.solve(a, b, method="exact").x, np.linalg.solve(dense, b), "float64", np.linalg.cond(dense))
+    assert abs(ops.logdet(a)[1] - np.linalg.slogdet(dense)[1]) <= 1e-12 * len(dense)
+
+
+@CASES
+@given(terms(kind="float64", definite=True), st.floats(1e-2, 10.0))
+def test_a_covariance_plus_noise(case, noise):
+    k, dense, _ = case
+    a = k + lsr.SeparatedMatrix.from_factors(
+        [noise * np.eye(m)[None] if i == 0 else np.eye(m)[None] for i, m in enumerate(k.kronecker_shape.rows)]
+    )
+    full = dense + noise * np.eye(len(dense))
+    b = np.ones(len(dense))
+    near(ops.solve(a, b).x, np.linalg.solve(full, b), "float64", 10)
+    near(ops.eigenvalues(a), np.linalg.eigvalsh(full), "float64")
+
+
+def random_sum(rng, rows, s, kind):
+    stacks = []
+    for m in rows:
+        stack = rng.standard_normal((s, m, m))
+        if kind != "general":
+            stack = stack @ stack.transpose(0, 2, 1) if kind == "positive" else stack + stack.transpose(0, 2, 1)
+        stacks.append(stack)
+    stacks[0][0] += 6 * np.eye(rows[0]) * (1 if kind != "symmetric" else 0)
+    return lsr.SeparatedMatrix.from_factors(stacks)
+
+
+@settings(max_examples=100)
+@given(
+    st.sampled_from(("positive", "symmetric", "general")),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(((3, 4), (2, 3, 2))),
+)
+def test_other_sums_are_iterated_and_say_how_far_they_came(kind, seed, rows):
+    rng = np.random.default_rng(seed)
+    a = random_sum(rng, rows, 3, kind)
+    dense, b = a.to_matrix(), rng.standard_normal(a.shape[0])
+    found = ops.solve(a, b, rtol=1e-9, throw=False)
+    assert found.method == {"positive": "cg", "symmetric": "minres", "general": "gmres"}[kind]
+    true = np.linalg.norm(b - dense @ found.x) / np.linalg.norm(b)
+    assert abs(true - found.relative_residual) <= 1e-12 * (1 + np.linalg.norm(dense) * np.linalg.norm(found.x))
+    assert found.converged == (found.relative_residual <= 1e-9)
+    assert found.iterations > 0
+    if np.linalg.cond(dense) < 1e4:
+        assert found.converged
+    with pytest.raises(MatrixError, match='method="auto" iterates'):
+        ops.solve(a, b, method="exact")
+    with pytest.raises(MatrixError, match="no closed form"):
+        ops.logdet(a)
+
+
+def test_an_iteration_that_falls_short_raises_with_its_record(rng):
+    a = random_sum(rng, (6, 6), 3, "general")
+    with pytest.raises(ConvergenceError, match=r"gmres: .* iterations") as caught:
+        ops.solve(a, np.ones(36), preconditioner=None, max_iterations=2)
+    assert caught.value.record.relative_residual > 1e-10
+
+
+def test_what_cannot_be_solved_is_one_clear_error(rng):
+    good, flat = np.eye(3) + 0.1, np.ones((3, 3))
+    with pytest.raises(MatrixError, match=r"factor 2 \(3×3\) is singular"):
+        ops.solve(one([good, flat]), np.ones(9))
+    with pytest.raises(MatrixError, match=r"factor 2 \(3×3\) is singular"):
+        ops.inv(one([good, flat]))
+    with pytest.raises(MatrixError, match="the matrix is singular: the smallest of its 9 values"):
+        ops.solve(ops.kronecker_sum(np.diag([1.0, 2.0, 3.0]), np.diag([-3.0, 5.0, 7.0])), np.ones(9))
+    with pytest.raises(MatrixError, match="diagonal values in Schur form"):
+        ops.solve(ops.kronecker_sum(np.triu(np.ones((2, 2))), -np.triu(np.ones((2, 2)))), np.ones(4))
+    with pytest.raises(MatrixError, match="zero"):
+        ops.solve(one([good]) * 0.0, np.ones(3))
+    with pytest.raises(MatrixError, match="factor 1 is not positive definite: its smallest eigenvalue is -"):
+        ops.cholesky(one([np.diag([1.0, -0.5]), good]))
+    with pytest.raises(MatrixError, match="negative definite"):
+        ops.cholesky(one([-good]))
+    with pytest.raises(MatrixError, match="factor 1 is not Hermitian"):
+        ops.eigh(one([np.triu(good)]))
+    with pytest.raises(ShapeError, match="this matrix has 2"):
+        ops.inv(ops.kronecker_sum(good, good))
+    with pytest.raises(ShapeError, match="needs square factors"):
+        ops.inv(one([np.ones((2, 3)), np.ones((3, 2))]))
+    with pytest.raises(ShapeError, match="b has shape"):
+        ops.solve(one([good]), np.ones(4))
+    with pytest.raises(ShapeError, match="needs a square one"):
+        ops.solve(one([np.ones((2, 3))]), np.ones(2))
+    with pytest.raises(ShapeError, match="part 2 of a Kronecker sum"):
+        ops.kronecker_sum(good, np.ones((2, 3)))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_exponentials_of_any_sum(seed):
+    rng = np.random.default_rng(seed)
+    for kind in ("symmetric", "general"):
+        a = random_sum(rng, (3, 2), 2, kind)
+        a = a * (1.0 / a.norm)
+        x = rng.standard_normal((6, 2))
+        near(ops.expm_multiply(a, x, 2.0), scipy.linalg.expm(2.0 * a.to_matrix()) @ x, "float64", 10)
