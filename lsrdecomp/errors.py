@@ -23,7 +23,7 @@ class BudgetError(LsrError, ValueError):
 
 
 class MatrixError(LsrError, ValueError):
-    """A matrix lacks a property that is needed: it is singular, not definite, not Hermitian; the message says which part."""
+    """A matrix lacks a property that is needed: it is singular, not definite, not Hermitian; the message says where."""
 
 
 class ConvergenceError(LsrError, RuntimeError):
