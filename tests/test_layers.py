@@ -187,7 +187,18 @@ def test_public_names():
     assert set(lsrdecomp.__all__) == PUBLIC | ROOMS
 
 
-ROOMS = {"analysis", "checkpoints", "compression", "fleet", "formats", "kronecker", "plots", "solvers", "targets"}
+ROOMS = {
+    "analysis",
+    "checkpoints",
+    "compression",
+    "fleet",
+    "formats",
+    "kronecker",
+    "operators",
+    "plots",
+    "solvers",
+    "targets",
+}
 PUBLIC = {
     "ALS",
     "BlockGolubKahan",
