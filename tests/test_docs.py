@@ -16,6 +16,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 EXAMPLES = sorted((ROOT / "examples").glob("plot_*.py"))
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LINKED = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
 NOT_OURS = {"upstream-peft.md"}
 """Pages that show code for another project."""
 
@@ -32,17 +33,26 @@ def test_python_on_a_page_is_doctested(page):
             assert block.lstrip().startswith(">>>"), f"not run by the tests:\n{block}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def anchors(page):
+    """Headings of a page as the site makes anchors of them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=names(LINKED))
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
         if "://" in target:
             continue
-        place = (page.parent / target).resolve()
+        place = (page.parent / target).resolve() if target else page
         if "auto_examples" in target:
             made = ROOT / "examples" / f"{Path(target).stem}.py"
             assert Path(target).stem == "index" or made.exists(), target
         else:
             assert place.exists(), target
+            assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
 
 
 def test_every_page_is_in_a_table_of_contents():
