@@ -34,3 +34,7 @@ To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LS
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+from lsrdecomp.checkpoints.registration import register_with_peft as _register_with_peft  # noqa: E402
+
+_register_with_peft()

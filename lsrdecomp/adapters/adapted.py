@@ -8,33 +8,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peft.utils import quantization_extra_repr, resolve_quantization_backend
+from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.dora import dora_output, row_norms
-from lsrdecomp.adapters.geometry import Geometry, geometry_of
+from lsrdecomp.adapters.geometry import Geometry, LinearGeometry, geometry_of
 from lsrdecomp.adapters.merging import Mergeable
+from lsrdecomp.adapters.quantization import quantization_backend
 
 
 class AdaptedLayer(nn.Module, Mergeable):
     """Base of the adapter layers of every structure.
 
-    A subclass names its parameter containers in ``adapter_layer_names`` and says what ΔW is through `delta_matrix` and
-    `delta_output`.
+    A subclass names its parameter containers in ``adapter_layer_names`` and its other attributes of one entry per
+    adapter in ``other_param_names``, `SCALE` among them, calls `set_initial_scale` in `update_layer`, and says what ΔW
+    is through `delta_matrix` and `delta_output`. The class of its linear layers has "Linear" in its name: by that PEFT
+    finds them when a further adapter targets "all-linear".
     """
+
+    SCALE: tuple[str, ...] = ("scaling", "initial_scaling")
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__()
         self.base_layer = base_layer
         inner = self.get_base_layer()
-        self.quantization_backend = resolve_quantization_backend(inner, **quantization)
+        self.quantization_backend = quantization_backend(inner, **quantization)
         self.geometry = self._geometry_of(inner)
         self.out_features, self.in_features = self.geometry.matrix_shape
         self._disable_adapters = False
         self.merged_adapters = []
         self.merge_shares = {}
         self._merged_scales = {}
+        self._merged_scaling = {}
         self.scaling: dict[str, float] = {}
+        self.initial_scaling: dict[str, float] = {}
 
     def update_layer(self, adapter: str, config: Any, name: str) -> None:
         """Add an adapter to this layer, whose full name in the base model is ``name``."""
@@ -50,6 +57,25 @@ class AdaptedLayer(nn.Module, Mergeable):
 
     def has_adapter(self, adapter: str) -> bool:
         return adapter in self.scaling
+
+    def set_initial_scale(self, adapter: str, scale: float) -> None:
+        """The scale that an adapter's settings give it, which the methods below multiply or come back to."""
+        self.scaling[adapter] = self.initial_scaling[adapter] = scale
+
+    def set_scale(self, adapter: str, scale: float) -> None:
+        """Scale ΔW by ``scale`` times what its settings say; nothing happens for an adapter this layer lacks."""
+        if self.has_adapter(adapter):
+            self.scaling[adapter] = scale * self.initial_scaling[adapter]
+
+    def scale_layer(self, scale: float) -> None:
+        """Multiply the present scale of every active adapter, as diffusers does for a weight given with a call."""
+        for adapter in filter(self.has_adapter, self.active_adapters):
+            self.scaling[adapter] *= scale
+
+    def unscale_layer(self, scale: float | None = None) -> None:
+        """Divide the present scale of every active adapter, or set it to what its settings say."""
+        for adapter in filter(self.has_adapter, self.active_adapters):
+            self.scaling[adapter] = self.initial_scaling[adapter] if scale is None else self.scaling[adapter] / scale
 
     def adapter_keys(self, adapter: str) -> list[str]:
         """State dict keys of one adapter's parameters within this layer."""
@@ -127,7 +153,8 @@ class AdaptedLayer(nn.Module, Mergeable):
         return result
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        return self.magnitude(adapter_name) is None  # PEFT's conversion would drop the magnitudes
+        # PEFT's conversion writes every ΔW as a linear layer's, and drops magnitudes.
+        return isinstance(self.geometry, LinearGeometry) and self.magnitude(adapter_name) is None
 
     def extra_repr(self) -> str:
         return str(quantization_extra_repr(self))

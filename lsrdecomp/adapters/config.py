@@ -13,10 +13,11 @@ from peft.utils.peft_types import PeftType
 
 from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.register import add_member
+from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
-STARTS = (True, False, "paper")
+INITIALIZATIONS = (True, False, "paper")
 SIDES = ("out", "inner", "into")
 
 
@@ -45,6 +46,8 @@ class TargetConfig(PeftConfig):
         Ranges of layers that make up a deeper model; the copies share weights and get adapters of their own.
     ensure_weight_tying : bool
         Where the embedding and the output layer share one weight, let them share one adapter too.
+    load_with : str
+        What a program must import to open the adapter; written for people, read by nothing.
     """
 
     target_modules: list[str] | str | None = None
@@ -56,6 +59,7 @@ class TargetConfig(PeftConfig):
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     layer_replication: list[Any] | None = None
     ensure_weight_tying: bool = False
+    load_with: str = IMPORT
 
     def __post_init__(self) -> None:
         if self.ensure_weight_tying:
@@ -144,7 +148,7 @@ class LsrConfig(TargetConfig):
         self.peft_type = add_member(PeftType, "LSR")
         if self.bias not in ("none", "all", "lsr_only"):
             raise ValueError(f"bias must be 'none', 'all' or 'lsr_only', got {self.bias!r}")
-        if not any(self.init_weights is start or self.init_weights == start for start in STARTS):
+        if not any(self.init_weights is known or self.init_weights == known for known in INITIALIZATIONS):
             raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
         if not 0.0 <= self.lsr_dropout < 1.0:
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")

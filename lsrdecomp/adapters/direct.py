@@ -17,7 +17,7 @@ from lsrdecomp.adapters.kernels.dispatch import kronecker_pays
 from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.stacked import apply
 from lsrdecomp.adapters.layout import find
-from lsrdecomp.adapters.register import add_member
+from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -80,7 +80,7 @@ class DirectLayer(AdaptedLayer):
     """Direct sums of Kronecker products beside one layer of the base model."""
 
     adapter_layer_names: tuple[str, ...] = ("dlsr_W",)
-    other_param_names: tuple[str, ...] = ("alpha", "scaling", "dropout")
+    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "alpha", "dropout")
     container = "dlsr_W"
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
@@ -101,19 +101,20 @@ class DirectLayer(AdaptedLayer):
             shape.check(self.geometry.matrix_shape, name)
         terms = find(config.separation_rank_pattern, name) or config.separation_rank
         alpha = find(config.alpha_pattern, name)
-        self.alpha[adapter] = self.scaling[adapter] = config.alpha if alpha is None else alpha
+        self.alpha[adapter] = config.alpha if alpha is None else alpha
+        self.set_initial_scale(adapter, self.alpha[adapter])
         self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
         getattr(self, self.container)[adapter] = KroneckerFactors(shape, positive(f"{name}: separation_rank", terms))
-        self.start(adapter, config.init_weights)
+        self.initialize(adapter, config.init_weights)
         self._move_adapter_to_device_of_base_layer(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def start(self, adapter: str, init_weights: bool = True) -> None:
+    def initialize(self, adapter: str, init_weights: bool = True) -> None:
         """Give an adapter's factors their starting values; see `DirectConfig`."""
         sums = self.sums(adapter)
         zero = zero_factor(sums.shape) if init_weights else None
         summed = math.prod(size for index, size in enumerate(sums.shape.columns) if index != zero)
-        sums.start(1 / math.sqrt(min(summed, self.geometry.fan_in)), zero)
+        sums.initialize(1 / math.sqrt(min(summed, self.geometry.fan_in)), zero)
 
     def delta_matrix(self, adapter: str) -> Tensor:
         return self.scaling[adapter] * self.sums(adapter).matrix()
@@ -131,11 +132,16 @@ class DirectLayer(AdaptedLayer):
         return self.geometry.matrix_output(x, matrix.to(x.dtype) if x.is_floating_point() else matrix)
 
 
+class DirectLinear(DirectLayer):
+    """Direct sums beside a linear layer."""
+
+
 class DirectModel(KroneckerTuner):
     """A base model with direct LSR adapters."""
 
     prefix = "dlsr_"
     tuner_layer_cls: type[AdaptedLayer] = DirectLayer
+    linear_layer_cls: type[AdaptedLayer] = DirectLinear
 
 
 def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
@@ -144,3 +150,6 @@ def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
         return KroneckerShape(tuple((rows, columns) for rows, columns in sizes))
     except (TypeError, ValueError) as error:
         raise ShapeError(f"{name} must be [[m1, n1], [m2, n2], ...], got {sizes!r}: {error}") from error
+
+
+register("dlsr", DirectConfig, DirectModel)

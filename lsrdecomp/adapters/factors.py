@@ -29,7 +29,7 @@ class KroneckerFactors(Expandable):
         return [getattr(self, name) for name in self.names]
 
     @torch.no_grad()
-    def start(self, std: float, zero: int | None = None) -> None:
+    def initialize(self, std: float, zero: int | None = None) -> None:
         """Random factors whose expanded sum has entries of standard deviation ``std``.
 
         Parameters

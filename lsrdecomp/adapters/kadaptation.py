@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import TargetConfig, positive
 from lsrdecomp.adapters.kernels.stacked import expand
-from lsrdecomp.adapters.register import add_member
+from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
 
@@ -57,7 +57,7 @@ class KAdaptationLayer(AdaptedLayer):
     """The fast factors of one layer; the slow ones belong to the model."""
 
     adapter_layer_names = ("kadaptation_u", "kadaptation_v")
-    other_param_names = ("scaling", "slow")
+    other_param_names = (*AdaptedLayer.SCALE, "slow")
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__(base_layer, **quantization)
@@ -69,7 +69,7 @@ class KAdaptationLayer(AdaptedLayer):
         t, (rows, columns) = config.terms, self.geometry.matrix_shape
         if rows % t or columns % t:
             raise ShapeError(f"{name}: terms = {t} does not divide the layer's {rows} x {columns}")
-        self.scaling[adapter] = config.alpha
+        self.set_initial_scale(adapter, config.alpha)
         self.kadaptation_u[adapter] = nn.Parameter(torch.zeros(t, rows // t, config.r))
         self.kadaptation_v[adapter] = nn.Parameter(torch.empty(t, config.r, columns // t))
         nn.init.normal_(self.kadaptation_v[adapter], std=1 / math.sqrt(self.geometry.fan_in))
@@ -90,11 +90,16 @@ class KAdaptationLayer(AdaptedLayer):
         return self.geometry.matrix_output(x, self.delta_matrix(adapter).to(x.dtype))
 
 
+class KAdaptationLinear(KAdaptationLayer):
+    """The fast factors of a linear layer."""
+
+
 class KAdaptationModel(KroneckerTuner):
     """A base model with KAdaptation adapters; ``kadaptation_A`` holds the slow factors of each adapter, (t, t, t)."""
 
     prefix = "kadaptation_"
     tuner_layer_cls = KAdaptationLayer
+    linear_layer_cls = KAdaptationLinear
     uses_shared_state = True
     kadaptation_A: nn.ParameterDict  # noqa: N815 PEFT needs the prefix, and A is the letter of the field
 
@@ -145,3 +150,6 @@ class KAdaptationModel(KroneckerTuner):
         super().delete_adapter(adapter_name)
         if adapter_name in self.kadaptation_A:
             del self.kadaptation_A[adapter_name]
+
+
+register("kadaptation", KAdaptationConfig, KAdaptationModel)

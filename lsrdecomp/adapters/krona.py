@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from peft.utils.peft_types import PeftType
 
 from lsrdecomp.adapters.direct import DirectConfig, DirectLayer
-from lsrdecomp.adapters.register import add_member
+from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
 
@@ -43,8 +43,16 @@ class KronALayer(DirectLayer):
     container = "krona_W"
 
 
+class KronALinear(KronALayer):
+    """KronA adapters beside a linear layer."""
+
+
 class KronAModel(KroneckerTuner):
     """A base model with KronA adapters."""
 
     prefix = "krona_"
     tuner_layer_cls = KronALayer
+    linear_layer_cls = KronALinear
+
+
+register("krona", KronAConfig, KronAModel)

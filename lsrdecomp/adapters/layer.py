@@ -29,7 +29,7 @@ class LsrLayer(AdaptedLayer):
     """
 
     adapter_layer_names: tuple[str, ...] = ("lsr_A", "lsr_B", "lsr_magnitude_vector")
-    other_param_names: tuple[str, ...] = ("r", "lsr_alpha", "scaling", "lsr_dropout", "layout", "tied")
+    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "r", "lsr_alpha", "lsr_dropout", "layout", "tied")
 
     copies = 1
     """How many matrices of the layer's shape lie beside one another; more than one for stacked experts."""
@@ -61,15 +61,15 @@ class LsrLayer(AdaptedLayer):
         self.layout[adapter] = layout
         self.r[adapter] = layout.r
         self.lsr_alpha[adapter] = layout.alpha
-        self.scaling[adapter] = layout.scaling
+        self.set_initial_scale(adapter, layout.scaling)
         self.lsr_dropout[adapter] = nn.Dropout(config.lsr_dropout) if config.lsr_dropout > 0 else nn.Identity()
         out_terms, in_terms = layout.separation_ranks
         self.lsr_A[adapter] = KroneckerFactors(layout.shape.right, in_terms)
         self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, out_terms)
-        self.start(adapter, config.init_weights)
+        self.initialize(adapter, config.init_weights)
         self._move_adapter_to_device_of_base_layer(adapter)
         if config.use_dora:
-            self.lsr_magnitude_vector[adapter] = self._start_magnitude(adapter)
+            self.lsr_magnitude_vector[adapter] = self._initial_magnitude(adapter)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def tie(self, adapter: str, other: LsrLayer, inference_mode: bool = False) -> None:
@@ -84,7 +84,8 @@ class LsrLayer(AdaptedLayer):
             )
         self.tied[adapter] = other
         self.r[adapter], self.lsr_alpha[adapter] = other.r[adapter], other.lsr_alpha[adapter]
-        self.scaling[adapter], self.layout[adapter] = other.scaling[adapter], other.layout[adapter]
+        self.layout[adapter] = other.layout[adapter]
+        self.set_initial_scale(adapter, other.initial_scaling[adapter])
         self.lsr_dropout[adapter] = copy.deepcopy(other.lsr_dropout[adapter])
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
@@ -93,14 +94,14 @@ class LsrLayer(AdaptedLayer):
         return other is not None and other.weight.data_ptr() == self.weight.data_ptr()
 
     @torch.no_grad()
-    def _start_magnitude(self, adapter: str) -> nn.Parameter:
+    def _initial_magnitude(self, adapter: str) -> nn.Parameter:
         delta = self.delta_matrix(adapter)
         if delta.is_meta:
             return nn.Parameter(delta.new_empty(delta.shape[0]))
         weight = self.geometry.to_matrix(self.get_base_weight())
         return nn.Parameter(row_norms(weight.to(delta.device), delta).to(delta.dtype))
 
-    def start(self, adapter: str, init_weights: bool | str = True) -> None:
+    def initialize(self, adapter: str, init_weights: bool | str = True) -> None:
         """Give an adapter's factors their starting values; see `LsrConfig`.
 
         The default start gives Â entries of variance 1/n, or 1 where an embedding looks one of them up, and zeroes one
@@ -111,11 +112,11 @@ class LsrLayer(AdaptedLayer):
             for factor in (*into.factors, *out.factors):  # type: ignore[misc]
                 nn.init.normal_(factor, std=0.01)
             return
-        into.start(1 / math.sqrt(self.geometry.fan_in))  # type: ignore[operator]
+        into.initialize(1 / math.sqrt(self.geometry.fan_in))  # type: ignore[operator]
         if init_weights:
-            out.start(1.0, zero=zero_factor(self.layout[adapter].shape.left))  # type: ignore[operator]
+            out.initialize(1.0, zero=zero_factor(self.layout[adapter].shape.left))  # type: ignore[operator]
         else:
-            out.start(1 / math.sqrt(self.r[adapter]))  # type: ignore[operator]
+            out.initialize(1 / math.sqrt(self.r[adapter]))  # type: ignore[operator]
 
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
         """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
@@ -205,6 +206,10 @@ class LsrLayer(AdaptedLayer):
 
     def __repr__(self) -> str:
         return "lsr." + super().__repr__()
+
+
+class LsrLinear(LsrLayer):
+    """LSR adapters beside a linear layer."""
 
 
 def is_plain_linear(layer: nn.Module) -> bool:

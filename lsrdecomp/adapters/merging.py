@@ -24,6 +24,8 @@ class Mergeable(BaseTunerLayer):
     merged_adapters: list[str]
     merge_shares: dict[str, float]
     _merged_scales: dict[str, Tensor]
+    _merged_scaling: dict[str, float]
+    scaling: dict[str, float]
 
     def has_adapter(self, adapter: str) -> bool:
         raise NotImplementedError
@@ -56,6 +58,7 @@ class Mergeable(BaseTunerLayer):
         for adapter in check_adapters_to_merge(self, adapter_names):
             if not self.has_adapter(adapter):
                 continue
+            self._check_mergeable()
             if not self.merged_elsewhere(adapter):
                 self._merge_one(adapter, safe_merge)
             self.merged_adapters.append(adapter)
@@ -67,6 +70,8 @@ class Mergeable(BaseTunerLayer):
     @torch.no_grad()
     def merge_would_lose(self, adapter_names: list[str] | None = None) -> dict[str, float]:
         """Shares below ``min_merge_share``, by adapter, were the adapters merged one by one; nothing is changed."""
+        if any(self.has_adapter(adapter) for adapter in check_adapters_to_merge(self, adapter_names)):
+            self._check_mergeable()
         stored = self.get_base_weight()
         if self.quantization_backend is None and stored.dtype in (torch.float32, torch.float64):
             return {}
@@ -94,8 +99,18 @@ class Mergeable(BaseTunerLayer):
             self.set_base_weight(stored)
             raise self.share_error(adapter, share)
         self.merge_shares[adapter] = share
+        self._merged_scaling[adapter] = self.scaling[adapter]
         if scale is not None:
             self._merged_scales[adapter] = scale
+
+    def _check_mergeable(self) -> None:
+        backend = self.quantization_backend
+        if backend is not None and not backend.supports_merge:
+            raise MergeError(
+                f"a weight quantized by {backend.backend_name} cannot be merged here, since nothing says how to "
+                "quantize the sum again: load the base through transformers with its quantization_config, merge into "
+                "an unquantized copy, or keep the adapter unmerged"
+            )
 
     def _update(self, adapter: str, stored: Tensor) -> tuple[Tensor, Tensor | None]:
         """What to add to the weight in at least float32, and DoRA's scale of it."""
@@ -119,6 +134,7 @@ class Mergeable(BaseTunerLayer):
         self.set_base_weight(weight.to(stored.dtype))
         self.merged_adapters.clear()
         self._merged_scales.clear()
+        self._merged_scaling.clear()
 
     def _unmerged(self, merged: Tensor) -> Tensor:
         """The weight without the merged adapters; the argument itself if there are none."""
@@ -126,11 +142,20 @@ class Mergeable(BaseTunerLayer):
         for adapter in self.merged_adapters:
             if not self.has_adapter(adapter) or self.merged_elsewhere(adapter):
                 continue
-            delta = self.get_delta_weight(adapter).to(merged)
+            delta = self._merged_delta(adapter).to(merged)
             scale = self._merged_scales.get(adapter)
             weight = weight - (delta if scale is None else scale * delta)
             total = total if scale is None else total + (scale - 1)
         return weight / total if self._merged_scales else weight
+
+    def _merged_delta(self, adapter: str) -> Tensor:
+        """ΔW as it was merged, whatever the adapter has been scaled by since."""
+        now = self.scaling[adapter]
+        self.scaling[adapter] = self._merged_scaling.get(adapter, now)
+        try:
+            return self.get_delta_weight(adapter)
+        finally:
+            self.scaling[adapter] = now
 
     def _refused(self, adapter: str, share: float, update: Tensor, stored: Tensor) -> bool:
         if share >= self.min_merge_share:

@@ -11,9 +11,11 @@ from torch import nn
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.combination import Combination, CombinedLayer
 from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
-from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.adapters.config import LsrConfig
+from lsrdecomp.adapters.expansion import attach, detach, naming
+from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
 from lsrdecomp.adapters.parameters import ParamWrapper
-from lsrdecomp.adapters.serving import naming, serve, stop
+from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.adapters.tying import tie_modules_to_save, tie_targets
 
@@ -35,6 +37,7 @@ class LsrModel(KroneckerTuner):
 
     prefix = "lsr_"
     tuner_layer_cls = LsrLayer
+    linear_layer_cls = LsrLinear
 
     def _create_and_replace(
         self,
@@ -63,11 +66,11 @@ class LsrModel(KroneckerTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        serve(model)
+        attach(model)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         bare: Any = super()._unload_and_optionally_merge(*args, **kwargs)
-        stop(bare)
+        detach(bare)
         return bare
 
     @contextmanager
@@ -167,3 +170,6 @@ class LsrModel(KroneckerTuner):
 
     def _add_modules_to_save_to_tie(self, peft_config: Any, tied_weight_keys: list[str]) -> None:
         tie_modules_to_save(peft_config, self.model, tied_weight_keys)
+
+
+register("lsr", LsrConfig, LsrModel)

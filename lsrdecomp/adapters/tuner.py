@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTuner, replicate_layers
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, replicate_layers
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
     AuxiliaryTrainingWrapper,
@@ -19,17 +19,20 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError
+from lsrdecomp.adapters.geometry import NOT_LINEAR
 from lsrdecomp.checkpoints.packed import PACKED, decode, named_factors
 from lsrdecomp.errors import CheckpointError
 
 
 class KroneckerTuner(BaseTuner):
-    """Base of the models: a subclass sets ``prefix`` and ``tuner_layer_cls``."""
+    """Base of the models: a subclass sets ``prefix`` and the classes of its layers, linear and other."""
 
     prefix: str
     merge_shares: dict[str, dict[str, float]]
     """After merging: the share of each adapter's update that rounding left, by layer."""
     tuner_layer_cls: type[AdaptedLayer]
+    linear_layer_cls: type[AdaptedLayer]
+    """A subclass of ``tuner_layer_cls`` with "Linear" in its name, by which PEFT's "all-linear" finds it wrapped."""
     target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING  # type: ignore[assignment]
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +55,9 @@ class KroneckerTuner(BaseTuner):
         if isinstance(target, self.tuner_layer_cls):
             self._add_to_layer(target, adapter_name, peft_config, current_key)
             return
-        layer = self.tuner_layer_cls(target, **get_quantization_kwargs(self.model))
+        bare = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        layer_cls = self.tuner_layer_cls if isinstance(bare, NOT_LINEAR) else self.linear_layer_cls
+        layer = layer_cls(target, **get_quantization_kwargs(self.model))
         self._add_wrapped(layer, adapter_name, peft_config, target_name, parent, current_key, target)
 
     def _add_wrapped(

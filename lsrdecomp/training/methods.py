@@ -35,6 +35,7 @@ NOT_OPTIONS = (
     "modules_to_save",
     "layers_to_transform",
     "runtime_config",
+    "load_with",
 )
 """Fields of a config that settings of a run decide, or PEFT itself."""
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsrdecomp.adapters import LsrConfig, LsrLayer
+from lsrdecomp.adapters.expansion import ATTRIBUTE, detach
 from lsrdecomp.adapters.kernels import grouped, grouping
-from lsrdecomp.adapters.serving import ATTRIBUTE, stop
 
 LINEAR = ["query", "value", "dense"]
 SETTINGS = {
@@ -55,7 +55,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: floa
 def apart(model: PeftModel) -> PeftModel:
     """The same model with every layer forming its own."""
     twin = copy.deepcopy(model)
-    stop(twin.base_model.model)
+    detach(twin.base_model.model)
     return twin
 
 
@@ -178,7 +178,7 @@ def test_copies_and_pickles_group_for_themselves(after_a_pass):
         assert own.select.layers == [module for module in base.modules() if isinstance(module, LsrLayer)]
         assert_equal(results(twin), expected)
         assert len(base._forward_pre_hooks) == len(base._forward_hooks) == 1
-        stop(base)
+        detach(base)
         assert not base._forward_pre_hooks
         assert not base._forward_hooks
 

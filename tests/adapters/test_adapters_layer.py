@@ -121,7 +121,7 @@ def test_the_start_has_the_spread_it_promises():
     assert right.std().item() == pytest.approx(1 / 30, rel=0.1)
     first = layer.lsr_B["default"].factor_1
     assert first.std().item() == pytest.approx(1 / 4, rel=0.1)
-    layer.start("default", "paper")
+    layer.initialize("default", "paper")
     for side in (layer.lsr_A, layer.lsr_B):
         for factor in side["default"].factors:
             assert factor.std().item() == pytest.approx(0.01, rel=0.2)

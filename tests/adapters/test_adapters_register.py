@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -23,6 +24,14 @@ import sys
 from peft import PeftConfig
 {imports}
 print(type(PeftConfig.from_pretrained(sys.argv[1])).__name__)
+"""
+OPENED_BEFORE = """
+for name in [name for name in sys.modules if name.startswith("peft")]:
+    del sys.modules[name]  # lsrdecomp is imported first, PEFT after it
+import lsrdecomp
+from peft import PeftConfig
+assert "lsrdecomp.adapters" not in sys.modules
+lsrdecomp.open_checkpoint(sys.argv[1])
 """
 
 
@@ -68,10 +77,15 @@ def test_a_member_is_added_to_any_string_enum():
 
 @pytest.mark.parametrize(
     ("imports", "answer"),
-    [("", "KeyError: <PeftType"), ("import lsrdecomp.adapters", "LsrConfig")],
-    ids=["bare", "ours"],
+    [
+        ("", None),
+        ("import lsrdecomp.adapters", "LsrConfig"),
+        ("import lsrdecomp", "LsrConfig"),
+        (OPENED_BEFORE, "LsrConfig"),
+    ],
+    ids=["bare", "ours", "PEFT was loaded", "a directory was opened"],
 )
-def test_a_fresh_process_needs_the_import(tmp_path, imports, answer):
+def test_a_fresh_process_needs_the_import_or_one_of_our_own(tmp_path, imports, answer):
     write_lsr_directory(tmp_path, {"lin": ((2, 2), (1, 2), (2, 2))})
     code = OPEN.format(imports=imports)
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -90,4 +104,5 @@ def test_the_settings_survive_their_file(tmp_path):
         shape_pattern={"q": {side: [2, 3] for side in ("out", "inner", "into")}},
     )
     config.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["load_with"] == "import lsrdecomp.adapters"
     assert PeftConfig.from_pretrained(str(tmp_path)) == config

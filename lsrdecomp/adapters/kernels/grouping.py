@@ -85,14 +85,14 @@ class Grouping:
     Parameters
     ----------
     select : callable
-        The modules to serve in this pass, each with the dtype to form it in (None for that of its factors).
+        The modules to form for in this pass, each with the dtype to form it in (None for that of its factors).
     entries : int
         As for `expand_all`.
     """
 
     def __init__(self, select: Select, entries: int = LARGEST_GROUP) -> None:
         self.select, self.entries = select, entries
-        self.served: list[Expandable] = []
+        self.formed: list[Expandable] = []
         self.run: Run | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -128,13 +128,13 @@ class Grouping:
             matrices = expand_all(lists, entries=self.entries, dtype=dtype)
             for module, matrix in zip(modules, matrices, strict=True):
                 vars(module)["expansion"] = Expansion(matrix, self.run)  # a module's own way takes microseconds
-            self.served += modules
+            self.formed += modules
 
     def release(self) -> None:
         """Forget what was formed."""
-        for module in self.served:
+        for module in self.formed:
             vars(module).pop("expansion", None)
-        self.served.clear()
+        self.formed.clear()
 
     def _before(self, model: nn.Module, _: Any) -> None:
         if not is_traced():
@@ -161,9 +161,9 @@ def grouped_expansion(
     Parameters
     ----------
     model : torch.nn.Module
-        Its `Expandable` modules are served.
+        Its `Expandable` modules are formed for.
     select : callable, optional
-        Given the model, names the modules to serve, for instance those of active adapters; by default all.
+        Given the model, names the modules to form for, for instance those of active adapters; by default all.
     entries, dtype
         As for `expand_all`.
     """

@@ -18,6 +18,7 @@ from lsrdecomp.checkpoints.packed import PACKED, factors_of, read_index
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
+from lsrdecomp.checkpoints.registration import register_with_peft
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -44,6 +45,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
     if bundle.config is None:
         raise CheckpointError("has no adapter_config.json", path=bundle.path)
+    register_with_peft()
     config = Config(bundle.config, bundle.config_path)
     if alpha is not None:
         raise bundle.config_error("alpha is in the config; leave alpha= out")

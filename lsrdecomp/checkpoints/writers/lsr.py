@@ -16,6 +16,7 @@ from lsrdecomp.checkpoints.packed import PACKED, encoded, factors_of
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
+from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
@@ -137,6 +138,7 @@ def _config(source: Checkpoint, shapes: Mapping[str, tuple[ProductShape, int, in
     return {
         **carried_fields(source.config, set(shapes), set(source.extras), source, "lsr_only"),
         "peft_type": "LSR",
+        "load_with": IMPORT,
         "r": rank,
         "inner_shape": list(inner),
         "order": len(inner),

@@ -30,17 +30,17 @@ class SidesInUse:
                     yield side, dtype
 
 
-def serve(model: nn.Module) -> None:
+def attach(model: nn.Module) -> None:
     """Let every forward pass of ``model`` begin by forming what its LSR layers need; call it again for new layers."""
     sides = SidesInUse([module for module in model.modules() if isinstance(module, LsrLayer)])
-    stop(model)
+    detach(model)
     grouping = Grouping(sides)
     grouping.attach(model)
     setattr(model, ATTRIBUTE, grouping)
 
 
-def stop(model: nn.Module) -> None:
-    """Undo `serve`."""
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
     grouping: Grouping | None = vars(model).pop(ATTRIBUTE, None)
     if grouping is not None:
         grouping.detach()
