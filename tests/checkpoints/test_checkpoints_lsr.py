@@ -97,6 +97,7 @@ def test_the_layout_is_the_one_peft_reads(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert config == {
         "peft_type": "LSR",
+        "load_with": "import lsrdecomp.adapters",
         "base_model_name_or_path": "some/base",
         "task_type": "SEQ_CLS",
         "modules_to_save": None,
