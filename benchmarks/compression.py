@@ -28,9 +28,11 @@ from compression_arms import Outcome, arms
 from compression_frobenius import usable
 
 from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.fit import Fit, Prepared, prepare
+from lsrdecomp.compression.candidates import Candidate, Structure
+from lsrdecomp.compression.fit import Fit
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.searched import search_layers
 from lsrdecomp.errors import BudgetError
 
 TIMES = (2, 4, 8, 16, 32, 48)
@@ -39,29 +41,25 @@ PACKAGES = ("lsrdecomp", "numpy", "torch", "peft", "lycoris-lora", "bitsandbytes
 Row = dict[str, Any]
 
 
-def narrowed(prepared: Prepared, storages: Sequence[str], structures: Sequence[str] | None = None) -> Prepared:
-    """The same candidates without those of other storages and structures."""
-    table = [
-        [c for c in row if c.storage in storages and (structures is None or c.structure in structures)]
-        for row in prepared.table
-    ]
-    return Prepared(prepared.layers, table, prepared.search, storages, prepared.shelf, prepared.say)
-
-
 def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
     """What `compress` chooses at each budget, and what it would choose from a part of its candidates."""
-    whole = prepare(layers, Budget(bytes=max(budgets.values())), search=search, storages=STORAGES)
-    kinds = {
-        "ours, float16": narrowed(whole, ["float16"]),
-        "ours, bits chosen": narrowed(whole, [*STORAGES, "bits"]),
-        "ours, Kronecker only, float16": narrowed(whole, ["float16"], ["LSR", "drop"]),
-        "ours, Kronecker only, bits chosen": narrowed(whole, STORAGES, ["LSR", "drop"]),
+    kronecker = (Structure.LSR, Structure.DROP)
+    arms: dict[str, tuple[Sequence[str], Sequence[Structure]]] = {
+        "ours, float16": (["float16"], tuple(Structure)),
+        "ours, bits chosen": ([*STORAGES, "bits"], tuple(Structure)),
+        "ours, Kronecker only, float16": (["float16"], kronecker),
+        "ours, Kronecker only, bits chosen": (STORAGES, kronecker),
     }
+    searched = search_layers(layers, [Budget(bytes=max(budgets.values()))], search=search, storages=STORAGES)
     rows = []
-    for arm, prepared in kinds.items():
+    for arm, (storages, structures) in arms.items():
+
+        def allowed(candidate: Candidate, storages: Any = storages, structures: Any = structures) -> bool:
+            return candidate.storage in storages and candidate.structure in structures
+
         for budget, most in budgets.items():
             try:
-                fit = prepared.fit(Budget(bytes=most))
+                fit = Fit.of(layers, searched.fit(Budget(bytes=most), allowed=allowed))
             except BudgetError:
                 continue
             rows.append(row_of_fit(arm, budget, fit))
@@ -72,7 +70,7 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
 
 def row_of_fit(arm: str, budget: str, fit: Fit) -> Row:
     structures = Counter(fitted.candidate.structure for fitted in fit.layers)
-    stored = Counter(fitted.candidate.storage for fitted in fit.layers if fitted.candidate.build is not None)
+    stored = Counter(fitted.candidate.storage for fitted in fit.layers if fitted.materialized.stored is not None)
     return {
         "arm": arm,
         "budget": budget,

@@ -34,6 +34,7 @@ from lsrdecomp.compression.candidates import (
 from lsrdecomp.compression.layer import SOLVER, layer_pair
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.search import Search, choose_configurations
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
@@ -128,7 +129,7 @@ def polish(
         for i, solution in zip(
             chosen, solve_together([group[i] for i in chosen], shape, ranks, search.polish), strict=True
         ):
-            better[i].append(lsr_candidate(solution))
+            better[i].append(lsr_candidate(solution, SpillCache()))
     return better
 
 
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--parts", default="rank,parameters", help="which questions to ask")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    search = Search(seed=options.seed, probes=160, terms=32, polish=JointALS(sweeps=60))
+    search = Search(seed=options.seed, probes=160, terms=32, refine=JointALS(sweeps=60))
     results: dict[str, Any] = {}
     for path in options.adapters:
         layers = usable(path, options.layers, options.alpha)

@@ -30,7 +30,9 @@ from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.fit import make_layers
 from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.training.tasks import TASKS
 
 RATIOS = (96.0, 48.0, 19.2, 9.6, 4.36)
@@ -73,8 +75,9 @@ def truncated(layers: list[Layer], ratio: float) -> Factors:
     table = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
     options = [Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table]
     choice = within_cost(options, sum(layer.parameters for layer in layers) / ratio)
-    picked = zip(layers, (row[k].build for row, k in zip(table, choice, strict=True)), strict=True)
-    return {layer.name: build().to_lora() for layer, build in picked if build is not None}
+    cache, picked = SpillCache(), zip(layers, (row[k] for row, k in zip(table, choice, strict=True)), strict=True)
+    made = {layer.name: materialize(layer, candidate, cache).form for layer, candidate in picked}
+    return {name: form.to_lora() for name, form in made.items() if form is not None}
 
 
 def main() -> None:
@@ -112,7 +115,7 @@ def main() -> None:
         begin = time.process_time()
         result = compress(adapter, CompressionPlan(ratio=ratio), statistics=statistics)
         chosen = zip(result.layers, result.chosen, strict=True)
-        factors = {layer.name: c.build().to_lora() for layer, c in chosen if c.build is not None}
+        factors = {layer.name: c.form.to_lora() for layer, c in chosen if c.stored is not None}
         record(
             "lsr-kfac",
             factors,

@@ -31,7 +31,9 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.allocate import Options, within_cost
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
+from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.search import Search, choose_configurations
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.targets.base import LowRank
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
@@ -109,9 +111,10 @@ def under_budget(candidates: Sequence[Sequence[Candidate]], budget: int) -> list
     return [layer[i] for layer, i in zip(candidates, within_cost(options, budget), strict=True)]
 
 
-def factors_of(candidate: Candidate) -> Factors | None:
+def factors_of(layer: Layer, candidate: Candidate) -> Factors | None:
     """The LoRA pair (B, A) that a candidate stands for; None for a layer left out."""
-    return None if candidate.build is None else candidate.build().to_lora()
+    form = materialize(layer, candidate, SpillCache()).form
+    return None if form is None else form.to_lora()
 
 
 class Judge:
@@ -159,7 +162,7 @@ def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]
     for method, candidates in methods(layers):
         for budget in BUDGETS:
             chosen = under_budget(candidates, budget * len(layers))
-            pairs = {layer.name: factors_of(pick) for layer, pick in zip(layers, chosen, strict=True)}
+            pairs = {layer.name: factors_of(layer, pick) for layer, pick in zip(layers, chosen, strict=True)}
             outcome = judge({name: pair for name, pair in pairs.items() if pair is not None})
             figures = {
                 "budget": budget,

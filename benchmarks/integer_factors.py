@@ -1,4 +1,4 @@
-"""What integer factors lose: rounded as they are, and solved for in the layer's norm (`onto_codes`).
+"""What integer factors lose: rounded as they are, and solved for in the layer's norm (`quantize_sequentially`).
 
     python benchmarks/integer_factors.py --statistics DIR [--adapter DIR] [--out FILE]
 

@@ -48,7 +48,7 @@ PLANS = {
     "ratio": CompressionPlan(ratio=50, storage="float16"),
 }
 ONCE = JointALS(sweeps=1, trials=0)
-SHORT = Search(probes=4, kept=2, probe_layers=1, probe_sweeps=1, solver=ONCE, polish=ONCE)
+SHORT = Search(probes=4, kept=2, probe_layers=1, probe_sweeps=1, solver=ONCE, refine=ONCE)
 
 
 def make_adapter(folder: Path, blocks: int) -> Path:

@@ -28,7 +28,7 @@ from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, PrecisionError
-from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights, Weight
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 METADATA = "statistics.json"
 TENSORS = "statistics.safetensors"
@@ -106,17 +106,8 @@ class LayerStatistics:
         rank : int, optional
             Eigenpairs to keep on each side; fewer are faster.
         """
-        return NormWeights(*(_solver_weight(side, damping, rank) for side in (self.output, self.input)))
-
-
-DENSE_UP_TO = 1024
-"""Layers up to this size are weighed by a dense matrix: small blocks of a solve are then exact."""
-
-
-def _solver_weight(weight: SpectralWeight, damping: float, rank: int | None) -> Weight:
-    kept = (weight if rank is None else weight.truncated(rank)).damped(damping)
-    # One dense product is also cheaper than two with more than half of the eigenvectors.
-    return Dense(kept.to_matrix()) if kept.size <= DENSE_UP_TO or 2 * kept.rank > kept.size else kept
+        kept = (side if rank is None else side.truncated(rank) for side in (self.output, self.input))
+        return NormWeights(*(side.damped(damping) for side in kept))
 
 
 class Statistics(Mapping[str, LayerStatistics]):

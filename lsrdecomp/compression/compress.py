@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,16 +14,18 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.candidates import Candidate, settled
-from lsrdecomp.compression.fit import prepare
 from lsrdecomp.compression.html_report import summary_html
 from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
 from lsrdecomp.compression.layers import HasWeights, Layer
+from lsrdecomp.compression.materialize import Materialized, as_read
 from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
 from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.compression.searched import Fitted, Resources, Searched, search_layers
 from lsrdecomp.compression.size import fill
-from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -42,7 +45,7 @@ class Compression:
     source: Checkpoint
     plan: CompressionPlan
     layers: tuple[LayerReport, ...]
-    chosen: tuple[Candidate, ...] = field(repr=False)  # as stored
+    chosen: tuple[Materialized, ...] = field(repr=False)
     low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
 
     @property
@@ -66,16 +69,16 @@ class Compression:
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
         """
-        named = [(layer.name, candidate) for layer, candidate in zip(self.layers, self.chosen, strict=True)]
+        named = [(layer.name, chosen) for layer, chosen in zip(self.layers, self.chosen, strict=True)]
         return write_lsr(
             out,
             source=self.source,
             layers=(
-                (name, *stored_factors(_product(candidate)), 1.0)
-                for name, candidate in named
-                if candidate.build is not None and candidate.codes is None
+                (name, *stored_factors(_product(one)), 1.0)
+                for name, one in named
+                if one.stored is not None and not one.coded
             ),
-            coded=_ReadWhenAsked({name: one.codes for name, one in named if one.codes is not None}),
+            coded=_ReadWhenAsked({name: one for name, one in named if one.coded}),
             storage=self.plan.float_storage,
             force=force,
             provenance={
@@ -93,8 +96,10 @@ def compress(
     statistics: Mapping[str, HasWeights | NormWeights] | None = None,
     search: Search | None = None,
     device: str | None = None,
+    workers: int = 1,
+    store: SearchStore | None = None,
     on_layer: Callable[[LayerReport], Any] | None = None,
-    on_step: Callable[[str], Any] | None = None,
+    on_step: OnStep | None = None,
 ) -> Compression:
     """Turn the LoRA layers of a checkpoint into products of separated matrices, or what serves better at the same size.
 
@@ -110,10 +115,14 @@ def compress(
         How far to look for shapes; with ``separation_rank`` only its solver counts.
     device : str, optional
         Where torch does the joint least squares, such as ``"cuda"``; absent, NumPy. Last digits depend on it.
+    workers : int
+        Processes that solve, each with one thread of linear algebra; layers are independent.
+    store : SearchStore, optional
+        What was solved is kept there and used again.
     on_layer : callable, optional
         Called with each `LayerReport` at the end.
     on_step : callable, optional
-        Called with a few words before each part of the work.
+        Called with a `Step` as the parts of the work are done.
 
     Returns
     -------
@@ -122,9 +131,9 @@ def compress(
 
     Notes
     -----
-    Layers are read as they are needed, so many at a time as fit in 8 MiB (`open_layers.PAIR_ENTRIES`), at least one.
-    What they became waits in memory up to 8 MiB and then in a temporary file. With a budget over all layers, prices of
-    all candidates are held too, and the factors of those that took long to find wait in that file.
+    For several plans over one adapter, `search_adapter` solves once. Layers are read as they are needed, so many at a
+    time as fit in 8 MiB (`layers.PAIR_ENTRIES`), at least one. What they became waits in memory up to 8 MiB and then in
+    a temporary file, as do the factors of all products that were solved for.
 
     Raises
     ------
@@ -133,53 +142,132 @@ def compress(
     BudgetError
         If the budget cannot be met, saying what can be reached; if ``kl`` is asked without statistics.
     LsrError
-        If torch cannot compute in float64 on ``device``.
+        If torch cannot compute in float64 on ``device``, or joblib is missing and several workers are asked for.
     """
-    if plan.kl is not None and statistics is None:
-        raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
-    if search is not None and device is not None:
-        search = search.on(device)
-    layers = stored_layers(checkpoint, statistics)
-    shelf = Shelf()
-
-    def report(place: int, candidate: Candidate) -> tuple[LayerReport, Candidate]:
-        best = settled(candidate, shelf)
-        source = checkpoint.layers[place]
-        return _report(source, layers[place], best, plan, statistics is not None), best
-
-    def finished(found: Iterable[tuple[int, Candidate]], low_rank_error: float | None = None) -> Compression:
-        results = {place: report(place, candidate) for place, candidate in found}
-        reports, chosen = zip(*(results[place] for place in range(len(layers))), strict=True)
-        return Compression(checkpoint, plan, reports, chosen, low_rank_error)
-
-    def under(budget: Budget) -> Compression:
-        fit = prepared.fit(budget)
-        return finished(enumerate(fitted.candidate for fitted in fit.layers), fit.low_rank_error)
-
-    if plan.separation_rank is not None:
-        solver = replace(SOLVER, device=device) if search is None else search.solver
-        terms, inner, storage = plan.separation_rank, plan.inner_shape, plan.storages[0]
-        result = finished(at_given_terms(layers, terms, inner, storage, solver, shelf))
-    else:
-        search = search or Search().on(device)
-        prepared = prepare(layers, plan.budget, search=search, storages=plan.storages, shelf=shelf, on_step=on_step)
-        if plan.bytes is None:
-            result = under(plan.budget)
-        else:
-            result = fill(plan.bytes, lambda left: under(Budget(bytes=left)), _file_size, _error)
-    if all(candidate.build is None for candidate in result.chosen):
-        least = f": heads and header alone take {_file_size(result):,} bytes" if plan.bytes is not None else ""
-        raise BudgetError(f"nothing of the adapter fits into this budget{least}; allow more")
+    resources = Resources(workers, device, store, on_step)
+    result = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources).compress(
+        plan
+    )
     if on_layer is not None:
         for layer in result.layers:
             on_layer(layer)
     return result
 
 
+def search_adapter(
+    checkpoint: Checkpoint,
+    plans: Sequence[CompressionPlan],
+    *,
+    statistics: Mapping[str, HasWeights | NormWeights] | None = None,
+    search: Search | None = None,
+    resources: Resources | None = None,
+) -> SearchedAdapter:
+    """Solve the shapes that these plans could want, once; any number of budgets is then drawn from the answer.
+
+    Parameters
+    ----------
+    checkpoint, statistics, search
+        As for `compress`.
+    plans : sequence of CompressionPlan
+        What will be asked, all in one storage: larger shapes than they could want are not solved. Other plans may be
+        drawn as well.
+    resources : Resources, optional
+        Processes, device, store and progress.
+
+    Examples
+    --------
+    One search, three sizes::
+
+        plans = [CompressionPlan(ratio=ratio) for ratio in (96, 48, 19)]
+        searched = search_adapter(checkpoint, plans, statistics=statistics)
+        for plan in plans:
+            searched.compress(plan).save(f"out-{plan.ratio:g}")
+
+    After that a bisection over budgets solves nothing::
+
+        searched.compress(CompressionPlan(ratio=61), solve=False)
+    """
+    layers, resources, cache = stored_layers(checkpoint, statistics), resources or Resources(), SpillCache()
+    search = search or Search()
+    if resources.device is not None:
+        search = search.on(resources.device)
+    storages = {plan.storages for plan in plans}
+    if len(storages) > 1:
+        raise BudgetError("plans that share a search share their storage: search once for each storage")
+    budgets = [plan.budget for plan in plans if plan.separation_rank is None]
+    if any(plan.kl is not None for plan in plans) and statistics is None:
+        raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+    searched = None
+    if budgets or not plans:
+        kinds = storages.pop() if storages else ("float32",)
+        searched = search_layers(layers, budgets, search=search, storages=kinds, cache=cache, resources=resources)
+    return SearchedAdapter(checkpoint, layers, searched, search, cache, statistics is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchedAdapter:
+    """A checkpoint whose layers were solved at many shapes; `compress` draws a plan from them."""
+
+    checkpoint: Checkpoint
+    layers: Sequence[Layer]
+    searched: Searched | None  # None: every layer at given terms
+    search: Search
+    cache: SpillCache
+    functional: bool  # errors count in the K-FAC norm
+
+    def compress(self, plan: CompressionPlan, *, solve: bool = True) -> Compression:
+        """The adapter under one plan.
+
+        Parameters
+        ----------
+        plan : CompressionPlan
+            In the storage that was searched for.
+        solve : bool
+            Whether to try neighbours of the shapes that this plan chooses and to refine those it takes. Without, what
+            was solved already is allocated, rounded and measured: milliseconds a layer, so a bisection over budgets
+            costs little. The errors reported are measured on the stored factors either way.
+
+        Raises
+        ------
+        BudgetError
+            If the plan cannot be met; says what is reachable.
+        """
+        if plan.separation_rank is not None:
+            solver = self.search.solver if self.search.probes else replace(SOLVER, device=self.search.solver.device)
+            terms, inner, storage = plan.separation_rank, plan.inner_shape, plan.storages[0]
+            found = dict(at_given_terms(self.layers, terms, inner, storage, solver, self.cache))
+            return self._reported(plan, Fitted(tuple(found[i] for i in range(len(self.layers))), None))
+        if plan.bytes is not None:
+            return self._filled(plan, solve)
+        return self._drawn(plan, plan.budget, solve)
+
+    def _drawn(self, plan: CompressionPlan, budget: Budget, solve: bool) -> Compression:
+        if self.searched is None:
+            raise BudgetError("the search was for given terms only; search again for this plan")
+        return self._reported(plan, self.searched.fit(budget, solve=solve))
+
+    def _filled(self, plan: CompressionPlan, solve: bool) -> Compression:
+        """The largest file of at most so many bytes: what heads and header take goes off first."""
+        assert plan.bytes is not None
+        heads = sum(tensor.nbytes for tensor in self.checkpoint.extras.values())
+        if plan.bytes <= heads + EMPTY_FILE:
+            least = f"heads and header alone take {heads + EMPTY_FILE:,} bytes"
+            raise BudgetError(f"nothing of the adapter fits into {plan.bytes:,} bytes: {least}; allow more")
+        return fill(plan.bytes, heads + EMPTY_FILE, partial(self._within, plan, solve), _file_size, _error)
+
+    def _within(self, plan: CompressionPlan, solve: bool, left: float) -> Compression:
+        return self._drawn(plan, Budget(bytes=left), solve)
+
+    def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
+        rows = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
+        reports = tuple(_report(source, layer, best, plan, self.functional) for source, layer, best in rows)
+        if all(chosen.stored is None for chosen in fitted.chosen):
+            raise BudgetError("nothing of the adapter fits into this budget; allow more")
+        return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error)
+
+
 def _file_size(result: Compression) -> int:
-    """Bytes of the weight file, by writing it; without any layer, of what it would hold at least."""
-    if all(candidate.build is None for candidate in result.chosen):
-        return sum(tensor.nbytes for tensor in result.source.extras.values()) + EMPTY_FILE
+    """Bytes of the weight file, by writing it."""
     with TemporaryDirectory() as folder:
         return (result.save(Path(folder) / "sized") / WEIGHTS).stat().st_size
 
@@ -190,35 +278,34 @@ def _error(result: Compression) -> float:
 
 
 class _ReadWhenAsked(Mapping[str, CodedProduct]):
-    """Codes by layer name, read from the shelf one at a time."""
+    """Codes by layer name, read from the cache one at a time."""
 
-    def __init__(self, readers: Mapping[str, Callable[[], CodedProduct]]) -> None:
-        self._readers = readers
+    def __init__(self, coded: Mapping[str, Materialized]) -> None:
+        self._coded = coded
 
     def __getitem__(self, name: str) -> CodedProduct:
-        return self._readers[name]()
+        codes = self._coded[name].codes
+        assert codes is not None
+        return codes
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
+        return iter(self._coded)
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._coded)
 
 
-def _product(candidate: Candidate) -> SeparatedProduct:
-    form = None if candidate.build is None else candidate.build()
+def _product(chosen: Materialized) -> SeparatedProduct:
+    form = chosen.form
     if not isinstance(form, SeparatedProduct):
-        raise CheckpointError(f"a candidate of structure {candidate.structure!r} has no place in an LSR directory")
+        structure = chosen.candidate.structure
+        raise CheckpointError(f"a candidate of structure {structure!r} has no place in an LSR directory")
     return form
 
 
-def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, functional: bool) -> LayerReport:
-    norm, size = layer.pair.norm, math.sqrt(layer.squared_norm)
-    product = None if best.build is None else _product(best)
-    if product is not None and best.codes is None:
-        # Weights are spread over the factors and those rounded when they are written: this is what a reader then gets.
-        product = product.round_to(best.storage)
-        best = replace(best, squared_error=layer.squared_error(product))
+def _report(source: Any, layer: Layer, chosen: Materialized, plan: CompressionPlan, functional: bool) -> LayerReport:
+    best, norm, size = chosen.candidate, layer.pair.norm, math.sqrt(layer.squared_norm)
+    product = None if chosen.stored is None else as_read(_product(chosen), best.storage, coded=chosen.coded)
     error = math.sqrt(best.squared_error)
     frobenius = error
     if functional:
@@ -241,6 +328,6 @@ def _report(source: Any, layer: Layer, best: Candidate, plan: CompressionPlan, f
         functional_norm=size if functional else None,
         functional_error=in_norm if functional else None,
         condition=1.0 if product is None else product.condition,
-        storage=best.codes().storage if best.codes is not None else best.storage,
+        storage=best.storage if (codes := chosen.codes) is None else codes.storage,
         met=plan.rtol is None or error <= plan.rtol * size * (1.0 + 1e-12),
     )

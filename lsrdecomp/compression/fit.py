@@ -1,4 +1,4 @@
-"""fit_layers: candidates for every layer, one budget over all of them, the chosen ones polished, measured as stored."""
+"""fit_layers: what every layer becomes under one budget over all of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.compression.budget import Budget as Budget
-from lsrdecomp.compression.candidate_table import Row, polish, rows
-from lsrdecomp.compression.candidates import Candidate, settled
-from lsrdecomp.compression.choice import allocate
+from lsrdecomp.compression.candidates import Candidate
 from lsrdecomp.compression.layers import Form, Layer
 from lsrdecomp.compression.layers import HasWeights as HasWeights
 from lsrdecomp.compression.layers import make_layers as make_layers
+from lsrdecomp.compression.materialize import Materialized
+from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.compression.searched import Fitted, Resources, search_layers
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 
@@ -25,12 +25,17 @@ class FittedLayer:
     """What one layer became."""
 
     layer: Layer
-    candidate: Candidate  # as stored; its error is in the layer's norm
+    materialized: Materialized
+
+    @property
+    def candidate(self) -> Candidate:
+        """As stored; its error is in the layer's norm."""
+        return self.materialized.candidate
 
     @property
     def form(self) -> Form | None:
         """The factors as a reader gets them; None where the layer is dropped."""
-        return None if self.candidate.build is None else self.candidate.build()
+        return self.materialized.form
 
     @property
     def relative_error(self) -> float:
@@ -56,6 +61,12 @@ class Fit:
     layers: tuple[FittedLayer, ...]
     low_rank_error: float | None  # the best truncated SVD found for the same budget and norm; None: none fits
 
+    @classmethod
+    def of(cls, layers: Sequence[Layer], fitted: Fitted) -> Fit:
+        """What a budget took, beside the layers themselves."""
+        pairs = zip(layers, fitted.chosen, strict=True)
+        return cls(tuple(FittedLayer(layer, chosen) for layer, chosen in pairs), fitted.low_rank_error)
+
     @property
     def parameters(self) -> int:
         return sum(fitted.candidate.parameters for fitted in self.layers)
@@ -79,23 +90,21 @@ def fit_layers(
     search: Search | None = None,
     storages: Sequence[str] = ("float32",),
     overhead: Callable[[Candidate], float] | None = None,
-    on_step: Callable[[str], Any] | None = None,
+    on_step: OnStep | None = None,
 ) -> Fit:
-    """Choose for every layer what it becomes, under one budget over all layers.
+    """Choose for every layer what it becomes, under one budget over all layers; for several, `search_layers` once.
 
     Parameters
     ----------
     layers : sequence of Layer
         See `make_layers`.
     budget : Budget
-    search : Search, optional
-    storages : sequence of str
-        Types the factors may be stored in; more than one is of use when bytes are counted. With int8 or int4 among
-        them, truncated SVD in water-filled bits takes part.
+    search, storages
+        As for `search_layers`.
     overhead : callable, optional
         Bytes of a candidate beyond its factors, such as header entries.
     on_step : callable, optional
-        Called with a few words before each part of the work.
+        Called with a `Step` as the parts of the work are done.
 
     Returns
     -------
@@ -108,55 +117,5 @@ def fit_layers(
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
-    return prepare(layers, budget, search=search, storages=storages, on_step=on_step).fit(budget, overhead)
-
-
-def prepare(
-    layers: Sequence[Layer],
-    budget: Budget,
-    *,
-    search: Search | None = None,
-    storages: Sequence[str] = ("float32",),
-    shelf: Shelf | None = None,
-    on_step: Callable[[str], Any] | None = None,
-) -> Prepared:
-    """All candidates of all layers, stored, ready for budgets of the kind of ``budget``; arguments as `fit_layers`.
-
-    With a tolerance for each layer on its own, layers are fitted as they come by, and only what they became is kept.
-    """
-    search, shelf = search or Search(), shelf or Shelf()
-    say = on_step or (lambda words: None)
-    limit = None if budget.counts_bytes else budget.cost_limit(layers)
-    table: list[Row] = [[] for _ in layers]
-    for places, found in rows(layers, limit, search, storages, shelf, say):
-        if budget.layer_rtol is not None:
-            some = [layers[i] for i in places]
-            fit = Prepared(some, found, search, storages, shelf, say).fit(budget)
-            found = [[settled(fitted.candidate, shelf)] for fitted in fit.layers]
-        for i, row in zip(places, found, strict=True):
-            table[i] = row
-    return Prepared(layers, table, search, storages, shelf, say)
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """Candidates of all layers; fits of several budgets share them."""
-
-    layers: Sequence[Layer]
-    table: list[Row]
-    search: Search
-    storages: Sequence[str]
-    shelf: Shelf
-    say: Callable[[str], Any]
-
-    def fit(self, budget: Budget, overhead: Callable[[Candidate], float] | None = None) -> Fit:
-        """Allocate, polish what was chosen, allocate again; see `fit_layers`."""
-        choice, baseline = allocate(self.layers, self.table, budget, overhead)
-        for _ in range(2):
-            self.say("polishing")
-            if not polish(self.layers, self.table, choice, self.search, self.shelf):
-                break
-            choice, again = allocate(self.layers, self.table, budget, overhead, choice)
-            baseline = again if baseline is None else baseline
-        fitted = [FittedLayer(layer, self.table[i][choice[i]]) for i, layer in enumerate(self.layers)]
-        return Fit(tuple(fitted), baseline)
+    searched = search_layers(layers, [budget], search=search, storages=storages, resources=Resources(on_step=on_step))
+    return Fit.of(layers, searched.fit(budget, overhead))

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.compression.candidates import Candidate, lsr_candidate, refitted, solve_together, stored_as
+from lsrdecomp.compression.candidates import lsr_candidate, solve_together
 from lsrdecomp.compression.layers import (
-    Desk,
     HasWeights,
     Layer,
+    LayerCache,
     StoredLayer,
     batches,
     make_layers,
     missing_statistics,
 )
-from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.compression.materialize import Materialized, materialize
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -81,7 +82,7 @@ def stored_layers(
 
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
     """
-    desk = Desk()
+    opened = LayerCache()
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
@@ -91,7 +92,7 @@ def stored_layers(
         return make_layers({layer.name: layer_pair(checkpoint, layer)}, statistics)[0]
 
     return [
-        StoredLayer(layer.name, layer.shape, layer.rank, partial(read, layer), desk, statistics is not None)
+        StoredLayer(layer.name, layer.shape, layer.rank, partial(read, layer), opened, statistics is not None)
         for layer in checkpoint.layers
     ]
 
@@ -107,24 +108,25 @@ def at_given_terms(
     inner: tuple[int, ...] | None,
     storage: str,
     solver: JointALS | None = None,
-    shelf: Shelf | None = None,
-) -> Iterator[tuple[int, Candidate]]:
+    cache: SpillCache | None = None,
+) -> Iterator[tuple[int, Materialized]]:
     """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
 
-    Yields place and candidate, layers of one kind together; their factors wait on the shelf.
+    Yields place and candidate, layers of one kind together; their factors wait in the cache.
     """
-    shelf = shelf or Shelf()
+    cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
         shape = ProductShape.balanced(layer.shape, inner or balanced_split(effective_rank(layer)))
         groups.setdefault((layer.kind, shape), []).append(i)
     for (_, shape), places in groups.items():
         for part in batches([layers[i] for i in places]):
-            some = places[part]
-            solved = solve_together([layers[i] for i in some], shape, (terms, terms), solver or SOLVER)
-            for i, solution in zip(some, solved, strict=True):
-                store = refitted if storage in INTEGER_BITS else stored_as
-                yield i, store(layers[i], lsr_candidate(solution), storage, shelf)
+            batch = places[part]
+            solved = solve_together([layers[i] for i in batch], shape, (terms, terms), solver or SOLVER)
+            for i, solution in zip(batch, solved, strict=True):
+                candidate = lsr_candidate(solution, cache)
+                asked = replace(candidate, price=replace(candidate.price, storage=storage))
+                yield i, materialize(layers[i], asked, cache)
 
 
 def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

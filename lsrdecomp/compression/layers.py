@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
+import numpy as np
+
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.solvers.pair.leading_norm import leading_norms
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_gauge, weighted_norm, weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
@@ -28,7 +32,10 @@ PAIR_ENTRIES = 2**20
 """Numbers of the pairs solved together, and of those kept open: 8 MiB in float64, or one layer if that is larger."""
 
 DENSE_ENTRIES = 2**23
-"""The same for the dense weights of their norms."""
+"""The same for the weights of their norms."""
+
+LEADING_ENTRIES = 2**22
+"""The same for the weights in their leading coordinates, of which solves make copies."""
 
 
 class Layer:
@@ -70,6 +77,11 @@ class Layer:
         return self.weights if self.weights is not None else NormWeights.frobenius(self.shape)
 
     @cached_property
+    def leading(self) -> NormWeights:
+        """The norm in its leading coordinates: what solves use; see `leading_norms`."""
+        return leading_norms(self.norms)
+
+    @cached_property
     def gauge(self) -> tuple[Array, Array, Array]:
         """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
         return weighted_gauge(as_double(self.pair.left), as_double(self.pair.right), self.norms)
@@ -104,8 +116,19 @@ class Layer:
 
     @cached_property
     def dense_entries(self) -> int:
-        """Numbers in the dense weights of its norm."""
-        return sum(int(w.size) ** 2 for w in (self.norms.output, self.norms.input) if hasattr(w, "matrix"))
+        """Numbers in the weights of its norm."""
+        return _entries(self.norms)
+
+    @cached_property
+    def is_leading(self) -> bool:
+        """Whether the leading coordinates are all there are."""
+        whole, part = self.norms, self.leading
+        return part.output is whole.output and part.input is whole.input
+
+    @cached_property
+    def leading_entries(self) -> int:
+        """The same of `leading`."""
+        return _entries(self.leading)
 
 
 class StoredLayer(Layer):
@@ -118,20 +141,26 @@ class StoredLayer(Layer):
     rank : int
     read : callable
         Reads the layer.
-    desk : Desk
-        Where open layers lie.
+    opened : LayerCache
+        Where open layers are kept.
     weighted : bool
         Whether it has a norm of its own, which comes with reading.
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], rank: int, read: Callable[[], Layer], desk: Desk, weighted: bool
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rank: int,
+        read: Callable[[], Layer],
+        opened: LayerCache,
+        weighted: bool,
     ) -> None:
         self.name = name
         self._shape = shape
         self._rank = rank
         self._weighted = weighted
-        self._open = partial(desk.take, self, read)
+        self._open = partial(opened.take, self, read)
 
     @property
     def pair(self) -> LowRank:
@@ -154,11 +183,15 @@ class StoredLayer(Layer):
         return self._open().norms if self._weighted else NormWeights.frobenius(self.shape)
 
     @property
+    def leading(self) -> NormWeights:
+        return self._open().leading if self._weighted else self.norms
+
+    @property
     def gauge(self) -> tuple[Array, Array, Array]:
         return self._open().gauge
 
 
-class Desk:
+class LayerCache:
     """The layers that are open, up to so many numbers; those not used for longest are closed first."""
 
     def __init__(self) -> None:
@@ -205,16 +238,29 @@ def missing_statistics(name: str) -> BudgetError:
     return BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
 
 
-def batches(layers: Sequence[Layer]) -> list[slice]:
-    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `DENSE_ENTRIES`), at least one layer each."""
+def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
+    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `DENSE_ENTRIES`), at least one layer each.
+
+    With ``leading`` their norms count as they are in their leading coordinates.
+    """
     runs, start, pairs, dense = [], 0, 0, 0
+    most = LEADING_ENTRIES if leading else DENSE_ENTRIES
     for i, layer in enumerate(layers):
-        pairs, dense = pairs + layer.parameters, dense + layer.dense_entries
-        if i > start and not _fits(pairs, dense):
+        entries = layer.leading_entries if leading else layer.dense_entries
+        pairs, dense = pairs + layer.parameters, dense + entries
+        if i > start and (pairs > PAIR_ENTRIES or dense > most):
             runs.append(slice(start, i))
-            start, pairs, dense = i, layer.parameters, layer.dense_entries
+            start, pairs, dense = i, layer.parameters, entries
     return [*runs, slice(start, len(layers))] if layers else []
 
 
 def _fits(pairs: int, dense: int) -> bool:
     return pairs <= PAIR_ENTRIES and dense <= DENSE_ENTRIES
+
+
+def _entries(norms: NormWeights) -> int:
+    sides = norms.output, norms.input
+    return sum(math.prod(getattr(side, "matrix", getattr(side, "basis", _NOTHING)).shape) for side in sides)
+
+
+_NOTHING = np.empty(0)

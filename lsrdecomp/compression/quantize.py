@@ -15,7 +15,7 @@ from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS
-from lsrdecomp.solvers.pair.quantization_aware import onto_codes
+from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
@@ -51,16 +51,16 @@ def _with_scales(codes: tuple[Codes, ...], scale: Doubles, bits: int) -> Quantiz
 
 
 def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms: NormWeights) -> QuantizedProduct:
-    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again, by `onto_codes`.
+    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again.
 
-    Of as many bytes as `quantized_product`, and seldom farther.
+    By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
     """
     if 0 in product.separation_ranks:
         return quantized_product(product, bits)
     if product.left.order == 2:
         product = product.canonical()
     weights = None if norms.is_frobenius else norms
-    sides = onto_codes(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
+    sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
     left, right = (_with_scales(side.codes, side.scales, bits) for side in sides)
     return QuantizedProduct(left, right)
 

@@ -1,21 +1,21 @@
-"""Which LSR shapes are worth solving for: a ladder of sizes, probed on a few layers, the best of each size kept."""
+"""How far to look for shapes, and the full search: many shapes probed on a few layers, the best of each size kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import mul
 
 import numpy as np
 
 from lsrdecomp.compression.candidates import Configuration, solve_together
+from lsrdecomp.compression.ladder import parameters
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, splits
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
-RUNG = 1.3
-"""Ratio of parameters between neighbouring rungs of the ladder."""
+BIN = 1.3
+"""Ratio of parameters between neighbouring size bins."""
 
 TERMS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 """Numbers of terms that are tried."""
@@ -31,7 +31,10 @@ class Search:
     Parameters
     ----------
     probes : int
-        Shapes tried briefly for each size of layer.
+        Shapes tried briefly for each size of layer, of which ``kept`` are solved for; none: a fixed ladder of shapes
+        and the neighbours of those that a budget chooses, as good in a fraction of the time (`Search.full` probes).
+    rounds : int
+        Without probes: times that neighbours of what was chosen are tried.
     kept : int
         Shapes solved for every layer of that size.
     probe_layers, probe_sweeps : int
@@ -41,15 +44,16 @@ class Search:
     inner_rank, terms : int
         Largest inner rank and most terms a side that are tried; the rank of the layer bounds the former too.
     solver : JointALS
-        Of the full solve.
-    polish : JointALS
+        With probes: of the full solve.
+    refine : JointALS
         Of the shapes that the budget chose, from where the full solve ended.
     low_rank, direct : bool
         Whether truncated SVD, and the direct sum of the layer itself, compete.
     seed : int
     """
 
-    probes: int = 128
+    probes: int = 0
+    rounds: int = 1
     kept: int = 24
     probe_layers: int = 4
     probe_sweeps: int = 2
@@ -57,15 +61,20 @@ class Search:
     inner_rank: int = 8
     terms: int = 16
     solver: JointALS = field(default_factory=lambda: JointALS(sweeps=8, trials=1))
-    polish: JointALS = field(default_factory=lambda: JointALS(sweeps=45))
+    refine: JointALS = field(default_factory=lambda: JointALS(sweeps=8, cg_steps=4))
     low_rank: bool = True
     direct: bool = False
     seed: int = 0
 
+    @classmethod
+    def full(cls) -> Search:
+        """Hundreds of shapes probed for each size of layer: hours for a large model, where the ladder takes minutes."""
+        return cls(probes=128, refine=JointALS(sweeps=45))
+
     def on(self, device: str | None) -> Search:
         """The same with joint least squares on a device of torch; see `JointALS`."""
-        solver, polish = (replace(one, device=device) for one in (self.solver, self.polish))
-        return replace(self, solver=solver, polish=polish)
+        solver, refine = (replace(one, device=device) for one in (self.solver, self.refine))
+        return replace(self, solver=solver, refine=refine)
 
 
 def choose_configurations(layers: Sequence[Layer], search: Search, most: float) -> list[Configuration]:
@@ -74,37 +83,40 @@ def choose_configurations(layers: Sequence[Layer], search: Search, most: float) 
     if len(probes) <= search.kept:
         return probes
     # Strided, so that the probed layers come from all depths of the network.
-    some = layers[:: max(1, len(layers) // search.probe_layers)][: search.probe_layers]
+    sample = layers[:: max(1, len(layers) // search.probe_layers)][: search.probe_layers]
     solver = replace(search.solver, sweeps=search.probe_sweeps, trials=0)
     losses = np.zeros(len(probes))
-    for part in batches(some):
+    for part in batches(sample):
         for place, (shape, ranks) in enumerate(probes):
-            solved = solve_together(some[part], shape, ranks, solver)
+            solved = solve_together(sample[part], shape, ranks, solver)
             losses[place] += math.fsum(solution.error**2 for solution in solved)
-    return _best_of_each_rung(probes, losses.tolist(), search.kept)
+    return _best_of_each_size_bin(probes, losses.tolist(), search.kept)
 
 
 def probe_configurations(matrix_shape: tuple[int, int], rank: int, search: Search, most: float) -> list[Configuration]:
     """Up to ``search.probes`` shapes spread evenly over the logarithm of their size, ascending.
 
-    On each rung a third are the most even ones (sides of like cost, factors of like size, terms alike), which win below
-    one rank; a third are tall ones (`tallness`), which win between whole ranks; the others are drawn at random.
+    In each size bin a third are the most even ones (sides of like cost, factors of like size, terms alike), which win
+    below one rank; a third are tall ones (`aspect_penalty`), which win between whole ranks; the others are drawn at
+    random.
     """
-    rungs: dict[int, list[Configuration]] = {}
+    bins: dict[int, list[Configuration]] = {}
     for configuration in all_configurations(matrix_shape, rank, search):
         size = parameters(configuration)
         if size <= most:
-            rungs.setdefault(_rung(size), []).append(configuration)
-    if not rungs:
+            bins.setdefault(_size_bin(size), []).append(configuration)
+    if not bins:
         return []
     rng = np.random.default_rng(search.seed)
-    share = max(2, search.probes // len(rungs))
+    share = max(2, search.probes // len(bins))
     chosen: list[Configuration] = []
-    for rung in sorted(rungs):
+    for size in sorted(bins):
         third = -(-share // 3)
-        picked = sorted(rungs[rung], key=unevenness)[:third]
-        picked += sorted((c for c in rungs[rung] if c not in picked and tallness(c) < math.inf), key=tallness)[:third]
-        rest = [c for c in rungs[rung] if c not in picked]
+        picked = sorted(bins[size], key=unevenness)[:third]
+        picked += sorted(
+            (c for c in bins[size] if c not in picked and aspect_penalty(c) < math.inf), key=aspect_penalty
+        )[:third]
+        rest = [c for c in bins[size] if c not in picked]
         drawn = rng.permutation(len(rest))[: max(0, share - len(picked))]
         chosen += picked + [rest[i] for i in sorted(drawn)]
     return sorted(chosen, key=parameters)
@@ -132,21 +144,17 @@ def all_configurations(matrix_shape: tuple[int, int], rank: int, search: Search)
     return found
 
 
-def parameters(configuration: Configuration) -> int:
-    """Numbers in the factors."""
-    shape, (s, t) = configuration
-    size: int = s * sum(map(mul, shape.out, shape.inner)) + t * sum(map(mul, shape.inner, shape.into))
-    return size
-
-
 def unevenness(configuration: Configuration) -> float:
     """Zero for factors of equal size, sides of equal cost and equal terms; grows with the logarithms of the ratios."""
     shape, (s, t) = configuration
-    left, right = s * sum(map(mul, shape.out, shape.inner)), t * sum(map(mul, shape.inner, shape.into))
+    left, right = (
+        s * sum(a * b for a, b in zip(shape.out, shape.inner, strict=True)),
+        t * sum(a * b for a, b in zip(shape.inner, shape.into, strict=True)),
+    )
     return _spread(shape.out) + _spread(shape.into) + abs(math.log(left / right)) + 0.5 * abs(math.log(s / t))
 
 
-def tallness(configuration: Configuration) -> float:
+def aspect_penalty(configuration: Configuration) -> float:
     """Small for m/q × 1 ⊗ q × r with small q > 1 on both sides: low rank of a reshaped side, nearly plain low rank.
 
     Infinite for anything else.
@@ -165,21 +173,21 @@ def _spread(sizes: Sequence[int]) -> float:
     return math.log(max(sizes) / min(sizes))
 
 
-def _rung(size: int) -> int:
-    return int(math.log(size) / math.log(RUNG))
+def _size_bin(size: int) -> int:
+    return int(math.log(size) / math.log(BIN))
 
 
-def _best_of_each_rung(probes: list[Configuration], losses: list[float], kept: int) -> list[Configuration]:
-    """The best of each rung, then the second best ones, dropping what a cheaper one beats; ``kept`` in all."""
+def _best_of_each_size_bin(probes: list[Configuration], losses: list[float], kept: int) -> list[Configuration]:
+    """The best of each size bin, then the second best ones, dropping what a cheaper one beats; ``kept`` in all."""
     order = sorted(range(len(probes)), key=lambda i: losses[i])
     places: dict[int, int] = {}
     ranked = []
     for i in order:
-        rung = _rung(parameters(probes[i]))
-        places[rung] = places.get(rung, -1) + 1
+        where = _size_bin(parameters(probes[i]))
+        places[where] = places.get(where, -1) + 1
         beaten = any(
             losses[j] <= losses[i] and parameters(probes[j]) < parameters(probes[i]) for j in range(len(probes))
         )
-        ranked.append((beaten, places[rung], losses[i], i))
+        ranked.append((beaten, places[where], losses[i], i))
     picked = sorted(i for *_, i in sorted(ranked)[:kept])
     return sorted((probes[i] for i in picked), key=parameters)

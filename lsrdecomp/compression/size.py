@@ -14,17 +14,21 @@ FILLED = 0.99
 """A file this full is full enough to stop."""
 
 
-def fill(size: int, attempt: Callable[[float], T], measure: Callable[[T], int], quality: Callable[[T], float]) -> T:
+def fill(
+    size: int, fixed: int, attempt: Callable[[float], T], measure: Callable[[T], int], quality: Callable[[T], float]
+) -> T:
     """The best result whose measured size is at most ``size``.
 
     What a file holds beside its factors is known only once the factors are chosen. So the allowance for factors starts
-    at ``size`` and is corrected by what the file turned out to be; when one attempt fits and another does not, the next
-    lies between them.
+    at ``size`` without what is ``fixed``, and is corrected by what the file turned out to be; when one attempt fits and
+    another does not, the next lies between them.
 
     Parameters
     ----------
     size : int
         Bytes.
+    fixed : int
+        Bytes of the file whatever the factors are: heads, an empty header.
     attempt : callable
         From an allowance for factors, in bytes, to a result; may raise `BudgetError`.
     measure : callable
@@ -39,7 +43,7 @@ def fill(size: int, attempt: Callable[[float], T], measure: Callable[[T], int], 
     """
     fits: T | None = None
     seen: list[int] = []
-    low, high, allowed = 0.0, float(size), float(size)
+    low, high, allowed = 0.0, float(size - fixed), float(size - fixed)
     for _ in range(ROUNDS):
         try:
             result = attempt(max(allowed, 0.0))

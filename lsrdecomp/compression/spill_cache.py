@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from lsrdecomp.errors import CheckpointError
 
 IN_MEMORY = 8 * 2**20
-"""Bytes held before the shelf moves to disk."""
+"""Bytes held before the cache moves to disk."""
 
 T = TypeVar("T")
 
 
-class Shelf:
+class SpillCache:
     """Values put away and read back with the same bits.
 
     The file has no name (it vanishes with the process, also when that is killed) and nobody else can write to it: that

@@ -1,4 +1,4 @@
-"""Low rank in few bits: truncated SVD by reverse water-filling, which wins when bytes are counted; the pair as found.
+"""Low rank in few bits: truncated SVD by reverse water-filling, which wins when bytes are counted; the pair unrotated.
 
 Component k of the SVD, a column and a row, is stored in b_k-bit integers with one float16 scale. Bits go where they
 lower the expected error most; components below the water level get none [1]_.
@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import as_double, to_numpy
-from lsrdecomp.compression.candidates import Candidate
+from lsrdecomp.compression.candidates import LowRank, Price
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.quantize import nearest_codes
 from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.quantized import SpectralCode
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.shape import ProductShape
 
 MOST_BITS = 8
 # Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of `nearest_codes`.
@@ -34,36 +31,43 @@ GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.00022
 Doubles = NDArray[np.float64]
 
 
-def water_filled_candidates(layer: Layer, points: int = 24) -> list[Candidate]:
+def water_filled_candidates(layer: Layer, points: int = 24) -> list[LowRank]:
     """SVD with bits spread over its components, at ``points`` sizes from the smallest useful one to eight bits each."""
     steps = bit_ladder(layer, *_spectrum(layer))
     places = sorted({round(q) for q in np.geomspace(1, len(steps), min(points, len(steps)))}) if steps else []
-    return [_candidate(layer, partial(_code, layer, steps[place - 1])) for place in places]
+    return [_candidate(layer, svd_code(layer, steps[place - 1]), steps[place - 1]) for place in places]
 
 
-def as_found_candidates(layer: Layer) -> list[Candidate]:
+def unrotated_candidates(layer: Layer) -> list[LowRank]:
     """The pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
 
     LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
     about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
     """
-    return [_candidate(layer, partial(_code_as_found, layer))] if layer.squared_norm > 0.0 else []
+    if layer.squared_norm == 0.0:
+        return []
+    code = pair_code(layer)
+    return [_candidate(layer, code, code.bits, unrotated=True)]
 
 
-def _candidate(layer: Layer, make: Callable[[], SpectralCode]) -> Candidate:
-    code = make()
+def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
+    """The code of the layer's SVD with these bits a component; see `spectral_code`."""
+    return spectral_code(layer, _spectrum(layer), bits)
+
+
+def pair_code(layer: Layer) -> SpectralCode:
+    """The code of the pair's own columns and rows, eight bits each."""
+    left, right = (to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right))
+    sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
+    kept = np.flatnonzero(sizes[0] * sizes[1])
+    u, v = left[:, kept] / sizes[0][kept], right[kept, :] / sizes[1][kept, None]
+    return spectral_code(layer, (u, (sizes[0] * sizes[1])[kept], v), (MOST_BITS,) * len(kept))
+
+
+def _candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...], *, unrotated: bool = False) -> LowRank:
     rank = len(code.bits)
-    return Candidate(
-        "low rank",
-        ProductShape.low_rank(layer.shape, rank),
-        (1, 1),
-        rank * sum(layer.shape),
-        layer.squared_error(code.dequantized()),
-        "bits",
-        code.bytes,
-        partial(_form, make),
-        make,
-    )
+    price = Price(rank * sum(layer.shape), layer.squared_error(code.dequantized()), "bits", code.bytes)
+    return LowRank(price, rank, bits, unrotated)
 
 
 def bit_ladder(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
@@ -149,19 +153,3 @@ def _step(k: int, b: int, sigma: Doubles, noise: Doubles) -> tuple[float, int, i
 def _spectrum(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
     pair, (columns, sigma, rows) = layer.pair, layer.gauge
     return to_numpy(as_double(pair.left) @ columns), to_numpy(sigma), to_numpy(rows @ as_double(pair.right))
-
-
-def _code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
-    return spectral_code(layer, _spectrum(layer), bits)
-
-
-def _code_as_found(layer: Layer) -> SpectralCode:
-    left, right = (to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right))
-    sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
-    kept = np.flatnonzero(sizes[0] * sizes[1])
-    u, v = left[:, kept] / sizes[0][kept], right[kept, :] / sizes[1][kept, None]
-    return spectral_code(layer, (u, (sizes[0] * sizes[1])[kept], v), (MOST_BITS,) * len(kept))
-
-
-def _form(make: Callable[[], SpectralCode]) -> SeparatedProduct:
-    return make().dequantized()

@@ -17,7 +17,7 @@ from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.allocate import Options, within_cost
-from lsrdecomp.compression.candidates import Candidate, direct_candidates, drop
+from lsrdecomp.compression.candidates import Direct, direct_candidates, drop
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.fit import HasWeights, make_layers
 from lsrdecomp.compression.layer import layer_pair
@@ -25,7 +25,6 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.experiments.recover_plan import Structure
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.weights import NormWeights
 from lsrdecomp.training.record import Scores
@@ -105,7 +104,7 @@ def squeeze(
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 
 
-def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, Candidate]:
+def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, Direct]:
     """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
 
     Raises
@@ -121,7 +120,7 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | No
         table.append([drop(layer), *direct_candidates(layer, shape, {2**k for k in range(12) if 2**k <= most})])
     options = [Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table]
     picked = (row[k] for row, k in zip(table, within_cost(options, budget), strict=True))
-    kept = {layer.name: c for layer, c in zip(layers, picked, strict=True) if c.build is not None}
+    kept = {layer.name: c for layer, c in zip(layers, picked, strict=True) if isinstance(c, Direct)}
     if not kept:
         least = min(candidate.parameters for row in table for candidate in row[1:])
         raise BudgetError(f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more")
@@ -136,13 +135,11 @@ def shape_settings(directory: Path, method: str) -> dict[str, Any]:
     return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}
 
 
-def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Candidate], out: Path) -> None:
+def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Direct], out: Path) -> None:
     tensors = {name: np.asarray(tensor.read()) for name, tensor in checkpoint.extras.items()}
     ranks, shapes = {}, {}
     for name, candidate in chosen.items():
-        form = candidate.build() if candidate.build is not None else None
-        assert isinstance(form, SeparatedMatrix)
-        assert isinstance(candidate.shape, KroneckerShape)
+        form = candidate.matrix()
         share = np.asarray(form.weights) ** (1.0 / form.order)
         for index, factor in enumerate(form.factors, start=1):
             scaled = np.asarray(share[:, None, None] * np.asarray(factor), dtype=np.float32)
@@ -162,5 +159,5 @@ def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Candidate], out: 
         config.save_pretrained(str(part))
 
 
-def _count(chosen: Mapping[str, Candidate]) -> dict[str, int]:
-    return dict(Counter(f"direct, {candidate.ranks[0]} terms" for candidate in chosen.values()))
+def _count(chosen: Mapping[str, Direct]) -> dict[str, int]:
+    return dict(Counter(f"direct, {candidate.rank} terms" for candidate in chosen.values()))

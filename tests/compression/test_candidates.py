@@ -12,16 +12,17 @@ from lsrdecomp.compression.candidates import (
     keep,
     low_rank_candidates,
     lsr_candidates,
-    stored_as,
 )
 from lsrdecomp.compression.fit import Budget, Fit, fit_layers, make_layers
+from lsrdecomp.compression.ladder import parameters
+from lsrdecomp.compression.materialize import materialize, priced_as
 from lsrdecomp.compression.search import (
     Search,
     all_configurations,
     choose_configurations,
-    parameters,
     probe_configurations,
 )
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
@@ -36,7 +37,7 @@ SEARCH = Search(
     probe_layers=2,
     probe_sweeps=2,
     solver=JointALS(sweeps=4, trials=1),
-    polish=JointALS(sweeps=8),
+    refine=JointALS(sweeps=8),
     terms=6,
 )
 M, N, RANK = 24, 36, 4
@@ -71,7 +72,8 @@ def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.r
     ]
     assert [c.structure for c in found] == ["drop", "keep", *["low rank"] * RANK, "LSR", "direct", "direct"]
     for candidate in found:
-        formed = np.zeros((M, N)) if candidate.build is None else np.asarray(candidate.build().to_matrix())
+        form = materialize(layer, candidate, SpillCache()).form
+        formed = np.zeros((M, N)) if form is None else np.asarray(form.to_matrix())
         difference = layer.pair.to_matrix() - formed
         g, c = (w.apply(np.eye(w.size)) for w in (layer.norms.output, layer.norms.input))
         expected = np.trace(difference.T @ g @ difference @ c)
@@ -85,9 +87,9 @@ def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.r
 def test_low_rank_is_a_product_shape_of_one_term(rng: np.random.Generator) -> None:
     layer = layers(rng, True)[0]
     candidate = low_rank_candidates(layer)[1]
-    form = candidate.build() if candidate.build else None
+    form = materialize(layer, candidate, SpillCache()).form
     assert isinstance(form, SeparatedProduct)
-    assert form.product_shape == candidate.shape == ProductShape.low_rank((M, N), 2)
+    assert form.product_shape == ProductShape.low_rank((M, N), 2)
     assert form.separation_ranks == (1, 1)
     best = weighted_residual_norm(layer.pair, weighted_truncation(layer.pair, layer.norms, 2), layer.norms)
     assert candidate.squared_error == pytest.approx(best**2, rel=1e-9)
@@ -97,14 +99,15 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
     layer = layers(rng, True)[0]
     shape = ProductShape((6, 4), (2, 1), (6, 6))
     (candidate,) = lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=5))[0]
-    sizes = {name: stored_as(layer, candidate, name) for name in ("float32", "float16", "int8", "int4")}
+    sizes = {name: priced_as(layer, candidate, name) for name in ("float32", "float16", "int8", "int4")}
     assert sizes["float32"].bytes == 4 * candidate.parameters
     assert sizes["float16"].bytes == 2 * candidate.parameters
     assert sizes["int4"].bytes < sizes["int8"].bytes < sizes["float16"].bytes
     for stored in sizes.values():
-        assert stored.build is not None
-        assert layer.squared_error(stored.build()) == pytest.approx(stored.squared_error, rel=1e-12)
-    assert stored_as(layer, drop(layer), "int4").bytes == 0
+        made = materialize(layer, stored, SpillCache(), refit=False)
+        assert layer.squared_error(made.form) == pytest.approx(stored.squared_error, rel=1e-12)
+        assert made.candidate.price == stored.price
+    assert priced_as(layer, drop(layer), "int4").bytes == 0
 
 
 def test_configurations_tile_the_matrix_fit_the_limit_and_are_spread() -> None:
@@ -191,7 +194,7 @@ def test_a_byte_budget_chooses_few_bits(rng: np.random.Generator) -> None:
     assert max(coarse.bytes, fine.bytes) <= 300
     assert fine.relative_error < 0.9 * coarse.relative_error
     assert {fitted.candidate.storage for fitted in fine.layers} & {"int4", "bits", "int8"}
-    taxed = fit_layers(some, Budget(bytes=300), search=SEARCH, overhead=lambda c: 0 if c.build is None else 120)
+    taxed = fit_layers(some, Budget(bytes=300), search=SEARCH, overhead=lambda c: 0 if c.structure == "drop" else 120)
     assert taxed.bytes + 120 * sum(f.form is not None for f in taxed.layers) <= 300
     _check_errors(fine)
 

@@ -34,7 +34,7 @@ def demo():
     return open_checkpoint(DEMO)
 
 
-QUICK = Search(probes=12, kept=4, solver=JointALS(sweeps=4), polish=JointALS(sweeps=4))
+QUICK = Search(probes=12, kept=4, solver=JointALS(sweeps=4), refine=JointALS(sweeps=4))
 
 
 @pytest.mark.parametrize("rtol", [0.05, 0.3, 0.7])
@@ -230,8 +230,8 @@ def test_zero_layers_become_zero_terms_or_nothing():
     m, n = 24, 36
     layer = Layer("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
     ((_, best),) = at_given_terms([layer], 3, (2, 1), "float16")
-    assert best.squared_error == 0.0
-    left, right = stored_factors(best.build())
+    assert best.candidate.squared_error == 0.0
+    left, right = stored_factors(best.form)
     assert {factor.shape[0] for factor in (*left, *right)} == {1}
 
 

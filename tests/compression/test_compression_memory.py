@@ -14,10 +14,10 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression import layers as open_layers
 from lsrdecomp.compression import spill_cache as shelf
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layers import Desk, Layer, StoredLayer, batches
+from lsrdecomp.compression.layers import Layer, LayerCache, StoredLayer, batches
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
@@ -25,7 +25,7 @@ from lsrdecomp.targets.base import LowRank
 M, N, R = 512, 768, 16
 LAYER = 8 * R * (M + N)  # bytes in float64
 ONCE = JointALS(sweeps=1)
-SEARCH = Search(probes=4, kept=2, probe_layers=1, orders=(2,), inner_rank=2, terms=2, solver=ONCE, polish=ONCE)
+SEARCH = Search(probes=4, kept=2, probe_layers=1, orders=(2,), inner_rank=2, terms=2, solver=ONCE, refine=ONCE)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
 
 def test_open_layers_are_kept_while_they_fit(monkeypatch):
     monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 40)
-    desk, read = Desk(), []
+    desk, read = LayerCache(), []
 
     def stored(name: str) -> StoredLayer:
         def open_it() -> Layer:
@@ -121,7 +121,7 @@ def test_open_layers_are_kept_while_they_fit(monkeypatch):
 
 
 def test_a_full_disk_under_the_shelf_is_one_line(monkeypatch):
-    held = Shelf()
+    held = SpillCache()
 
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp.compression.candidates import Layer
+from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import (
     GAUSSIAN,
-    as_found_candidates,
     bit_ladder,
     spectral_code,
+    unrotated_candidates,
     water_filled_candidates,
 )
 from lsrdecomp.errors import PrecisionError
@@ -137,14 +139,14 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.rand
     left, right = rng.uniform(-1.0, 1.0, (400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
     left[:, 2] = 0.0
     layer = Layer("q", LowRank(left, right))
-    (found,) = as_found_candidates(layer)
+    (found,) = unrotated_candidates(layer)
     assert found.bytes == 5 * (900 + 3) + 1
     components = spectral_code(layer, _svd(layer), (8,) * 5)
     assert components.bytes == found.bytes
     assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
-    assert found.codes is not None
-    assert layer.squared_error(found.codes().dequantized()) == found.squared_error
-    assert as_found_candidates(Layer("zero", LowRank(0.0 * left, right))) == []
+    made = materialize(layer, found, SpillCache())
+    assert layer.squared_error(made.codes.dequantized()) == found.squared_error
+    assert unrotated_candidates(Layer("zero", LowRank(0.0 * left, right))) == []
 
 
 def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:

@@ -53,7 +53,7 @@ structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
 scratch = ["lsr"]
 samples = 64
 """
-SMALL = Search(probes=6, kept=3, solver=JointALS(sweeps=2, trials=0), polish=JointALS(sweeps=2, trials=0))
+SMALL = Search(probes=6, kept=3, solver=JointALS(sweeps=2, trials=0), refine=JointALS(sweeps=2, trials=0))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_direct_sum_is_written_as_it_was_solved(first):
         if not name.endswith(".weight"):
             continue
         candidate = chosen.get(name.removesuffix(".weight"))
-        expected = 0.0 if candidate is None else np.asarray(candidate.build().to_matrix())
+        expected = 0.0 if candidate is None else np.asarray(candidate.matrix().to_matrix())
         np.testing.assert_allclose(matrix, np.broadcast_to(expected, matrix.shape), atol=1e-6)
 
 

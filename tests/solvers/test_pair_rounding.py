@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_pair import CUBE, SMALL, low_rank, norms
 
-from lsrdecomp.compression.candidates import lsr_candidate, refitted, stored_as
+from lsrdecomp.compression.candidates import Lsr, lsr_candidate
 from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.quantize import nearest_codes, quantized_product, refitted_product
-from lsrdecomp.compression.spill_cache import Shelf
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
-from lsrdecomp.solvers.pair.quantization_aware import onto_codes
+from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
 KINDS = ("frobenius", "diagonal", "low rank", "kronecker", "dense")
+
+
+def in_int4(candidate: Lsr) -> Lsr:
+    return replace(candidate, price=replace(candidate.price, storage="int4"))
 
 
 def norm_of(rng: np.random.Generator, shape: ProductShape, kind: str) -> NormWeights:
@@ -52,7 +59,7 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
         sides.append(SeparatedMatrix.from_factors(codes))
     exact = SeparatedProduct(*sides)
     target = LowRank(*exact.to_lora())
-    out, into = onto_codes(target, exact, lambda rows: nearest_codes(rows, 4))
+    out, into = quantize_sequentially(target, exact, lambda rows: nearest_codes(rows, 4))
     coded = SeparatedProduct(
         *(SeparatedMatrix.from_factors([c.astype(float) for c in side.codes], side.scales) for side in (out, into))
     )
@@ -61,20 +68,18 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
 
 def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
     layer = Layer("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "dense"))
-    candidate = lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms))
-    plain, solved = stored_as(layer, candidate, "int4"), refitted(layer, candidate, "int4", Shelf())
-    assert solved.squared_error < plain.squared_error
-    assert solved.bytes == plain.bytes
-    assert solved.build is not None
-    assert solved.codes is not None
-    assert solved.squared_error == pytest.approx(layer.squared_error(solved.build()), rel=1e-12)
-    assert solved.codes().storage == "int4"
+    candidate = in_int4(lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache()))
+    plain, solved = (materialize(layer, candidate, SpillCache(), refit=refit) for refit in (False, True))
+    assert solved.candidate.squared_error < plain.candidate.squared_error
+    assert solved.candidate.bytes == plain.candidate.bytes
+    assert solved.candidate.squared_error == pytest.approx(layer.squared_error(solved.form), rel=1e-12)
+    assert solved.codes.storage == "int4"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_scales_do_not_matter(scale: float, rng: np.random.Generator) -> None:
     pair = low_rank(rng, SMALL, 3)
     layer = Layer("layer", LowRank(scale * pair.left, pair.right))
-    candidate = lsr_candidate(JointALS().solve(layer.pair, SMALL, 2))
-    coded = refitted(layer, candidate, "int4", Shelf())
-    assert coded.squared_error <= 0.9 * layer.squared_norm
+    candidate = lsr_candidate(JointALS().solve(layer.pair, SMALL, 2), SpillCache())
+    coded = materialize(layer, in_int4(candidate), SpillCache())
+    assert coded.candidate.squared_error <= 0.9 * layer.squared_norm

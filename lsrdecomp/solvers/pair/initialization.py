@@ -10,7 +10,7 @@ from lsrdecomp.solvers.svd.leading import leading_triples
 from lsrdecomp.targets.weighted import gauge_of
 
 
-def gauge_turns(triangles: tuple[Array, Array], rank: int) -> tuple[Array, Array]:
+def gauge_transforms(triangles: tuple[Array, Array], rank: int) -> tuple[Array, Array]:
     """S, T (L, r, rank) that turn a pair into U√σ = B S, V√σ = Aᵀ T of its singular gauge, truncated or padded.
 
     ``triangles`` are R of thin QR factorizations of B and Aᵀ, or of G^½ B and C^½ Aᵀ for the gauge of that norm.
@@ -39,7 +39,7 @@ def side_terms(
     """Orthogonal Kronecker terms of each ``side @ turn`` (L, m, r); with ``traces`` orthogonal in their norm."""
     if traces is None:
         return orthogonal_terms(rearranged(side @ turn, shape), rank)
-    roots, inverses = traces.roots()
+    roots, inverses = traces.roots
     white = rearranged(kron_apply(roots, side @ turn, shape.rows), shape)
     return along_rows(orthogonal_terms(white, rank), inverses)
 

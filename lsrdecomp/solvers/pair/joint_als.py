@@ -212,14 +212,14 @@ class JointALS:
             before, state = state, problem.sweep(state)
             # JointALS 4: now and then one step farther the way the sweep went, kept where the error falls.
             if self.ridge == 0.0 and place % EVERY == 1:
-                state, step = _extrapolated(problem, before, state, step)
+                state, step = extrapolated(problem, before, state, step)
             history.append(safe_ratio(state.error, size))
             settled = place > 0 and bool(xp.all(history[-2] - history[-1] <= self.tolerance * history[-2]))
             mean, place = float(xp.mean(history[-1])), place + 1
             yield Step(state, mean, objective=mean if self.ridge == 0.0 else None, settled=settled)
 
 
-def _extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:
+def extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:
     """One more step in the direction of the last sweep, kept where the error falls; longer next time if it did [1]_.
 
     .. [1] R. Bro, Multi-way analysis in the food industry, 1998, section 4.4, line search in alternating least squares.

@@ -10,7 +10,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.targets.weights import Dense, Diagonal, LowRankPlusIdentity, Weight
 
-LARGEST_BLOCK = 512
+LARGEST_BLOCK = 192
 """Unknowns of a block up to which its normal matrix is formed and solved."""
 
 LARGEST_DENSE = 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.solvers.batched_terms import Stacks, damped, diagonal_matrix, identity_like
@@ -17,7 +18,7 @@ FLOOR = 1e-6
 """Damping of a partial trace, in units of its mean eigenvalue, so that it has an inverse."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PartialTraces:
     """W ≈ mean · W_1 ⊗ … ⊗ W_d with W_i the trace of W over the other indices, of mean eigenvalue one.
 
@@ -48,6 +49,7 @@ class PartialTraces:
         part = self.parts[i]
         return rows if part is None else part @ rows
 
+    @cached_property
     def roots(self) -> tuple[list[Array | None], list[Array | None]]:
         """W_i^½ and W_i^-½ of every part."""
         roots: list[Array | None] = []

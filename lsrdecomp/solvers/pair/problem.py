@@ -7,9 +7,19 @@ from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.batched_terms import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
+from lsrdecomp.solvers.batched_terms import (
+    Stacks,
+    chosen,
+    identity_like,
+    rearranged,
+    safe_ratio,
+    scaled,
+    summed,
+    term_norms,
+)
 from lsrdecomp.solvers.pair.block_update import Side
-from lsrdecomp.solvers.pair.initialization import along_the_first, gauge_turns, side_terms
+from lsrdecomp.solvers.pair.initialization import along_the_first, gauge_transforms, orthogonal_terms, side_terms
+from lsrdecomp.solvers.pair.partial_traces import along_rows, kron_apply
 from lsrdecomp.targets.weighted import pair_norms, pair_residual_norms, weighted_triangles
 from lsrdecomp.targets.weights import Identity, NormWeights
 
@@ -136,12 +146,12 @@ class PairProblem:
         """
         rank, inner = self.shape.inner_rank, self.shape.inner
         if self.norms.is_frobenius:
-            turns = gauge_turns(self.triangles, rank)
+            turns = gauge_transforms(self.triangles, rank)
             ways = [((along_the_first(turns[0], inner), along_the_first(turns[1], inner)), False), (turns, False)]
             most = min(most, 1) if max(inner) == rank else most  # the two are the same
         else:
             gauges = weighted_triangles(self.left, self.right, self.norms), self.triangles
-            ways = [(gauge_turns(triangles, rank), white) for triangles in gauges for white in (True, False)]
+            ways = [(gauge_transforms(triangles, rank), white) for triangles in gauges for white in (True, False)]
         return [self._start(turns, white, ranks) for turns, white in ways[:most]]
 
     def _start(self, turns: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
@@ -192,6 +202,26 @@ class PairProblem:
         in_stacks = self.in_side.update(in_stacks, gram, _by_columns(self.weighted_right, outer.seen), fixed[1])
         pair = out_stacks, in_stacks
         return self._state(pair, outer, self._view(pair, 1))
+
+    def extended(self, state: State, which: int, more: int) -> State:
+        """With ``more`` terms on one side: the largest of its gradient, measured in the norm; then all terms rescaled.
+
+        The step of each term is the best for all terms of the side together, so the error does not rise.
+        """
+        pair: Pair = (list(state.pair[0]), list(state.pair[1]))
+        other = state.into if which == 0 else self._view(pair, 0)
+        side, given = self._sides[which], (self.weighted_left, self.weighted_right)[which]
+        formed = summed(pair[which], side.shape)
+        gradient = given @ other.seen - side.weight.apply(formed) @ other.gram
+        _, inverses = side.traces.roots
+        white = rearranged(kron_apply(inverses, gradient, side.shape.rows), side.shape)
+        fresh, xp = along_rows(orthogonal_terms(white, more), inverses), namespace(self.left)
+        length = safe_ratio(xp.mean(term_norms(pair[which]), axis=1, keepdims=True), term_norms(fresh))
+        fresh[0] = fresh[0] * length[:, None, :]  # of the size of the others, so that one damping suits all
+        wider = [xp.concat([old, new], axis=2) for old, new in zip(pair[which], fresh, strict=True)]
+        pair = (wider, pair[1]) if which == 0 else (pair[0], wider)
+        best = side.scaled(wider, other.gram, given @ other.seen)
+        return self.state((best, pair[1]) if which == 0 else (pair[0], best))
 
     def scaled(self, pair: Pair) -> Pair:
         """Each term of the out side, then of the in side, times the number that serves best."""

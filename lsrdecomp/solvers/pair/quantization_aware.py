@@ -38,7 +38,7 @@ class CodedSide:
     scales: NDArray[np.float64]  # (s,), of any sign
 
 
-def onto_codes(
+def quantize_sequentially(
     target: LowRank,
     product: SeparatedProduct,
     nearest: Nearest,

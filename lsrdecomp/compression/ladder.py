@@ -1,0 +1,144 @@
+"""A fixed ladder of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
+
+Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and three factors where
+there are few parameters, tall ones (low rank of a reshaped side) where there are more. So no shape is probed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import mul
+
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, divisors, splits
+
+Configuration = tuple[ProductShape, tuple[int, int]]
+Ranks = tuple[int, int]
+
+FEW = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
+"""Terms of three factors, in which solutions are nested."""
+
+MORE = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (6, 6), (8, 8))
+"""Terms of two factors."""
+
+TALL = ((1, 1), (2, 2), (3, 3), (4, 4))
+"""Terms of a tall shape, and of two factors with an inner rank."""
+
+TALL_SPLIT = 6
+"""The small side of a tall shape is the divisor nearest to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One shape at growing numbers of terms."""
+
+    shape: ProductShape
+    terms: tuple[Ranks, ...]
+
+
+def ladder(
+    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
+) -> list[Chain]:
+    """The shapes to solve for every layer of a size, each of at most ``most`` parameters, in a fixed order."""
+    m, n = matrix_shape
+    rank = min(rank, inner_rank, m, n)
+    wanted: list[tuple[ProductShape, tuple[Ranks, ...]]] = []
+    for order in (o for o in orders if o > 2):
+        wanted.append((ProductShape(_even(m, order), (1,) * order, _even(n, order)), FEW))
+    if 2 in orders:
+        even = _even(m, 2), _even(n, 2)
+        tall = _tall(m), _tall(n)
+        wanted.append((ProductShape(even[0], (1, 1), even[1]), MORE))
+        wanted += [(ProductShape(even[0], (1, k), even[1]), TALL) for k in (2,) if k <= rank]
+        wanted += [(ProductShape(tall[0], (1, k), tall[1]), TALL) for k in (2,) if k <= rank]
+    chains = (_chain(shape, terms, most) for shape, terms in wanted)
+    unique = {chain.shape: chain for chain in chains if chain.terms}
+    return list(unique.values())
+
+
+def neighbours(configuration: Configuration, rank: int) -> Iterator[Configuration]:
+    """Shapes one step away: an inner factor one more or less, a factor of a side moved, a split exchanged."""
+    shape, ranks = configuration
+    sizes = shape.out, shape.inner, shape.into
+    found = dict.fromkeys(
+        [(out, inner, into) for inner in _steps(sizes[1], rank) for out, into in [(sizes[0], sizes[2])]]
+        + [(out, sizes[1], sizes[2]) for out in _moves(sizes[0])]
+        + [(sizes[0], sizes[1], into) for into in _moves(sizes[2])]
+    )
+    found.pop(sizes, None)
+    for out, inner, into in found:
+        other = ProductShape(out, inner, into)
+        yield other, clipped(other, ranks)
+
+
+def more_terms(ranks: Ranks) -> list[Ranks]:
+    """A term more on one side, on the other, on both."""
+    s, t = ranks
+    return [(s + 1, t), (s, t + 1), (s + 1, t + 1)]
+
+
+def parameters(configuration: Configuration) -> int:
+    """Numbers in the factors."""
+    shape, (s, t) = configuration
+    size: int = s * sum(map(mul, shape.out, shape.inner)) + t * sum(map(mul, shape.inner, shape.into))
+    return size
+
+
+def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
+    """At most as many terms as the sides can need."""
+    sides = KroneckerShape.of(shape.out, shape.inner), KroneckerShape.of(shape.inner, shape.into)
+    return min(ranks[0], sides[0].max_separation_rank), min(ranks[1], sides[1].max_separation_rank)
+
+
+def _chain(shape: ProductShape, terms: Sequence[Ranks], most: float) -> Chain:
+    fitting = (ranks for ranks in terms if clipped(shape, ranks) == ranks and parameters((shape, ranks)) <= most)
+    return Chain(shape, tuple(fitting))
+
+
+@cache
+def _even(size: int, order: int) -> tuple[int, ...]:
+    """The split into ``order`` factors that are most alike, ascending."""
+    return tuple(sorted(min(splits(size, order), key=lambda split: max(split) / min(split))))
+
+
+@cache
+def _tall(size: int) -> tuple[int, int]:
+    """(size / q, q) with q near `TALL_SPLIT`."""
+    small = min((q for q in divisors(size) if q > 1), key=lambda q: abs(math.log(q / TALL_SPLIT)), default=1)
+    return size // small, small
+
+
+def _steps(inner: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
+    for i in range(len(inner)):
+        for change in (1, -1):
+            stepped = (*inner[:i], inner[i] + change, *inner[i + 1 :])
+            if stepped[i] >= 1 and math.prod(stepped) <= rank:
+                yield stepped
+
+
+def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Other splits of the product: two factors exchanged, or a prime of one given to another."""
+    for i in range(len(sizes)):
+        for j in range(len(sizes)):
+            if i < j:
+                yield tuple(sizes[j] if k == i else sizes[i] if k == j else size for k, size in enumerate(sizes))
+            if i != j:
+                for prime in _primes(sizes[i])[:2]:
+                    moved = list(sizes)
+                    moved[i], moved[j] = moved[i] // prime, moved[j] * prime
+                    yield tuple(moved)
+
+
+@cache
+def _primes(size: int) -> list[int]:
+    """The distinct primes of a size, ascending."""
+    found, p = [], 2
+    while p * p <= size:
+        if size % p == 0:
+            found.append(p)
+            while size % p == 0:
+                size //= p
+        p += 1
+    return [*found, size] if size > 1 else found

@@ -1,0 +1,34 @@
+"""What a long run says about itself: a stage, how much of it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a run stands."""
+
+    stage: str  # in a few words
+    done: int
+    total: int
+    unit: str = ""  # what is counted
+
+
+OnStep = Callable[[Step], Any]
+
+
+class Counter:
+    """Calls ``on_step`` as the parts of a stage are done; silent without it."""
+
+    def __init__(self, on_step: OnStep | None, stage: str, total: int, unit: str) -> None:
+        self._on_step, self._stage, self._total, self._unit, self._done = on_step, stage, total, unit, 0
+        self.add(0)
+
+    def add(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._done += count
+        if self._on_step is not None:
+            self._on_step(Step(self._stage, self._done, self._total, self._unit))

@@ -1,0 +1,65 @@
+"""What a search has solved, in one file beside the output: a killed search goes on where it was."""
+
+from __future__ import annotations
+
+import io
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lsrdecomp.errors import CheckpointError
+
+SUFFIX = ".search"
+
+
+class SearchStore:
+    """Answers by the digest of all that they depend on, so that nothing of another search is ever taken for one.
+
+    Parameters
+    ----------
+    path : path
+        Made if absent. Raises `CheckpointError` if it exists and is no store, or cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reused = 0
+        try:
+            self._file = sqlite3.connect(path)
+            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, arrays BLOB NOT NULL)")
+            self._file.commit()
+        except sqlite3.Error as error:
+            text = f"cannot hold what a search has solved ({error}); remove it or choose another output"
+            raise CheckpointError(text, path=path) from error
+
+    def get(self, key: str) -> dict[str, NDArray[np.float64]] | None:
+        """The arrays put under this key; None if there are none."""
+        found = self._file.execute("SELECT arrays FROM answers WHERE key = ?", (key,)).fetchone()
+        if found is None:
+            return None
+        self.reused += 1
+        with np.load(io.BytesIO(found[0]), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+
+    def put(self, key: str, arrays: dict[str, NDArray[np.float64]]) -> None:
+        """Keep arrays; on disk when this returns. Raises `CheckpointError` if the disk is full."""
+        content = io.BytesIO()
+        np.savez(content, **arrays)  # type: ignore[arg-type]
+        try:
+            with self._file:
+                self._file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, content.getvalue()))
+        except sqlite3.Error as error:
+            raise CheckpointError(f"what was solved cannot be kept: {error}", path=self.path) from error
+
+    def remove(self) -> None:
+        """Close and delete: the search is written out."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+        self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
+
+
+def store_beside(out: Path) -> Path:
+    """Where a search for this output waits."""
+    return out.with_name(f".{out.name}{SUFFIX}")

@@ -1,0 +1,216 @@
+"""Solving many shapes for many layers: tasks that share what their layers share, in one process or several."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.compression.ladder import Ranks, clipped
+from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.errors import LsrError
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
+from lsrdecomp.solvers.pair.problem import State
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard to solve."""
+
+    sweeps: int = 2  # after a start from fewer terms
+    cold_sweeps: int = 4  # after a start from singular vectors
+    cg_steps: int = 4
+    tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
+    starts: int = 2
+    device: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One shape at one or more numbers of terms, for the layers of a task."""
+
+    shape: ProductShape
+    terms: tuple[Ranks, ...]
+    starts: Sequence[SeparatedProduct] | None = None  # of this shape with no more terms than the first
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Requests for layers of one kind that fit in memory together."""
+
+    places: tuple[int, ...]  # of the layers in the whole adapter
+    targets: Sequence[LowRank]
+    weights: Sequence[NormWeights] | None  # None: the Frobenius norm
+    requests: Sequence[Request]
+    effort: Effort
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What one shape came to, layer by layer of its task."""
+
+    shape: ProductShape
+    ranks: Ranks
+    errors: NDArray[np.float64]  # in the task's norm
+    products: Sequence[SeparatedProduct]
+
+
+def run(
+    tasks: Iterable[Task],
+    *,
+    workers: int = 1,
+    store: SearchStore | None = None,
+    on_done: Callable[[Task], Any] | None = None,
+) -> Iterator[tuple[Task, list[Answer]]]:
+    """Answers to all tasks, as they come; what the store has is not solved again, what it has not is put there.
+
+    Raises `LsrError` if several workers are asked for and joblib is missing.
+    """
+    waiting: list[tuple[Task, str]] = []
+    keys = {}
+    for task in tasks:
+        key = _key(task) if store is not None else ""
+        known = store.get(key) if store is not None else None
+        if known is not None:
+            if on_done is not None:
+                on_done(task)
+            yield task, _unpacked(task, known)
+        elif workers == 1:
+            answers = solve(task)
+            if store is not None:
+                store.put(key, _packed(answers))
+            if on_done is not None:
+                on_done(task)
+            yield task, answers
+        else:
+            waiting.append((task, key))
+            keys[id(task)] = key
+    for place, answers in _in_processes([task for task, _ in waiting], workers):
+        task, key = waiting[place]
+        if store is not None:
+            store.put(key, _packed(answers))
+        if on_done is not None:
+            on_done(task)
+        yield task, answers
+
+
+def solve(task: Task) -> list[Answer]:
+    """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
+    effort = task.effort
+    batch = Batch.of(task.targets, task.weights, effort.device)
+    answers: list[Answer] = []
+    for request in task.requests:
+        problem = NestedTerms(batch, request.shape, effort.cg_steps)
+        solved: dict[Ranks, State] = {}
+        for ranks in request.terms:
+            ranks = clipped(request.shape, ranks)
+            if ranks in solved:
+                continue
+            inside = [known for known in solved if known[0] <= ranks[0] and known[1] <= ranks[1]]
+            if inside:
+                begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
+            elif request.starts is not None:
+                begun, sweeps = problem.given(request.starts, ranks), effort.sweeps
+            else:
+                begun, sweeps = problem.begin(ranks, effort.starts), effort.cold_sweeps
+            solved[ranks] = problem.descend(begun, sweeps, effort.tolerance)
+        for ranks, state in solved.items():
+            answers.append(Answer(request.shape, ranks, problem.errors(state), problem.products(state)))
+    return answers
+
+
+def _in_processes(tasks: Sequence[Task], workers: int) -> Iterator[tuple[int, list[Answer]]]:
+    """Answers by the places of their tasks, as they come; one thread of linear algebra in each process."""
+    if not tasks:
+        return
+    try:
+        from joblib import Parallel, delayed, parallel_config
+    except ImportError as error:
+        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
+    with parallel_config(backend="loky", n_jobs=workers, inner_max_num_threads=1):
+        parallel = Parallel(return_as="generator_unordered", pre_dispatch="n_jobs")
+        yield from parallel(delayed(_numbered)(place, task) for place, task in enumerate(tasks))
+
+
+def _numbered(place: int, task: Task) -> tuple[int, list[Answer]]:
+    return place, solve(task)
+
+
+def _key(task: Task) -> str:
+    """A digest of all that an answer depends on."""
+    digest = hashlib.blake2b(digest_size=20)
+    shapes = [[astuple(request.shape), request.terms] for request in task.requests]
+    digest.update(json.dumps([shapes, astuple(task.effort)[:-1]]).encode())
+    for target in task.targets:
+        _feed(digest, [target.left, target.right])
+    for norms in task.weights or ():
+        _feed(digest, norms)
+    for request in task.requests:
+        for start in request.starts or ():
+            _feed(digest, [*start.left.folded(), *start.right.folded()])
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Numbers of arrays, of lists and of the fields of records."""
+    if is_dataclass(value) and not isinstance(value, type):
+        digest.update(type(value).__name__.encode())
+        value = [getattr(value, one.name) for one in fields(value)]
+    if isinstance(value, list | tuple):
+        for one in value:
+            _feed(digest, one)
+    elif value is not None:
+        array = np.ascontiguousarray(to_numpy(value) if hasattr(value, "shape") else np.asarray(value, dtype=float))
+        digest.update(str(array.shape).encode())
+        digest.update(array.tobytes())
+
+
+def _packed(answers: Sequence[Answer]) -> dict[str, NDArray[np.float64]]:
+    """Plain arrays by name: the factors of all layers of an answer, stacked."""
+    arrays = {}
+    for i, answer in enumerate(answers):
+        arrays[f"{i}.errors"] = answer.errors
+        arrays[f"{i}.shape"] = np.array([answer.shape.out, answer.shape.inner, answer.shape.into], dtype=float)
+        arrays[f"{i}.ranks"] = np.array(answer.ranks, dtype=float)
+        for side in ("left", "right"):
+            matrices = [getattr(product, side) for product in answer.products]
+            arrays[f"{i}.{side}.weights"] = np.stack([_padded(m.weights, answer.ranks, side) for m in matrices])
+            for j in range(answer.shape.order):
+                arrays[f"{i}.{side}.{j}"] = np.stack([_padded(m.factors[j], answer.ranks, side) for m in matrices])
+    return arrays
+
+
+def _padded(array: Any, ranks: Ranks, side: str) -> NDArray[np.float64]:
+    """Terms that vanished come back as zeros, so that layers can be stacked."""
+    array, rank = to_numpy(array), ranks[0] if side == "left" else ranks[1]
+    missing = rank - array.shape[0]
+    return np.concatenate([array, np.zeros((missing, *array.shape[1:]))]) if missing else array
+
+
+def _unpacked(task: Task, arrays: dict[str, NDArray[np.float64]]) -> list[Answer]:
+    answers = []
+    for i in range(sum(name.endswith(".errors") for name in arrays)):
+        out, inner, into = (tuple(int(q) for q in row) for row in arrays[f"{i}.shape"])
+        s, t = (int(rank) for rank in arrays[f"{i}.ranks"])
+        products = []
+        for k in range(len(task.places)):
+            sides = []
+            for side in ("left", "right"):
+                weights = arrays[f"{i}.{side}.weights"][k]
+                kept = weights > 0.0
+                factors = tuple(arrays[f"{i}.{side}.{j}"][k][kept] for j in range(len(out)))
+                sides.append(SeparatedMatrix(weights[kept], factors))
+            products.append(SeparatedProduct(*sides))
+        answers.append(Answer(ProductShape(out, inner, into), (s, t), arrays[f"{i}.errors"], products))
+    return answers
