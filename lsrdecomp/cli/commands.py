@@ -30,6 +30,7 @@ from lsrdecomp.cli.options import (
     Wide,
 )
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE, PLACE, UNKNOWN
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -107,7 +108,7 @@ def compress(
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
-    with tables.steps() as step:
+    with follow() as step:
         statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
         result = compression.compress(checkpoint, plan, statistics=statistics, device=device, on_step=step)
     tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)

@@ -47,11 +47,11 @@ from lsrdecomp.targets.weights import NormWeights
 SHARE = 8.0
 """Most parameters of a layer on the ladder, in units of what the budget gives a layer on average."""
 
-PAYS = 0.01
+PAYS = 0.02
 """A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost, weighed against each
 other as the budget does, by this share."""
 
-GROUPS = 4
+GROUPS = 3
 """Most groups of layers of one chosen shape whose neighbours are tried in a round."""
 
 SMALLEST = 0.04
