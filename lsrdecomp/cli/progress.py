@@ -85,7 +85,7 @@ class _Lines:
 
 
 def time_left(done: int, total: int, seconds: float) -> str:
-    """", about 3 min left" for so much done in so many seconds; nothing while that cannot be told."""
+    """ ", about 3 min left" for so much done in so many seconds; nothing while that cannot be told."""
     if not 0 < done < total or seconds <= 0.0:
         return ""
     left = seconds * (total - done) / done
