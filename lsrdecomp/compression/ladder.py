@@ -23,11 +23,11 @@ FEW = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
 MORE = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (6, 6), (8, 8))
 """Terms of two factors."""
 
-TALL = ((1, 1), (2, 2), (3, 3), (4, 4))
-"""Terms of a tall shape, and of two factors with an inner rank."""
+WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6))
+"""Terms of shapes with an inner rank."""
 
-TALL_SPLIT = 6
-"""The small side of a tall shape is the divisor nearest to this."""
+TALL_SPLITS = (6, 3)
+"""The small side of a tall shape is the divisor nearest to one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,11 @@ def ladder(
         wanted.append((ProductShape(_even(m, order), (1,) * order, _even(n, order)), FEW))
     if 2 in orders:
         even = _even(m, 2), _even(n, 2)
-        tall = _tall(m), _tall(n)
         wanted.append((ProductShape(even[0], (1, 1), even[1]), MORE))
-        wanted += [(ProductShape(even[0], (1, k), even[1]), TALL) for k in (2,) if k <= rank]
-        wanted += [(ProductShape(tall[0], (1, k), tall[1]), TALL) for k in (2,) if k <= rank]
+        if rank >= 4:
+            wanted.append((ProductShape(even[0], (2, 2), even[1]), WIDE))
+        if rank >= 2:
+            wanted += [(ProductShape(_tall(m, q), (2, 1), _tall(n, q)), WIDE) for q in TALL_SPLITS]
     chains = (_chain(shape, terms, most) for shape, terms in wanted)
     unique = {chain.shape: chain for chain in chains if chain.terms}
     return list(unique.values())
@@ -104,10 +105,10 @@ def _even(size: int, order: int) -> tuple[int, ...]:
 
 
 @cache
-def _tall(size: int) -> tuple[int, int]:
-    """(size / q, q) with q near `TALL_SPLIT`."""
-    small = min((q for q in divisors(size) if q > 1), key=lambda q: abs(math.log(q / TALL_SPLIT)), default=1)
-    return size // small, small
+def _tall(size: int, near: int) -> tuple[int, int]:
+    """(q, size / q) with q near a small number, not one."""
+    small = min((q for q in divisors(size) if q > 1), key=lambda q: abs(math.log(q / near)), default=1)
+    return small, size // small
 
 
 def _steps(inner: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:

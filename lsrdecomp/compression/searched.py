@@ -51,6 +51,9 @@ PAYS = 0.02
 """A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost, weighed against each
 other as the budget does, by this share."""
 
+ADOPTED = 2
+"""Most neighbours of one chosen shape that are solved for all layers of its group."""
+
 GROUPS = 3
 """Most groups of layers of one chosen shape whose neighbours are tried in a round."""
 
@@ -268,24 +271,22 @@ class Searched:
         count = sum(len(task.places) * len(task.requests) for task in (*terms, *trials))
         counter = Counter(self.resources.on_step, "trying neighbours", count, "layers × shapes")
         self._run(iter(terms), counter, self._effort)
-        worth: list[tuple[tuple[Any, ...], Configuration]] = []
+        adopted: list[Task] = []
         for task, answers in self._answers(iter(trials), counter):
-            now = [chosen[i].exact for i in task.places]
+            now = [_product_of(chosen[i]) for i in task.places]
             before = sum(one.squared_error + rate * one.parameters for one in now)
+            gains = []
             for answer in answers:
                 after = answer.errors**2 + rate * parameters((answer.shape, answer.ranks))
-                gains = (
-                    one.squared_error + rate * one.parameters - value for one, value in zip(now, after, strict=True)
-                )
-                if sum(max(0.0, float(gain)) for gain in gains) > PAYS * before:
-                    held = _product_of(chosen[task.places[0]])
-                    worth.append(((self.layers[task.places[0]].kind, held.shape), (answer.shape, answer.ranks)))
-                self._add(task, [answer])
-        adopted = [
-            self._task(part, [Request(shape, _around(ranks))])
-            for key, (shape, ranks) in worth
-            for part in self._parts(groups[key])
-        ]
+                pairs = zip(now, after.tolist(), strict=True)
+                gain = sum(max(0.0, one.squared_error + rate * one.parameters - value) for one, value in pairs)
+                gains.append((gain / before, answer))
+            self._add(task, answers)
+            members = groups[self.layers[task.places[0]].kind, now[0].shape]
+            for gain, answer in sorted(gains, key=lambda pair: -pair[0])[:ADOPTED]:
+                if gain > PAYS:
+                    requests = [Request(answer.shape, _around(answer.ranks))]
+                    adopted += [self._task(part, requests) for part in self._parts(members)]
         counter = Counter(self.resources.on_step, "solving neighbours", sum(len(t.places) for t in adopted), "layers")
         self._run(iter(adopted), counter, self._effort)
         return bool(terms or adopted)
