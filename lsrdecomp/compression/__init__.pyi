@@ -1,12 +1,19 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .compress import Compression as Compression
+from .compress import SearchedAdapter as SearchedAdapter
 from .compress import compress as compress
+from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
 from .plan import CompressionPlan as CompressionPlan
+from .progress import Step as Step
 from .report import LayerReport as LayerReport
 from .report import Totals as Totals
+from .search import Search as Search
+from .search_store import SearchStore as SearchStore
+from .searched import Resources as Resources
+from .searched import search_layers as search_layers
 from .verify import LayerCheck as LayerCheck
 from .verify import Verification as Verification
 from .verify import verify as verify
