@@ -13,6 +13,7 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
+from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
@@ -25,12 +26,10 @@ from lsrdecomp.cli.options import (
     JsonFile,
     MaxMemory,
     Name,
-    SolveDevice,
     Storage,
     Wide,
 )
-from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE, PLACE, UNKNOWN
-from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -59,88 +58,6 @@ def inspect(
     tables.show(json, tables.checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
-
-
-def compress(
-    adapter: Adapter,
-    out: Annotated[
-        Path | None, NEW_DIRECTORY, typer.Option("--out", help="Directory to write; must not exist.")
-    ] = None,
-    rtol: Annotated[float | None, typer.Option(help="Largest relative error of every layer, as written.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="So many times fewer parameters, over all layers.")] = None,
-    params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
-    size: Annotated[int | None, typer.Option("--bytes", help="A weight file of at most so many bytes.")] = None,
-    kl: Annotated[float | None, typer.Option(help="Estimated divergence of answers, nats; with --calibrated.")] = None,
-    separation_rank: Annotated[int | None, typer.Option(help="So many terms a side in every layer.")] = None,
-    inner_shape: Annotated[str | None, typer.Option(help="With it: split of the inner rank, such as 4x2.")] = None,
-    calibrated: Annotated[
-        Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
-    ] = None,
-    storage: Storage = "float32",
-    device: SolveDevice = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
-    report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
-    name: Name = None,
-    alpha: Alpha = None,
-    wide: Wide = False,
-    each: Each = False,
-    json: JsonFile = None,
-    force: Force = False,
-    max_memory: MaxMemory = None,
-) -> None:
-    """Turn a LoRA adapter into an LSR adapter that PEFT opens.
-
-    One goal: --rtol, --ratio, --params, --bytes, --kl or --separation-rank. Without --calibrated errors are in the
-    Frobenius norm, closeness of numbers: there plain truncated SVD is hard to beat, and is taken where it is better.
-    With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller still act. Exit
-    code 1, and nothing written, if --rtol cannot be met in this storage.
-    """
-    plan = compression.CompressionPlan(
-        rtol=rtol,
-        ratio=ratio,
-        parameters=params,
-        bytes=size,
-        kl=kl,
-        separation_rank=separation_rank,
-        inner_shape=_sizes(inner_shape),
-        storage=storage,
-    )
-    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    if out is None and not dry_run:
-        raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
-    with follow() as step:
-        statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
-        result = compression.compress(checkpoint, plan, statistics=statistics, device=device, on_step=step)
-    tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)
-    if not result.met:
-        total = result.totals
-        tables.say(
-            f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: {total.worst_layer} "
-            f"reaches {total.worst_error:.3g}. Nothing was written; allow a larger --rtol or a finer --storage."
-        )
-    else:
-        tables.show(json, "", *tables.summary(result))
-        place = None if dry_run else out
-        curves = () if report is None else compression.adapter_curves(checkpoint)
-        pages = {} if report is None else {report: compression.html_report(result, curves)}
-        with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:  # all outputs appear, or none
-            if place is not None:
-                result.save(place, force=force)
-            if report is not None:  # again, now with the sizes of the files
-                page = compression.html_report(result, curves, out=place)
-                waiting[report].write_text(page, encoding="utf-8")
-        if place is not None:
-            written = (place / checkpoints.WEIGHTS).stat().st_size
-            tables.show(
-                json,
-                f"Wrote {place}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`.",
-            )
-        if report is not None:
-            tables.show(json, f"Wrote {report}.")
-    if json is not None and (str(json) == "-" or not result.met):
-        tables.write_json(result.to_json(), json)
-    if not result.met:
-        raise typer.Exit(1)
 
 
 def curve(
@@ -200,7 +117,7 @@ def demo(
             "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what"
         )
         typer.echo("its layers do. Forty-eight times fewer parameters, kept where they matter (about a minute):\n")
-        compress(source, out / "lsr", ratio=48, calibrated=statistics, storage="float16", force=True)
+        compress(source, out / "lsr", ratio="48", calibrated=statistics, storage="float16", force=True)
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
         typer.echo("\nThe same, measured again from the files:")
@@ -213,15 +130,6 @@ def demo(
 
 
 ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, compare, recover, fleet, demo)
-
-
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.lower().replace("×", "x").split("x")
-    if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
-    return tuple(int(part) for part in parts)
 
 
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:

@@ -136,8 +136,8 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
         yield waiting
 
 
-def summary(result: Compression) -> Iterator[str]:
-    """The compression in sentences one can act on."""
+def summary(result: Compression, unit: str = "example") -> Iterator[str]:
+    """The compression in sentences one can act on; ``unit`` is what a network answers once for."""
     total = result.totals
     extra = (
         f"; {total.extra_parameters:,} numbers of other modules are kept as they are" if total.extra_parameters else ""
@@ -154,7 +154,7 @@ def summary(result: Compression) -> Iterator[str]:
     if total.functional_error is not None:
         yield (
             f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are. "
-            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} nats per example."
+            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} nats per {unit}."
         )
     if total.low_rank_error is not None:
         yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."

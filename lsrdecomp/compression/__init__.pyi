@@ -12,6 +12,7 @@ from .report import LayerReport as LayerReport
 from .report import Totals as Totals
 from .search import Search as Search
 from .search_store import SearchStore as SearchStore
+from .search_store import store_beside as store_beside
 from .searched import Resources as Resources
 from .searched import search_layers as search_layers
 from .verify import LayerCheck as LayerCheck

@@ -14,6 +14,7 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.candidates import Candidate
 from lsrdecomp.compression.html_report import summary_html
 from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
 from lsrdecomp.compression.layers import HasWeights, Layer
@@ -244,7 +245,8 @@ class SearchedAdapter:
     def _drawn(self, plan: CompressionPlan, budget: Budget, solve: bool) -> Compression:
         if self.searched is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
-        return self._reported(plan, self.searched.fit(budget, solve=solve))
+        allowed = None if plan.max_rank is None else partial(_within_rank, plan.max_rank)
+        return self._reported(plan, self.searched.fit(budget, solve=solve, allowed=allowed))
 
     def _filled(self, plan: CompressionPlan, solve: bool) -> Compression:
         """The largest file of at most so many bytes: what heads and header take goes off first."""
@@ -264,6 +266,10 @@ class SearchedAdapter:
         if all(chosen.stored is None for chosen in fitted.chosen):
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error)
+
+
+def _within_rank(most: int, candidate: Candidate) -> bool:
+    return candidate.served_rank <= most
 
 
 def _file_size(result: Compression) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
-from lsrdecomp.compression.candidates import lsr_candidate, solve_together
+from lsrdecomp.compression.candidates import Keep, Lsr, keep, lsr_candidate, solve_together
 from lsrdecomp.compression.layers import (
     HasWeights,
     Layer,
@@ -21,6 +21,7 @@ from lsrdecomp.compression.layers import (
     missing_statistics,
 )
 from lsrdecomp.compression.materialize import Materialized, materialize
+from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
@@ -124,7 +125,9 @@ def at_given_terms(
             batch = places[part]
             solved = solve_together([layers[i] for i in batch], shape, (terms, terms), solver or SOLVER)
             for i, solution in zip(batch, solved, strict=True):
-                candidate = lsr_candidate(solution, cache)
+                candidate: Lsr | Keep = lsr_candidate(solution, cache)
+                if candidate.parameters > layers[i].parameters and storage not in INTEGER_BITS:
+                    candidate = keep(layers[i])  # so many terms take more numbers than the pair itself, which is exact
                 asked = replace(candidate, price=replace(candidate.price, storage=storage))
                 yield i, materialize(layers[i], asked, cache)
 

@@ -122,8 +122,7 @@ class Layer:
     @cached_property
     def is_leading(self) -> bool:
         """Whether the leading coordinates are all there are."""
-        whole, part = self.norms, self.leading
-        return part.output is whole.output and part.input is whole.input
+        return _entries(self.leading) == _entries(self.norms)
 
     @cached_property
     def leading_entries(self) -> int:

@@ -36,6 +36,8 @@ class CompressionPlan:
         One budget over all layers: nats of divergence estimated to second order; needs statistics.
     inner_shape : tuple of int, optional
         Split (r1, r2, …) of the inner rank, with ``separation_rank``; absent, the most even split of each layer's rank.
+    max_rank : int, optional
+        Largest inner rank of a layer, which is its rank as a LoRA: servers pay every slot at the largest rank.
     storage : str
         float32, float16, bfloat16, int8, int4, or auto: float16, int8 or int4 for each layer.
     """
@@ -47,6 +49,7 @@ class CompressionPlan:
     bytes: int | None = None
     kl: float | None = None
     inner_shape: tuple[int, ...] | None = None
+    max_rank: int | None = None
     storage: str = "float32"
 
     def __post_init__(self) -> None:
@@ -61,6 +64,12 @@ class CompressionPlan:
             raise BudgetError(f"{given[0]} must be a positive number, got {value}")
         if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
             raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
+        if self.ratio is not None and self.ratio <= 1.0:
+            raise BudgetError(f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48")
+        if self.max_rank is not None and (self.max_rank < 1 or self.separation_rank is not None):
+            raise BudgetError(
+                "max_rank is a positive number and goes with goals that choose their shapes, not with separation_rank"
+            )
         if self.inner_shape is not None:
             inner = tuple(self.inner_shape)
             if self.separation_rank is None:

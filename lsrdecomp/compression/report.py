@@ -44,7 +44,7 @@ class Totals:
     bytes: int  # of the factors, without headers and extras
     relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
     functional_error: float | None  # the same in the K-FAC norm
-    kl: float | None  # ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖²: estimated divergence from the LoRA's answers, nats per example
+    kl: float | None  # ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖²: estimated divergence from the LoRA's answers, nats per answer
     worst_error: float  # of a layer, in the norm of the plan
     worst_layer: str
     missed: int  # layers above the tolerance

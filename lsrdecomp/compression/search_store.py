@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lsrdecomp.errors import CheckpointError
 
 SUFFIX = ".search"
+TABLE = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, arrays BLOB NOT NULL)"
 
 
 class SearchStore:
@@ -20,22 +21,37 @@ class SearchStore:
     Parameters
     ----------
     path : path
-        Made if absent. Raises `CheckpointError` if it exists and is no store, or cannot be written.
+        Made when there is something to keep, its directory too.
+
+    Attributes
+    ----------
+    reused : int
+        How many answers came from the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reused = 0
-        try:
-            self._file = sqlite3.connect(path)
-            self._file.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, arrays BLOB NOT NULL)")
-            self._file.commit()
-        except sqlite3.Error as error:
-            text = f"cannot hold what a search has solved ({error}); remove it or choose another output"
-            raise CheckpointError(text, path=path) from error
+        self._connection: sqlite3.Connection | None = None
+
+    @property
+    def _file(self) -> sqlite3.Connection:
+        """The open file. Raises `CheckpointError` if it is no store, or cannot be written."""
+        if self._connection is None:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._connection = sqlite3.connect(self.path)
+                self._connection.execute(TABLE)
+                self._connection.commit()
+            except (sqlite3.Error, OSError) as error:
+                text = f"cannot hold what a search has solved ({error}); remove it or choose another output"
+                raise CheckpointError(text, path=self.path) from error
+        return self._connection
 
     def get(self, key: str) -> dict[str, NDArray[np.float64]] | None:
         """The arrays put under this key; None if there are none."""
+        if self._connection is None and not self.path.exists():
+            return None
         found = self._file.execute("SELECT arrays FROM answers WHERE key = ?", (key,)).fetchone()
         if found is None:
             return None
@@ -55,7 +71,8 @@ class SearchStore:
 
     def remove(self) -> None:
         """Close and delete: the search is written out."""
-        self._file.close()
+        if self._connection is not None:
+            self._connection.close()
         self.path.unlink(missing_ok=True)
         self.path.with_name(f"{self.path.name}-journal").unlink(missing_ok=True)
 

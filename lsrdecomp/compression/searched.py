@@ -247,7 +247,8 @@ class Searched:
             yield from ((entry, candidate) for candidate in entry.priced[draw.measured] if draw.allows(candidate))
         if integers and not self._coded[i]:
             found = [*water_filled_candidates(self.layers[i]), *unrotated_candidates(self.layers[i])]
-            self._coded[i] = [_Entry(candidate) for candidate in found]
+            most = max(INTEGER_BITS[storage] for storage in self.storages if storage in INTEGER_BITS)
+            self._coded[i] = [_Entry(one) for one in found if max(one.bits) <= most]
         yield from ((entry, entry.exact) for entry in self._coded[i] if draw.allows(entry.exact))
 
     # -- neighbours ----------------------------------------------------------------------------------------------------

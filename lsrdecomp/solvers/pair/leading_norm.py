@@ -23,7 +23,7 @@ def leading_norms(norms: NormWeights, spread: float = SPREAD) -> NormWeights:
 def leading_weight(weight: Weight, spread: float = SPREAD) -> Weight:
     """V diag(λ) Vᵀ + ρ(I − VVᵀ) with only the largest λ, the others replaced by their mean; the trace stays.
 
-    A weight without eigenpairs, or one that needs most of them, is returned as it is.
+    A weight without eigenpairs is returned as it is, one that needs most of them keeps all.
     """
     if not isinstance(weight, LowRankPlusIdentity) or weight.basis.ndim != 2:
         return weight
@@ -37,4 +37,4 @@ def leading_weight(weight: Weight, spread: float = SPREAD) -> Weight:
         if np.sum(np.abs(spectrum[kept:] - mean)) <= 2.0 * spread * total:
             picked = order[:kept]
             return LowRankPlusIdentity(weight.basis[:, picked], weight.values[picked], mean)
-    return weight
+    return LowRankPlusIdentity(weight.basis, weight.values, weight.rest)

@@ -1,0 +1,220 @@
+"""The verb that compresses one adapter, to one size or to several from one search."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lsrdecomp import checkpoints, compression
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
+from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
+from lsrdecomp.cli.progress import follow
+from lsrdecomp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import Compression, CompressionPlan
+
+WRECK = 0.7
+"""Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
+
+
+def compress(
+    adapter: Adapter,
+    out: Annotated[
+        Path | None, NEW_DIRECTORY, typer.Option("--out", help="Directory to write; must not exist.")
+    ] = None,
+    rtol: Annotated[float | None, typer.Option(help="Largest relative error of every layer, as written.")] = None,
+    ratio: Annotated[
+        str | None, typer.Option(help="So many times fewer parameters, over all layers; several, as 96,48,19.")
+    ] = None,
+    params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
+    size: Annotated[int | None, typer.Option("--bytes", help="A weight file of at most so many bytes.")] = None,
+    kl: Annotated[float | None, typer.Option(help="Estimated divergence of answers, nats; with --calibrated.")] = None,
+    separation_rank: Annotated[int | None, typer.Option(help="So many terms a side in every layer.")] = None,
+    inner_shape: Annotated[str | None, typer.Option(help="With it: split of the inner rank, such as 4x2.")] = None,
+    max_rank: Annotated[
+        int | None, typer.Option("--max-rank", min=1, help="No layer of a larger rank when it is served as a LoRA.")
+    ] = None,
+    calibrated: Annotated[
+        Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
+    ] = None,
+    storage: Storage = "float32",
+    search: Annotated[
+        str, typer.Option(help="ladder: minutes for a large model; full: probes shapes, hours.")
+    ] = "ladder",
+    workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
+    device: SolveDevice = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
+    report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
+    name: Name = None,
+    alpha: Alpha = None,
+    wide: Wide = False,
+    each: Each = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+    json: JsonFile = None,
+    force: Force = False,
+    max_memory: MaxMemory = None,
+) -> None:
+    """Turn a LoRA adapter into an LSR adapter that PEFT opens.
+
+    One goal: --rtol, --ratio, --params, --bytes, --kl or --separation-rank. Without --calibrated errors are in the
+    Frobenius norm, closeness of numbers: there plain truncated SVD is hard to beat, and is taken where it is better.
+    With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller still act. Exit
+    code 1, and nothing written, if --rtol cannot be met in this storage.
+
+    Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
+    it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.
+    """
+    if search not in ("ladder", "full"):
+        raise typer.BadParameter(f"ladder or full, got {search!r}", param_hint="--search")
+    goals: dict[str, Any] = {
+        "rtol": rtol,
+        "parameters": params,
+        "bytes": size,
+        "kl": kl,
+        "separation_rank": separation_rank,
+    }
+    shared: dict[str, Any] = {"inner_shape": split_sizes(inner_shape), "max_rank": max_rank, "storage": storage}
+    plans = [compression.CompressionPlan(**goals, **shared, ratio=one) for one in _ratios(ratio)]
+    if out is None and not dry_run:
+        raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
+    if len(plans) > 1 and (report is not None or str(json) == "-"):
+        raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
+    _refuse_hub_name(adapter)
+    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    places = _places(None if dry_run else out, plans)
+    for place in places:
+        if place is not None:
+            checkpoints.check_output(place, (adapter, *([] if calibrated is None else [calibrated])), force)
+    store = None
+    if out is not None and not dry_run and separation_rank is None:
+        store = compression.SearchStore(compression.store_beside(out))
+    statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
+    unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
+    results = []
+    with follow(quiet=quiet) as step:
+        searched = compression.search_adapter(
+            checkpoint,
+            plans,
+            statistics=statistics,
+            search=compression.Search.full() if search == "full" else None,
+            resources=compression.Resources(workers, device, store, step),
+        )
+        for plan, place in zip(plans, places, strict=True):
+            result = searched.compress(plan)
+            _show(result, json, wide=wide, each=each, unit=unit)
+            if result.met:
+                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force)
+                if calibrated is None:
+                    _warn_of_wreck(result, adapter)
+            results.append(result)
+    if store is not None:
+        store.remove()
+    _write_figures(results, json)
+    if not all(result.met for result in results):
+        raise typer.Exit(1)
+
+
+def split_sizes(text: str | None) -> tuple[int, ...] | None:
+    """Sizes such as 4x2."""
+    if text is None:
+        return None
+    parts = text.lower().replace("×", "x").split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
+    return tuple(int(part) for part in parts)
+
+
+def _ratios(text: str | float | None) -> list[float | None]:
+    """Of ``96,48,19``."""
+    if text is None:
+        return [None]
+    try:
+        found: list[float | None] = [float(part) for part in str(text).split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"numbers such as 48 or 96,48,19, got {text!r}", param_hint="--ratio") from error
+    if len(set(found)) < len(found):
+        raise typer.BadParameter(f"each ratio once, got {text!r}", param_hint="--ratio")
+    return found
+
+
+def _places(out: Path | None, plans: list[CompressionPlan]) -> list[Path | None]:
+    """Where each plan is written: the directory asked for, or one beside it for each of several ratios."""
+    if out is None or len(plans) == 1:
+        return [out] * len(plans)
+    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
+
+
+def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
+    tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)
+    if result.met:
+        tables.show(json, "", *tables.summary(result, unit))
+        return
+    total, plan = result.totals, result.plan
+    tables.say(
+        f"{total.missed} of {total.layers} layers stay above {plan.rtol:g} in {plan.storage}: {total.worst_layer} "
+        f"reaches {total.worst_error:.3g}. Nothing was written; allow a larger --rtol or a finer --storage."
+    )
+
+
+def _write(
+    result: Compression, checkpoint: Checkpoint, place: Path | None, report: Path | None, json: Path | None, force: bool
+) -> None:
+    """The directory, its report and its figures: all appear, or none."""
+    curves = () if report is None else compression.adapter_curves(checkpoint)
+    pages = {} if report is None else {report: compression.html_report(result, curves)}
+    with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
+        if place is not None:
+            result.save(place, force=force)
+        if report is not None:  # again, now with the sizes of the files
+            page = compression.html_report(result, curves, out=place)
+            waiting[report].write_text(page, encoding="utf-8")
+    if place is not None:
+        written = (place / checkpoints.WEIGHTS).stat().st_size
+        text = f"Wrote {place}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`."
+        tables.show(json, text)
+    if report is not None:
+        tables.show(json, f"Wrote {report}.")
+
+
+def _write_figures(results: list[Compression], json: Path | None) -> None:
+    """What no directory stands for: standard output, a missed tolerance, several ratios."""
+    if json is None:
+        return
+    if len(results) > 1:
+        tables.write_json([result.to_json() for result in results], json)
+    elif str(json) == "-" or not results[0].met:
+        tables.write_json(results[0].to_json(), json)
+
+
+def _warn_of_wreck(result: Compression, adapter: Path) -> None:
+    """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
+    total = result.totals
+    if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
+        return
+    base = result.source.config.get("base_model_name_or_path") or "BASE"
+    tables.say(
+        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "
+        "layers left out. Measure what its layers do and compress by that:\n"
+        f"  lsrdecomp calibrate {base} --adapter {adapter} --text TEXTS.txt --out statistics\n"
+        f"  lsrdecomp compress {adapter} --calibrated statistics …"
+    )
+
+
+def _refuse_hub_name(adapter: Path) -> None:
+    text = adapter.as_posix()
+    if not adapter.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise CheckpointError(
+            f"no such directory; from the Hugging Face hub it comes by: hf download {text} --local-dir {adapter.name}",
+            path=adapter,
+        )
+
+
+def _counts_tokens(metadata: Any) -> bool:
+    """Whether there were more answers than examples: a language model answers at every token."""
+    return int(metadata.get("answers") or 0) > int(metadata.get("examples") or 0)
