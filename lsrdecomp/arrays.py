@@ -87,6 +87,11 @@ def adjoint(array: Array) -> Array:
     return conjugate(namespace(array).matrix_transpose(array))
 
 
+def is_differentiated(array: Array) -> bool:
+    """Whether a library records what is computed from the array, to differentiate it (torch, outside ``no_grad``)."""
+    return bool(getattr(array[:1, ...] * 1, "requires_grad", False))
+
+
 def require_finite(array: Array, name: str = "matrix") -> None:
     """Raise `PrecisionError`, with a count and the first place, unless every entry is finite."""
     xp = namespace(array)
@@ -103,6 +108,7 @@ def require_finite(array: Array, name: str = "matrix") -> None:
 
 def norm(array: Array) -> float:
     """Frobenius norm in double precision, safe against overflow and underflow of the squares."""
+    array = array.detach() if hasattr(array, "detach") else array  # the answer is a number: no gradient passes
     xp = namespace(array)
     if 0 in array.shape:
         return 0.0

@@ -9,8 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, as_double, as_floating, device, is_complex, like, namespace, norm, to_numpy
-from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.arrays import (
+    Array,
+    as_double,
+    as_floating,
+    device,
+    is_complex,
+    is_differentiated,
+    like,
+    namespace,
+    norm,
+    to_numpy,
+)
+from lsrdecomp.errors import BudgetError, LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -133,6 +144,7 @@ class ALS:
         most = most_terms(target.shape, shape, rank, atol)
         given, size = rearranged_tensor(target, shape), target.norm
         tensor = given.core
+        refuse_gradients(tensor, shape)
         progress = SolveProgress(on_sweep, self.max_sweeps)
         exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
@@ -251,6 +263,15 @@ def _restricted(packed: Compressed, terms: Terms) -> Terms:
     """Terms of the whole tensor as terms of a core."""
     first, *rest = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
     return Terms.of([first * to_numpy(as_double(terms.weights)), *rest])
+
+
+def refuse_gradients(tensor: Array, shape: KroneckerShape) -> None:
+    """Raise `LsrError` where torch would differentiate: the core is solved in NumPy, and gradients would be wrong."""
+    if is_differentiated(tensor):
+        raise LsrError(
+            f"{shape}: terms of {shape.order} factors cannot be differentiated; pass matrix.detach(), "
+            "or take two factors and SVD()"
+        )
 
 
 def no_terms(tensor: Array, shape: KroneckerShape) -> SeparatedMatrix:

@@ -14,7 +14,7 @@ from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Status, Sweep, most_terms
-from lsrdecomp.solvers.cp.als import no_terms, rearranged_tensor
+from lsrdecomp.solvers.cp.als import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Target
 
@@ -72,6 +72,7 @@ class TensorLyCP:
         """
         most = most_terms(target.shape, shape, rank, atol)
         packed = rearranged_tensor(target, shape)
+        refuse_gradients(packed.core, shape)
         tensor, size = to_numpy(as_double(packed.core)), target.norm
         if size == 0.0:
             status = Status.rank_reached if atol is None else Status.converged

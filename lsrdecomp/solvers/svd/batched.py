@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_floating, device, is_complex, like, namespace, require_finite, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_floating,
+    device,
+    is_complex,
+    is_differentiated,
+    like,
+    namespace,
+    require_finite,
+    to_numpy,
+)
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -108,7 +119,7 @@ class BatchedKrylov:
         batch = as_batch(matrices)
         most = most_terms(tuple(batch.shape[1:]), shape, rank, atol, order=2)
         block = -(-most // self.columns) * self.columns
-        whole = shape.max_separation_rank < max(SMALL, 3 * block)
+        whole = shape.max_separation_rank < max(SMALL, 3 * block) or is_differentiated(batch)
         height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
         progress = SolveProgress(on_sweep)
         solutions: list[Solution] = []

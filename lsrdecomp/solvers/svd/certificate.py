@@ -80,6 +80,13 @@ class Certificate:
         seen = math.sqrt(float(self.tails[rank])) - rounding
         return max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
 
+    def within_rounding(self, rank: int, error: float) -> bool:
+        """Whether a measured error is above the optimum by no more than the rounding of the products.
+
+        Singular values of a projection are below those of R: the optimum is at least the tail that was seen.
+        """
+        return error - math.sqrt(float(self.tails[rank])) <= self.roundoff
+
     def smallest_rank(self, error: float, most: int) -> int:
         """The fewest terms with that error, or ``most``."""
         met = np.flatnonzero(self.squared_errors[: most + 1] <= error**2)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lsrdecomp.arrays import Array, as_double, namespace
+from lsrdecomp.arrays import Array, as_double, namespace, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep, most_terms
@@ -73,7 +73,7 @@ def as_matrix(target: Target) -> Array:
 
 def tail_norms(sigma: Array) -> list[float]:
     """‖(σ_{s+1}, σ_{s+2}, …)‖ for s = 0, 1, …, len(σ): the error of each truncation."""
-    values = [float(value) for value in sigma]
+    values = [float(value) for value in to_numpy(sigma)]
     largest = max(values, default=0.0) or 1.0
     tails, total = [0.0], 0.0
     for value in reversed(values):

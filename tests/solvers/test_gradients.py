@@ -1,0 +1,69 @@
+"""Gradients through torch: right to finite differences, or refused; never silently wrong."""
+
+import numpy as np
+import pytest
+
+from lsrdecomp import KroneckerShape, LowRank, LsrError, decompose
+from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, TensorLyCP
+
+torch = pytest.importorskip("torch")
+
+SHAPE = KroneckerShape(((10, 8), (8, 12)))  # R(M) is 80 × 96: beyond the sides of which the full SVD is taken
+RANK = 3
+
+
+@pytest.fixture
+def problem(rng):
+    """A matrix with a falling spectrum, a direction to move it in, and weights that make a number of the answer."""
+    u, v = (np.linalg.qr(rng.standard_normal((n, 80)))[0] for n in (80, 96))
+    matrix = inverse_rearrange((u * np.exp(-np.arange(80) / 4.0)) @ v.T, SHAPE)
+    return matrix, rng.standard_normal((80, 96)), rng.standard_normal((80, 96))
+
+
+def along(matrix, direction, weights):
+    """The derivative by central differences of the full SVD, exact to about ten digits."""
+    step = 1e-5
+    ahead, behind = (
+        decompose(matrix + sign * step * direction, SHAPE, rank=RANK, solver=SVD()).approximation.to_matrix()
+        for sign in (1.0, -1.0)
+    )
+    return float(np.sum(weights * (ahead - behind))) / (2.0 * step)
+
+
+@pytest.mark.parametrize("solver", [None, SVD(), Gram(), BlockGolubKahan(), BatchedKrylov()], ids=lambda s: str(s)[:8])
+def test_gradients_agree_with_finite_differences(solver, problem):
+    matrix, direction, weights = problem
+    given = torch.tensor(matrix, requires_grad=True)
+    formed = decompose(given, SHAPE, rank=RANK, solver=solver).approximation.to_matrix()
+    torch.sum(torch.tensor(weights) * formed).backward()
+    slope = float(torch.sum(given.grad * torch.tensor(direction)))
+    assert slope == pytest.approx(along(matrix, direction, weights), rel=1e-5)
+
+
+def test_gradients_of_a_pair_agree_with_finite_differences(problem, rng):
+    _, _, weights = problem
+    left, right = rng.standard_normal((80, 4)), rng.standard_normal((4, 96))
+    given = torch.tensor(left, requires_grad=True)
+    formed = decompose(LowRank(given, torch.tensor(right)), SHAPE, rank=RANK).approximation.to_matrix()
+    torch.sum(torch.tensor(weights) * formed).backward()
+    direction = rng.standard_normal((80, 4))
+    slope = float(torch.sum(given.grad * torch.tensor(direction)))
+    assert slope == pytest.approx(along(left @ right, direction @ right, weights), rel=1e-5)
+
+
+@pytest.mark.parametrize("solver", [ALS(), TensorLyCP()], ids=lambda s: type(s).__name__)
+def test_what_passes_no_gradients_refuses_them(solver):
+    cube = KroneckerShape(((2, 2), (2, 2), (2, 2)))
+    given = torch.eye(8, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(LsrError, match="cannot be differentiated; pass matrix.detach()"):
+        decompose(given, cube, rank=1, solver=solver)
+    with torch.no_grad():
+        assert decompose(given, cube, rank=1, solver=solver).relative_error < 1e-6
+
+
+def test_without_gradients_the_space_is_grown_as_ever(problem):
+    given = torch.tensor(problem[0], requires_grad=True)
+    with torch.no_grad():
+        quiet = decompose(given, SHAPE, rank=RANK)
+    assert len(quiet.sweeps) > 1
