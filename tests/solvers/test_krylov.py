@@ -12,7 +12,7 @@ from lsrdecomp import KroneckerShape, LowRank, PrecisionError, ShapeError, decom
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Status
+from lsrdecomp.solvers.base import ErrorKind, Event, Status
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
@@ -149,6 +149,21 @@ def test_exact_rank_is_found_and_no_more(rng):
     solution = BlockGolubKahan().solve(target, SHAPE, atol=1e-12 * target.norm)
     assert solution.approximation.separation_rank == 5
     assert solution.status is Status.converged
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 1e-6])
+@pytest.mark.parametrize("base", [0.3, 0.18, 0.13])
+def test_an_optimum_near_rounding_is_accepted_where_it_is_found(base, tolerance, rng):
+    """Measured within 64 μ of the tail that was seen, it is not computed again by the full SVD."""
+    sigma = base ** np.arange(SIDE, dtype=float)
+    target = Dense(with_spectrum(sigma, rng))
+    solution = BlockGolubKahan(tolerance=tolerance).solve(target, SHAPE, rank=16)
+    assert all(sweep.event is not Event.hand_over for sweep in solution.sweeps)
+    rounding = 64 * unit_roundoff("float64") * target.norm
+    assert target.residual_norm(solution.approximation) <= np.linalg.norm(sigma[16:]) * (1 + tolerance) + rounding
+    if base == 0.18:  # 4e-13 of the norm: the bound says what rounding leaves open
+        assert solution.gap_kind is ErrorKind.bounded
+        assert solution.optimality_gap < 0.1
 
 
 def test_a_spectrum_of_equal_values_needs_fresh_directions(rng):
