@@ -113,7 +113,8 @@ class Terms:
         scale = norm(self.weights)
         if scale == 0.0:
             return 0.0
-        return scale * norm(self._core() @ (as_double(self.weights) / scale))
+        core, weights = alike(self._core(), as_double(self.weights) / scale)
+        return scale * norm(core @ weights)
 
     @property
     def condition(self) -> float:

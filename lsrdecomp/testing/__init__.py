@@ -1,7 +1,7 @@
 """Property tests for Kronecker code, yours as well as ours: strategies that draw cases, checks that find wrong code.
 
 Needs the package hypothesis. `check_kron`, `check_apply`, `check_rearrange`, `check_sum` and `check_decomposition` take
-*your* function; `identities` holds each identity by itself.
+*your* function, `check_operator` your class; `identities` holds each identity by itself.
 """
 
 from lsrdecomp.testing import identities as identities
@@ -11,8 +11,10 @@ from lsrdecomp.testing.checks import check_decomposition as check_decomposition
 from lsrdecomp.testing.checks import check_kron as check_kron
 from lsrdecomp.testing.checks import check_rearrange as check_rearrange
 from lsrdecomp.testing.checks import check_sum as check_sum
+from lsrdecomp.testing.operators import check_operator as check_operator
 from lsrdecomp.testing.strategies import SIZES as SIZES
 from lsrdecomp.testing.strategies import LoraCase as LoraCase
+from lsrdecomp.testing.strategies import graded_matrices as graded_matrices
 from lsrdecomp.testing.strategies import invertible_matrices as invertible_matrices
 from lsrdecomp.testing.strategies import kronecker_shapes as kronecker_shapes
 from lsrdecomp.testing.strategies import lora_layers as lora_layers

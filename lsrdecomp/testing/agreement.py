@@ -15,11 +15,20 @@ SHOWN_ENTRIES = 24
 
 
 class IdentityError(LsrError, AssertionError):
-    """An identity of Kronecker products does not hold; ``identity`` is its name."""
+    """An identity of Kronecker products does not hold.
 
-    def __init__(self, identity: str, message: str) -> None:
+    ``identity`` is its name; ``gap`` the relative difference of the two sides, where there is one; ``cause`` the
+    exception that the code under test raised instead of an answer.
+    """
+
+    def __init__(
+        self, identity: str, message: str, *, gap: float | None = None, cause: BaseException | None = None
+    ) -> None:
         super().__init__(f"{identity}: {message}")
         self.identity = identity
+        self.message = message
+        self.gap = gap
+        self.cause = cause
 
 
 def require_agreement(
@@ -42,19 +51,23 @@ def require_agreement(
     """
     found, wanted = np.asarray(to_numpy(actual)), np.asarray(to_numpy(expected))
     if found.shape != wanted.shape:
-        raise IdentityError(identity, f"shape {found.shape}, expected {wanted.shape}{_shown(inputs)}")
+        raise IdentityError(identity, f"shape {found.shape}, expected {wanted.shape}{shown(inputs)}")
     if found.size == 0:
         return
+    __tracebackhide__ = True
     gap = norm(np.atleast_1d(found - wanted).astype(complex))
     types = [dtype_name(array) for array in inputs] or ["float64"]
     allowed = bound * max(tolerance(name, size) for name in types)
     if not gap <= allowed:
         raise IdentityError(
-            identity, f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{_shown(inputs)}"
+            identity,
+            f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{shown(inputs)}",
+            gap=gap / bound if bound > 0.0 else None,
         )
 
 
-def _shown(inputs: tuple[Any, ...]) -> str:
+def shown(inputs: tuple[Any, ...]) -> str:
+    """The arrays that a function was given, a line each; entries where they are few."""
     lines = []
     for letter, array in zip("ABCDEF", inputs, strict=False):
         values = np.asarray(to_numpy(array))

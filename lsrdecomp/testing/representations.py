@@ -88,6 +88,14 @@ def sum_of_terms(form: Callable[[Array, Sequence[Array]], Array], weights: Array
     )
 
 
+def formed_terms(weights: Array, factors: Sequence[Array]) -> np.ndarray:
+    """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ by ``numpy.kron``, in double precision."""
+    lambdas = to_numpy(weights)
+    stacks = [(q := to_numpy(f)).astype(np.result_type(q.dtype, np.float64)) for f in factors]
+    total = sum(lam * reduce(np.kron, [f[k] for f in stacks]) for k, lam in enumerate(lambdas))
+    return np.asarray(total)
+
+
 def unit_terms(weights: Array, factors: Sequence[Array]) -> None:
     """λ ≥ 0, descending, and every factor of every term has Frobenius norm one, so that γ means something."""
     lambdas = to_numpy(weights)

@@ -93,6 +93,20 @@ def invertible_matrices(draw: st.DrawFn, size: int, complex_values: bool = False
 
 
 @st.composite
+def graded_matrices(draw: st.DrawFn, shape: KroneckerShape, complex_values: bool = False) -> Any:
+    """Matrices whose rearrangement, for two factors, has singular values from 1 to 1e-12, evenly in the logarithm.
+
+    An SVD through the Gram matrix sees none of them below 1e-8.
+    """
+    rng = _generator(draw)
+    (m, n), (p, q) = shape.factors
+    rank = shape.max_separation_rank
+    left, right = (_orthonormal(rng, size, rank, complex_values) for size in shape.sizes)
+    rearranged = (left * np.logspace(0, -12, rank)) @ right.conj().T
+    return rearranged.reshape(m, n, p, q).transpose(0, 2, 1, 3).reshape(shape.matrix_shape)
+
+
+@st.composite
 def separated_matrices(
     draw: st.DrawFn,
     shape: KroneckerShape | None = None,

@@ -1,5 +1,6 @@
 """lsrdecomp.testing finds planted bugs in a user's Kronecker code, names them, and lets sound code pass."""
 
+import functools
 import math
 from functools import reduce
 
@@ -18,6 +19,7 @@ from lsrdecomp.testing import (
     check_apply,
     check_decomposition,
     check_kron,
+    check_operator,
     check_rearrange,
     check_sum,
     identities,
@@ -270,3 +272,176 @@ def test_matrices_keep_their_promise(invertible, small):
     assert np.linalg.cond(invertible) <= 10.0 * (1 + 1e-12)
     assert np.array_equal(small, np.round(small))
     assert np.abs(small).max() <= 3
+
+
+# Code that raises, coarser types, and classes ------------------------------------------------------------------------
+
+
+def test_exceptions_of_the_code_under_test_name_identity_and_case():
+    def brittle(a, b):
+        if a.shape[1] > 1:
+            raise RuntimeError("only columns, please")
+        return np.kron(a, b)
+
+    with pytest.raises(IdentityError, match="your code raised RuntimeError: only columns, please") as caught:
+        check_kron(brittle)
+    assert caught.value.identity == "definition"
+    assert isinstance(caught.value.cause, RuntimeError)
+    assert "A 1×2 = " in str(caught.value), "the smallest case is shown"
+    for check, function in (
+        (check_apply, lambda factors, x: factors[7]),
+        (check_rearrange, lambda matrix, shape: matrix.reshape(-1, 11)),
+        (check_sum, lambda weights, factors: weights.nothing),
+        (check_decomposition, lambda matrix, shape, rank: 1 / 0),
+    ):
+        with pytest.raises(IdentityError, match="your code raised"):
+            check(function, max_examples=5)
+
+
+def test_torch_kron_is_checked_and_what_it_raises_is_shown():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(IdentityError) as caught:
+        check_kron(lambda a, b: torch.kron(a, b) @ torch.ones(11, 7), xp=torch, max_examples=5)
+    assert "your code raised RuntimeError" in str(caught.value)
+    # torch.kron up to 2.13 at least raises for some transposed views, so copies are handed over
+    fresh = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+    check_kron(lambda a, b: torch.kron(fresh(a), fresh(b)), xp=torch, max_examples=8)
+
+
+def test_the_message_carries_what_else_is_broken_and_no_frames_of_ours():
+    with pytest.raises(IdentityError, match="also broken: .*trace") as caught:
+        check_kron(lambda a, b: 2.0 * np.kron(a, b), max_examples=5)
+    assert caught.value.identity.startswith("definition")
+    assert caught.value.__cause__ is None
+    shown = [frame.name for frame in __import__("traceback").extract_tb(caught.value.__traceback__)]
+    assert not any("hypothesis" in name or name in ("every_case", "called") for name in shown)
+    assert not getattr(caught.value, "__notes__", None)
+
+
+def test_a_coarser_type_needs_its_tolerance():
+    def in_half(a, b):
+        return np.kron(a.astype(np.float16), b.astype(np.float16)).astype(a.dtype)
+
+    with pytest.raises(IdentityError, match="definition"):
+        check_kron(in_half, complex_values=False)
+    check_kron(in_half, complex_values=False, tolerance=2e-2)
+    seen = set()
+
+    def noting(a, b):
+        seen.update((a.dtype.name, b.dtype.name))
+        return np.kron(a, b)
+
+    check_kron(noting, dtype="float32", complex_values=False, max_examples=5)
+    assert seen == {"float32"}
+
+
+def test_an_svd_through_the_gram_matrix_is_found():
+    def by_gram(matrix, shape, rank):
+        (m, n), (p, q) = shape.factors
+        rearranged = rearrange_by_reshape(matrix, shape)
+        _, vectors = np.linalg.eigh(rearranged @ rearranged.conj().T)
+        left = vectors[:, ::-1][:, :rank]
+        right = left.conj().T @ rearranged
+        weights = np.linalg.norm(right, axis=1)
+        order = np.argsort(-weights, kind="stable")
+        weights, left, right = weights[order], left[:, order], right[order]
+        kept = weights > 0
+        weights, left, right = weights[kept], left[:, kept], right[kept] / weights[kept][:, None]
+        return weights, (left.T.reshape(-1, m, n), right.reshape(-1, p, q))
+
+    with pytest.raises(IdentityError, match="best .* terms"):
+        check_decomposition(by_gram, complex_values=False)
+    check_decomposition(textbook_terms, complex_values=False)
+
+
+class TheirOperator:
+    """A user's class: one object for Σ λ ⊗ M, each method on its own."""
+
+    def __init__(self, weights, factors):
+        self.weights, self.factors = weights, factors
+
+    def matvec(self, x):
+        return sum_by_kron(self.weights, self.factors) @ x
+
+    @property
+    def T(self):  # noqa: N802
+        return type(self)(self.weights, [f.transpose(0, 2, 1) for f in self.factors])
+
+    def __matmul__(self, x):
+        return self.matvec(x)
+
+    def rmatvec(self, y):
+        return sum_by_kron(self.weights, self.factors).conj().T @ y
+
+    def trace(self):
+        return np.trace(sum_by_kron(self.weights, self.factors))
+
+    def inner(self, other):
+        return np.vdot(sum_by_kron(self.weights, self.factors), sum_by_kron(other.weights, other.factors))
+
+    def norm(self):
+        return np.linalg.norm(sum_by_kron(self.weights, self.factors))
+
+    def solve(self, b):
+        return np.linalg.solve(sum_by_kron(self.weights, self.factors), b)
+
+    def logdet(self):
+        return np.linalg.slogdet(sum_by_kron(self.weights, self.factors))[1]
+
+
+def test_sound_classes_pass():
+    check_operator(TheirOperator, max_examples=10)
+    check_operator(TheirOperator, dtype="float32", complex_values=False, max_examples=10)
+
+
+def test_our_class_passes(xp):
+    from lsrdecomp import SeparatedMatrix, operators
+
+    more = {"solve": lambda a, b: operators.solve(a, b).x, "logdet": operators.slogdet}
+    check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), xp=xp, max_examples=8)
+    check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), methods=more, xp=xp, max_examples=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("matvec", lambda self, x: sum_by_kron(self.weights[:1], [f[:1] for f in self.factors]) @ x),
+        ("rmatvec", lambda self, y: sum_by_kron(self.weights, self.factors).T @ y),
+        ("trace", lambda self: self.weights[0] * np.prod([np.trace(f[0]) for f in self.factors])),
+        (
+            "inner",
+            lambda self, other: np.sum(
+                sum_by_kron(self.weights, self.factors) * sum_by_kron(other.weights, other.factors)
+            ),
+        ),
+        ("norm", lambda self: np.linalg.norm(self.weights)),
+        ("solve", lambda self, b: sum_by_kron(self.weights, self.factors).conj().T @ b),
+        ("logdet", lambda self: np.log(np.abs(np.linalg.det(self.factors[0][0])))),
+    ],
+)
+def test_each_method_can_fail_by_itself(name, wrong):
+    planted = type("Planted", (TheirOperator,), {name: wrong})
+    with pytest.raises(IdentityError) as caught:
+        check_operator(planted, max_examples=15)
+    assert caught.value.identity.split(",")[0] == {"rmatvec": "adjoint"}.get(name, name)
+
+
+def test_a_wrong_transpose_is_found():
+    planted = type(
+        "Planted",
+        (TheirOperator,),
+        {"T": property(lambda self: TheirOperator(self.weights, [f.conj().transpose(0, 2, 1) for f in self.factors]))},
+    )
+    with pytest.raises(IdentityError, match="transpose"):
+        check_operator(planted, methods=["transpose"])
+
+
+def test_methods_that_are_not_there_are_named():
+    from lsrdecomp import LsrError
+
+    with pytest.raises(LsrError, match="object has none of logdet, slogdet"):
+        check_operator(lambda w, fs: object(), methods=["logdet"])
+    with pytest.raises(LsrError, match="no method is called 'matvek'"):
+        check_operator(TheirOperator, methods=["matvek"])
+    with pytest.raises(LsrError, match="no method under a usual name"):
+        check_operator(lambda w, fs: object())
