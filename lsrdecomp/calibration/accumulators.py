@@ -21,6 +21,7 @@ class Counts:
     batches: int = 0
     examples: int = 0
     answers: int = 0
+    effect: float = 0.0  # Σ KL(adapter ‖ no adapter), nats
 
 
 class LayerSums:

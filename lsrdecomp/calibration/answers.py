@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import Batch, answer_mask
+from lsrdecomp.calibration.dataset import model_inputs
 from lsrdecomp.calibration.fisher import Head, answer_logits
+from lsrdecomp.calibration.questions import Batch, answer_mask
 
 FEW = 4096
 """Classes up to which answers are kept as logits."""
@@ -75,17 +76,17 @@ def _asked(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
     device = next(base.model.parameters()).device
     inputs = {key: value.to(device) for key, value in batch.items()}
     mask = answer_mask(inputs, base.head)
-    examples, layer = len(inputs["input_ids"]), output_layer(base)
+    examples, layer = len(next(iter(inputs.values()))), output_layer(base)
     wanted = None if mask is None else mask.bool()
     if wanted is not None and base.head is Head.causal_lm:
         wanted = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # a position answers for the token after it
     if layer is None or wanted is None:
-        logits = answer_logits(base.model(**inputs).logits, base.head, mask)
+        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, mask)
         counted = base.head in (Head.tokens, Head.causal_lm, Head.seq2seq) and wanted is not None
         counts = wanted.sum(1) if counted and wanted is not None else torch.full((examples,), len(logits) // examples)
         return Answers(logits, counts.cpu()), None
     with _only(layer, wanted) as read:
-        logits = base.model(**inputs).logits.float()
+        logits = base.model(**model_inputs(inputs)).logits.float()
     return Answers(logits, wanted.sum(1).cpu()), read[0].detach()
 
 

@@ -17,14 +17,15 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
     PreTrainedModel,
 )
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
-from lsrdecomp.calibration.calibrate import IGNORED, CalibrationError
+from lsrdecomp.calibration.bases import find_base, first_line, open_tokenizer
+from lsrdecomp.calibration.dataset import ANSWERS, MAX_LENGTH, DataError, PromptExample, token_batches, tokenize
 from lsrdecomp.calibration.examples import Example
 from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.questions import IGNORED, CalibrationError
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.errors import CheckpointError
 
@@ -36,6 +37,7 @@ LOADERS = {
     "CAUSAL_LM": (AutoModelForCausalLM, Head.causal_lm),
     "SEQ_2_SEQ_LM": (AutoModelForSeq2SeqLM, Head.seq2seq),
 }
+DTYPES = ("float32", "bfloat16")
 HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight", "classification_head.out_proj.weight")
 
 
@@ -48,6 +50,7 @@ class Base:
     tokenizer: Any
     head: Head
     modules: tuple[str, ...]  # the adapted layers, by their names in the plain base
+    adapter_base: str = ""  # what the adapter's config calls its base
 
 
 def load_base(
@@ -58,7 +61,7 @@ def load_base(
     Parameters
     ----------
     base : str or path
-        As `transformers` takes it.
+        As `transformers` takes it, a GGUF file, or ``"smollm2"``; see `calibration.bases.find_base`.
     adapter : path
         A PEFT directory: LoRA, LSR or any other kind PEFT opens.
     task_type : str, optional
@@ -107,26 +110,41 @@ def load_pair(
 
 def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -> tuple[PreTrainedModel, Head]:
     """The base as the adapter's task wants it, and what its logits mean."""
-    config = PeftConfig.from_pretrained(str(adapter))
+    if not (adapter / "adapter_config.json").is_file():
+        text = "has no adapter_config.json, so it is no adapter of PEFT; calibration is for adapters of text models"
+        raise CheckpointError(text, path=adapter)
+    try:
+        config = PeftConfig.from_pretrained(str(adapter))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"is no adapter that PEFT opens: {first_line(error)}", path=adapter) from error
     kind = task_type or str(getattr(config.task_type, "value", config.task_type))
     if kind not in LOADERS:
-        raise CheckpointError(f"task type {kind!r} is not one of {', '.join(LOADERS)}; give one", path=adapter)
+        text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
+        raise CheckpointError(f"{text} (a diffusion model's has none)", path=adapter)
     loader, head = LOADERS[kind]
     labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
-    model = loader.from_pretrained(str(base), dtype=getattr(torch, dtype), **labels)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    place = find_base(base)
+    try:
+        model = loader.from_pretrained(place, dtype=getattr(torch, dtype), **labels)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.regression
     return model, head
 
 
 def _adapted(base: str, model: PreTrainedModel, adapter: Path, head: Head, device: str) -> Base:
-    adapted = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"does not fit {base}: {first_line(error)}", path=adapter) from error
+    tokenizer = open_tokenizer(base)
     if adapted.config.pad_token_id is None:
         adapted.config.pad_token_id = tokenizer.pad_token_id
-    return Base(base, adapted, tokenizer, head, adapted_modules(adapted))
+    declared = str(adapted.peft_config["default"].base_model_name_or_path or "")
+    return Base(base, adapted, tokenizer, head, adapted_modules(adapted), declared)
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
@@ -164,6 +182,39 @@ def batches(base: Base, texts: Sequence[Text], *, size: int, max_length: int, se
         read = dict(base.tokenizer(first, **settings))
         outputs = base.tokenizer(text_target=second, **settings)
         yield read | {"labels": outputs["input_ids"].masked_fill(outputs["attention_mask"] == 0, IGNORED)}
+
+
+def prompt_batches(
+    base: Base,
+    examples: Sequence[PromptExample],
+    *,
+    size: int,
+    seed: int,
+    max_length: int = MAX_LENGTH,
+    answers: str = "completion",
+) -> Iterator[dict[str, Tensor]]:
+    """Examples of a JSON-lines file in random order, as the model reads them.
+
+    A causal model reads prompt and completion as one, and ``answer_mask`` says which tokens are answers; a seq2seq
+    model reads the prompt and is to say the completion; any other reads the two as a pair, a plain text alone.
+
+    Raises
+    ------
+    DataError
+        If an example is too long, or is a conversation and the base is no causal model.
+    """
+    if base.head is Head.causal_lm:
+        rows = tokenize(examples, base.tokenizer, max_length=max_length, answers=answers)
+        return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
+    if answers not in ANSWERS:
+        raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
+    spoken = next((example for example in examples if example.messages), None)
+    if spoken is not None:
+        raise DataError(f'{spoken.where}: "messages" are for causal language models, and {base.name} is none')
+    texts: list[Text] = [
+        (each.prompt, each.completion) if each.prompt else (each.completion, None) for each in examples
+    ]
+    return batches(base, texts, size=size, max_length=max_length, seed=seed)
 
 
 def read_lines(file: str | Path) -> list[Text]:

@@ -21,7 +21,8 @@ for a random D of independent entries, and layers can be compared. The scale is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +31,12 @@ import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums
+from lsrdecomp.calibration.answers import ask
+from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.calibration.files import check_unfinished, read_partial, write_partial, write_statistics
-from lsrdecomp.calibration.fisher import Head, Pairs, sampled_log_likelihood, watched
-from lsrdecomp.errors import LsrError
-
-Batch = Mapping[str, Tensor]
-TOKEN_HEADS = (Head.tokens, Head.causal_lm, Head.seq2seq)
-IGNORED = -100  # label of a token that is not to be answered, as transformers has it
-
-
-class CalibrationError(LsrError, RuntimeError):
-    """The data or the model gave nothing to measure; the message says what was missing."""
+from lsrdecomp.calibration.fisher import Head, Pairs, sampled_answers, watched
+from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +53,15 @@ class Progress:
 class Calibration:
     """What a calibration did.
 
-    ``answers`` counts what one KL divergence is about: examples, or predicted tokens for language models.
+    ``answers`` counts what one KL divergence is about: examples, or predicted tokens for language models. ``effect`` is
+    KL(adapter ‖ no adapter) per answer; None for a model without an adapter.
     """
 
     directory: Path
     examples: int
     answers: int
     modules: tuple[str, ...]
+    effect: float | None = None
 
 
 def calibrate(
@@ -76,6 +74,7 @@ def calibrate(
     samples: int,
     head: Head = Head.classification,
     base: str = "",
+    adapter_base: str = "",
     max_full: int = 1024,
     rank: int = 128,
     save_every: int = 50,
@@ -106,8 +105,12 @@ def calibrate(
         What the logits mean.
     base : str
         Name of the base, kept in the metadata.
+    adapter_base : str
+        What the adapter's config calls its base, kept in the metadata: adapters of another are refused.
     max_full : int
-        Layers up to this size keep a whole covariance, larger ones the leading ``rank`` eigenpairs.
+        Layers up to this size add up a whole covariance, larger ones its action on 2·``rank`` random columns.
+    rank : int
+        Leading eigenpairs that are written, in half precision; the others count as equal.
     on_batch : callable, optional
         Called with a `Progress` after every batch.
 
@@ -126,7 +129,8 @@ def calibrate(
 
     Notes
     -----
-    Costs one forward and one backward pass per batch, O(n²) memory per small layer, O(n·rank) per large one.
+    Costs one forward and one backward pass per batch, and one forward pass without the adapter; O(n²) memory per small
+    layer, O(n·rank) per large one. Of a causal model only the positions that count reach the output layer.
     """
     out = Path(out)
     found = modules_by_name(model)
@@ -141,25 +145,33 @@ def calibrate(
     }
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
     settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
+    settings |= {"adapter_base": adapter_base}
     check_unfinished(out)
     counts = read_partial(out, settings, layers)
+
+    texts, asked = hashlib.sha256(), Base(base, model, None, head, tuple(modules))
+    adapted = hasattr(model, "get_base_model")
 
     def add(name: str, pairs: Pairs) -> None:
         layers[name].add(pairs)
 
     with _measuring(model), watched({name: found[name] for name in modules}, add) as record:
         for done, batch in enumerate(batches, start=1):
-            if counts.examples >= samples:
+            if counts.examples >= samples and done > counts.batches:
                 break
+            texts.update(_content(batch))
             if done <= counts.batches:
                 continue
             record.clear()
-            inputs = {key: value.to(device) for key, value in batch.items()}
-            logits = model(**inputs).logits
+            answers = ask(asked, batch)
+            moved = _effect(asked, batch, answers.logits) if adapted else 0.0
             generator = torch.Generator().manual_seed((seed << 32) + done)
-            score, answers = sampled_log_likelihood(logits, head, generator, answer_mask(inputs, head))
-            record.backward(score, len(logits))
-            counts = Counts(done, counts.examples + len(logits), counts.answers + answers)
+            examples = len(answers.counts)
+            record.backward(sampled_answers(answers.logits, head, generator), examples)
+            counts = Counts(
+                done, counts.examples + examples, counts.answers + len(answers.logits), counts.effect + moved
+            )
+            del answers
             if done % save_every == 0:
                 write_partial(out, settings, layers, counts)
             if on_batch is not None:
@@ -171,8 +183,23 @@ def calibrate(
         raise CalibrationError(
             f"{', '.join(idle[:5])}: no answer of the model depends on it; leave it out of `modules`"
         )
-    write_statistics(out, settings, layers, counts)
-    return Calibration(out, counts.examples, counts.answers, tuple(modules))
+    effect = counts.effect / counts.answers if adapted else None
+    write_statistics(out, settings | {"texts": texts.hexdigest(), "effect": effect}, layers, counts)
+    return Calibration(out, counts.examples, counts.answers, tuple(modules), effect)
+
+
+def _content(batch: Batch) -> bytes:
+    """What is read, as bytes, so that statistics can say which texts they are of."""
+    return b"".join(
+        batch[name].cpu().numpy().tobytes() for name in sorted(batch) if not batch[name].is_floating_point()
+    )
+
+
+def _effect(asked: Base, batch: Batch, logits: Tensor) -> float:
+    """Σ KL(adapter ‖ no adapter) over the answers of a batch."""
+    with torch.no_grad(), without_delta(asked.model):
+        bare = ask(asked, batch).logits
+        return float(divergences(logits.detach(), bare, asked.head).sum())
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -190,15 +217,6 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
     if type(plain).__name__ == "Conv1D" and isinstance(weight, Tensor):
         return weight.shape[1], weight.shape[0]
     raise CalibrationError(f"{name} is a {type(plain).__name__}; statistics are for Linear layers")
-
-
-def answer_mask(batch: Batch, head: Head) -> Tensor | None:
-    """Which positions of a batch hold real tokens of the answer, (examples, tokens); None where all do."""
-    if head is not Head.seq2seq:
-        return batch.get("attention_mask")
-    if "labels" in batch:
-        return batch["labels"] != IGNORED
-    return batch.get("decoder_attention_mask")
 
 
 @contextmanager

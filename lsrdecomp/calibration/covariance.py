@@ -21,6 +21,15 @@ class Spectrum:
     rest: float
     trace: float
 
+    def truncated(self, rank: int) -> Spectrum:
+        """The ``rank`` largest eigenpairs, and a rest of the same trace."""
+        size = len(self.vectors)
+        if self.values.size <= rank:
+            return self
+        values = self.values[:rank]
+        rest = max(self.trace - float(values.sum()), 0.0) / (size - rank)
+        return Spectrum(self.vectors[:, :rank], values, rest, self.trace)
+
 
 class Covariance:
     """A positive semi-definite n × n sum of products x yᵀ.

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import Batch, CalibrationError
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.questions import Batch, CalibrationError
 from lsrdecomp.checkpoints.writing import new_file
 
 RATES = (0.01, 0.03, 0.1)

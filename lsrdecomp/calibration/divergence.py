@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.calibrate import TOKEN_HEADS, Batch, CalibrationError
 from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
 from lsrdecomp.errors import ShapeError
 
 ENTRIES = 2**22

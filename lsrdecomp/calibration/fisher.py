@@ -141,13 +141,18 @@ def sampled_log_likelihood(
     ShapeError
         If the logits do not have the shape of the head.
     """
-    logits = answer_logits(logits, head, mask)
+    answers = answer_logits(logits, head, mask)
+    return sampled_answers(answers, head, generator), len(answers)
+
+
+def sampled_answers(logits: Tensor, head: Head, generator: torch.Generator) -> Tensor:
+    """Σ log p(y) as above, of the logits (answers, classes) of the answers alone."""
     if head is Head.regression:
         noise = torch.randn(logits.shape, generator=generator).to(logits.device)
-        return -(noise + logits.detach() - logits).square().sum() / 2, len(logits)
+        return -(noise + logits.detach() - logits).square().sum() / 2
     scores = logits.log_softmax(-1)
     draws = torch.multinomial(scores.detach().exp().cpu(), 1, generator=generator).to(logits.device)
-    return scores.gather(-1, draws).sum(), len(logits)
+    return scores.gather(-1, draws).sum()
 
 
 def answer_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Tensor:

@@ -35,6 +35,8 @@ TENSORS = "statistics.safetensors"
 FORMAT = "lsrdecomp-statistics"
 VERSION = 1
 SIDES = ("input", "output")
+ORTHONORMAL = 5e-3
+"""Most that VᵀV of stored eigenvectors may differ from I: rounded to half precision, they stay far below."""
 PARTS = ("eigenvectors", "eigenvalues", "rest")
 
 
@@ -134,6 +136,24 @@ class Statistics(Mapping[str, LayerStatistics]):
         suffix = f".{SIDES[0]}.{PARTS[0]}"
         return dict.fromkeys(name.removesuffix(suffix) for name in self._tensors if name.endswith(suffix))
 
+    def check_base(self, declared: str | None) -> None:
+        """Refuse an adapter for another base than the one these statistics are of, as far as both name theirs.
+
+        Parameters
+        ----------
+        declared : str, optional
+            ``base_model_name_or_path`` of the adapter; only its last part counts, since places differ between machines.
+
+        Raises
+        ------
+        CheckpointError
+            Naming both.
+        """
+        known = self.metadata.get("settings", {}).get("adapter_base")
+        if known and declared and _last_part(known) != _last_part(declared):
+            text = f"of base {known}, and the adapter is for {declared}; calibrate on that base"
+            raise CheckpointError(text, path=self.path.parent)
+
     def _weight(self, name: str) -> SpectralWeight:
         parts = []
         for part in PARTS:
@@ -146,10 +166,22 @@ class Statistics(Mapping[str, LayerStatistics]):
             shapes = ", ".join(f"{part} {array.shape}" for part, array in zip(PARTS, parts, strict=True))
             text = f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again"
             raise CheckpointError(text, path=self.path, tensor=name)
+        gram = vectors.T @ vectors
+        off = float(np.abs(gram - np.eye(values.size)).max(initial=0.0))
+        if not off < ORTHONORMAL:
+            text = f"eigenvectors are not orthonormal: VᵀV differs from I by {off:.2g}; damaged, calibrate again"
+            raise CheckpointError(text, path=self.path, tensor=f"{name}.{PARTS[0]}")
+        if self._tensors[f"{name}.{PARTS[0]}"].dtype == "float16":
+            # Orthonormal again, to the digits of a double, and no further away than rounding had moved them.
+            vectors = np.linalg.solve(np.linalg.cholesky(gram), vectors.T).T
         try:
             return SpectralWeight(vectors, values, rest)
         except PrecisionError as error:
             raise CheckpointError(str(error), path=self.path, tensor=name) from None
+
+
+def _last_part(base: str) -> str:
+    return base.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
 
 
 def read_statistics(directory: str | Path) -> Statistics:

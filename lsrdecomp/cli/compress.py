@@ -95,6 +95,8 @@ def compress(
     if out is not None and not dry_run and separation_rank is None:
         store = compression.SearchStore(compression.store_beside(out))
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
+    if statistics is not None:
+        statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     results = []
     with follow(quiet=quiet) as step:

@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
-    model: Annotated[str | None, Input, typer.Option(help="The base: a name or a directory, or embedded.")] = None,
+    model: Annotated[
+        str | None, Input, typer.Option(help="The base: a name, a directory, a GGUF file, smollm2, or embedded.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="A GLUE or SuperGLUE task by name, or embedded.")] = None,
-    data: Annotated[str | None, Input, typer.Option(help="Directory with the tasks' files, as published.")] = None,
+    data: Annotated[
+        str | None, Input, typer.Option(help="JSON lines for a language model, or directory of the tasks' files.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
     method: Annotated[str | None, typer.Option(help="lora, lsr, dora, krona, …; a wrong one shows all.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as r=4; repeat it.")] = None,
@@ -126,15 +130,23 @@ def _show(record: Record, out: Path) -> None:
     table.add_column(record.settings.task)
     scored = [("start", record.start), ("dev", record.dev), ("validation", record.validation)]
     columns = [(name, scores) for name, scores in scored if scores is not None]
-    for name in ("majority", *(name for name, _ in columns)):
+    against = ["majority"] if record.baseline else []
+    for name in (*against, *(name for name, _ in columns)):
         table.add_column(name, justify="right")
-    for metric, constant in record.baseline.items():
-        table.add_row(metric, f"{constant:.4f}", *(f"{scores.metrics[metric]:.4f}" for _, scores in columns))
-    if "accuracy" not in record.baseline and record.dev.accuracy is not None:
-        table.add_row("accuracy", "", *(f"{scores.accuracy:.4f}" for _, scores in columns))
-    table.add_row("loss", "", *("lost" if scores.loss is None else f"{scores.loss:.4f}" for _, scores in columns))
-    table.add_row("examples", "", *(f"{scores.examples:,}" for _, scores in columns))
+    rows = [(name, [scores.metrics.get(name) for _, scores in columns]) for name in record.dev.metrics]
+    if not {"accuracy", "token_accuracy"} & set(record.dev.metrics) and record.dev.accuracy is not None:
+        rows.append(("accuracy", [scores.accuracy for _, scores in columns]))
+    for name, values in rows:
+        constant = [f"{record.baseline[name]:.4f}" if name in record.baseline else ""] if against else []
+        table.add_row(name, *constant, *("" if value is None else f"{value:.4f}" for value in values))
+    blank = [""] * len(against)
+    table.add_row("loss", *blank, *("lost" if scores.loss is None else f"{scores.loss:.4f}" for _, scores in columns))
+    table.add_row("examples", *blank, *(f"{scores.examples:,}" for _, scores in columns))
     output.print(table)
+    for sample in record.samples:
+        output.print(f"\n{sample.prompt.strip()}", markup=False)
+        for who, text in (("base", sample.base), ("adapted", sample.adapted), ("file", sample.completion)):
+            output.print(f"  {who + ':':9} {text}", markup=False)
     output.print(
         f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and {record.head_parameters:,} in the "
         f"head; {record.adapter_bytes:,} bytes of {record.file_bytes:,}. {record.steps:,} steps in "

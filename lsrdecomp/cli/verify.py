@@ -13,6 +13,7 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Wide
 from lsrdecomp.cli.outputs import Input
+from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ def verify(
     base: Annotated[
         str | None, Input, typer.Option(help="Also compare the answers of this base model: a name or a directory.")
     ] = None,
+    data: DataFile = None,
+    answers: AnswerTokens = "completion",
     text: Annotated[Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")] = None,
     task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
-    max_length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 128,
+    max_length: MaxLength = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    dtype: Dtype = "float32",
     name: Name = None,
     alpha: Alpha = None,
     wide: Wide = False,
@@ -42,15 +46,18 @@ def verify(
 
     With --base and texts, also how their answers differ; no labels are needed.
     """
-    if (base is None) != (text is None and task is None) or (text is not None and task is not None):
-        raise LsrError("answers are compared on a base and texts: give --base with --text FILE or --task DIR")
+    questions = Questions(text, task, data, "dev", answers, max_length)
+    if (base is None) != (questions.given == 0):
+        raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
+    if base is not None:
+        questions.check()
     given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     result = compression.verify(given, checkpoints.open_checkpoint(written, max_memory=max_memory))
-    answers = None if base is None else _behaviour(base, source, written, text, task, batch, max_length, device)
+    found = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype)
     tables.show(json, tables.verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
-    if answers is not None:
-        tables.show(json, *_sentences(answers))
+    if found is not None:
+        tables.show(json, *_sentences(found))
     for complaint in _complaints(result, source):
         tables.say(complaint)
     if json is not None:
@@ -59,30 +66,25 @@ def verify(
         ]
         facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
         facts |= {"source_matches": result.source_matches, "layers": layers}
-        if answers is not None:
-            facts["answers"] = {**asdict(answers), "kept": answers.kept, "base": base}
+        if found is not None:
+            facts["answers"] = {**asdict(found), "kept": found.kept, "base": base}
         tables.write_json(facts, json)
     if not result.passed:
         raise typer.Exit(1)
 
 
 def _behaviour(
-    base: str, source: Path, written: Path, text: Path | None, task: Path | None, size: int, length: int, device: str
+    base: str, source: Path, written: Path, questions: Questions, size: int, device: str, dtype: str
 ) -> Behaviour:
     try:
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.divergence import compare_answers
-        from lsrdecomp.training.tasks import find_task
     except ImportError as error:
         raise LsrError(f"answers need the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
-    if text is not None:
-        texts = bases.read_lines(text)
-    else:
-        assert task is not None
-        texts = bases.task_texts(find_task(task).read(task, "dev"))
-    pair = bases.load_pair(base, source, written, device=device)
-    rounds = bases.batches(pair[0], texts, size=size, max_length=length, seed=0)
-    with tables.meter(len(texts), "examples") as show:
+    with tables.quiet():
+        pair = bases.load_pair(base, source, written, device=device, dtype=dtype)
+    rounds, count = questions.batches(pair[0], size=size, seed=0)
+    with tables.meter(count, "examples") as show:
         return compare_answers(*pair, rounds, on_batch=show)
 
 

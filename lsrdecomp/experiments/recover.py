@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from lsrdecomp.calibration.base_model import batches, load_base, task_texts
+from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.search import Search
@@ -32,7 +32,7 @@ from lsrdecomp.experiments.recover_plan import (
 )
 from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
 from lsrdecomp.experiments.suite import Suite, slug
-from lsrdecomp.training.dataset import read_material
+from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.record import ADAPTER, Record
 from lsrdecomp.training.settings import FinetuneSettings
@@ -255,15 +255,14 @@ def _calibrate(job: Job) -> None:
     if (job.place.statistics / METADATA).exists():
         return
     settings = job.lora().settings
-    material = read_material(settings)
+    dataset = read_dataset(settings)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = load_base(material.base, job.place.lora / ADAPTER, device=device)
-    texts = task_texts(material.train)
+    base = load_base(dataset.base, job.place.lora / ADAPTER, device=device)
     calibrate(
         base.model,
-        batches(base, texts, size=16, max_length=settings.max_length, seed=job.seed),
+        dataset.questions(base, size=16, seed=job.seed),
         modules=base.modules,
         out=job.place.statistics,
         seed=job.seed,

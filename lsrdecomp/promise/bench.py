@@ -9,8 +9,8 @@ from pathlib import Path
 from peft import PeftModel
 
 from lsrdecomp.calibration.base_model import Base, Text, adapted_modules, batches, load_base
-from lsrdecomp.calibration.calibrate import TOKEN_HEADS, Batch
 from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.promise.texts import split
 

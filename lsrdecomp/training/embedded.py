@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
+from lsrdecomp.calibration.bases import cache_directory
 from lsrdecomp.training.settings import EMBEDDED
 from lsrdecomp.training.tasks import TASKS
 
@@ -40,12 +41,6 @@ class Place:
 
     model: Path
     data: Path
-
-
-def cache_directory() -> Path:
-    """``$LSRDECOMP_CACHE``, or lsrdecomp in the user's cache directory."""
-    own = os.environ.get("LSRDECOMP_CACHE")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lsrdecomp"
 
 
 def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Place:

@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 
-from lsrdecomp.calibration.examples import Example
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.arguments import CHECKPOINTS, check_sharding, common_arguments, training_arguments
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
-from lsrdecomp.training.dataset import Material, read_material
-from lsrdecomp.training.encoding import Collator, WholeBatches, choices, length
-from lsrdecomp.training.model import Opened, counts, open_model, written_bytes
+from lsrdecomp.training.dataset import Dataset, read_dataset
+from lsrdecomp.training.encoding import WholeBatches
+from lsrdecomp.training.model import LoadedModel, counts, open_model, written_bytes
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
-from lsrdecomp.training.scoring import judge, peak_bytes, reset_peak
+from lsrdecomp.training.scoring import peak_bytes, reset_peak
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import Task
-from lsrdecomp.training.trainer import AdapterTrainer
+from lsrdecomp.training.trainer import AdapterTrainer, trainer_of
 
 SETTINGS, CLOCK = "settings.json", "clock.json"
 STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
@@ -88,16 +85,16 @@ def finetune(
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     state = PartialState(cpu=settings.device == "cpu")
     with state.local_main_process_first():
-        material = read_material(settings)
+        dataset = read_dataset(settings)
     if settings.batch % state.num_processes:
         raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes")
-    opened = open_model(settings, material.base, material.task, choices(material.dev))
+    model = open_model(settings, dataset.base, dataset.outputs)
     run = out.absolute().with_name(f".{out.absolute().name}.run")
     if state.is_main_process:
         _enter(run, settings, resume)
     state.wait_for_everyone()
     try:
-        record = _train(settings, material, opened, run, on_step)
+        record = _train(settings, dataset, model, run, on_step)
     except BaseException:
         if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
             shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
@@ -120,13 +117,13 @@ def evaluate(settings: FinetuneSettings) -> Scores:
     SettingsError, TaskError, CheckpointError
         As `finetune` does.
     """
-    material = read_material(settings)
-    opened = open_model(settings, material.base, material.task, choices(material.dev))
+    dataset = read_dataset(settings)
+    model = open_model(settings, dataset.base, dataset.outputs)
     with TemporaryDirectory() as place:
         args = TrainingArguments(**common_arguments(settings, Path(place)))
-        trainer = AdapterTrainer(opened, settings, args, collator=_collator(settings, material, opened), callbacks=[])
+        trainer = trainer_of(dataset)(model, settings, args, dataset=dataset, callbacks=[])
         trainer.remove_callback(PrinterCallback)
-        return _judged(trainer, material.task, material.dev)
+        return dataset.judge_dev(trainer)
 
 
 def _enter(run: Path, settings: FinetuneSettings, resume: bool) -> None:
@@ -156,12 +153,12 @@ def _whole(checkpoint: Path) -> bool:
 
 def _train(
     settings: FinetuneSettings,
-    material: Material,
-    opened: Opened,
+    dataset: Dataset,
+    model: LoadedModel,
     run: Path,
     on_step: Callable[[Step], None] | None,
 ) -> Record:
-    sampler = WholeBatches([length(example) for example in material.train], settings.batch, settings.seed)
+    sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
     args = training_arguments(settings, run, steps, sampler.batches)
     clock, layers = Clock(run / CLOCK), LayerLog(run / LAYER_LOG)
@@ -171,24 +168,24 @@ def _train(
         callbacks.append(Progress(lambda step, steps: on_step(Step(step, steps))))
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
-    adapter_parameters, head_parameters = counts(opened)
+    adapter_parameters, head_parameters = counts(model)
     try:
-        trainer = AdapterTrainer(
-            opened,
+        trainer: AdapterTrainer = trainer_of(dataset)(
+            model,
             settings,
             args,
-            collator=_collator(settings, material, opened),
+            dataset=dataset,
             sampler=sampler,
             callbacks=callbacks,
-            train_dataset=material.train,
-            eval_dataset=material.validation or None,
+            train_dataset=dataset.train,
+            eval_dataset=dataset.validation or None,
         )
     except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
         raise SettingsError(str(error)) from error
     if trainer.is_fsdp_enabled:
         check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
     trainer.remove_callback(PrinterCallback)
-    start = _judged(trainer, material.task, material.dev) if settings.measure_start else None
+    start = dataset.judge_dev(trainer) if settings.measure_start else None
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
     if last is not None:
         step = int(last.name.split("-")[1])
@@ -199,11 +196,11 @@ def _train(
     reset_peak()
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     peak = peak_bytes()
-    dev = _judged(trainer, material.task, material.dev)
-    validation = _judged(trainer, material.task, material.validation) if material.validation else None
+    dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
+    said = dataset.samples(trainer)
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
-        opened.model.save_pretrained(str(run / ADAPTER), state_dict=whole)
+        model.model.save_pretrained(str(run / ADAPTER), state_dict=whole)
     trainer.accelerator.wait_for_everyone()
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     history = trainer.state.log_history
@@ -212,12 +209,12 @@ def _train(
         start=start,
         dev=dev,
         validation=validation,
-        baseline=material.task.baseline(material.dev),
+        baseline=dataset.baseline,
         adapter_parameters=adapter_parameters,
         head_parameters=head_parameters,
         adapter_bytes=adapter_bytes,
         file_bytes=file_bytes,
-        train_examples=len(material.train),
+        train_examples=len(dataset.train),
         steps=trainer.state.global_step,
         best_step=trainer.state.best_global_step if settings.patience is not None else None,
         losses=tuple(
@@ -232,13 +229,5 @@ def _train(
         processes=trainer.args.world_size,
         versions=versions(),
         commit=commit(),
+        samples=said,
     )
-
-
-def _collator(settings: FinetuneSettings, material: Material, opened: Opened) -> Collator:
-    return Collator(opened.tokenizer, settings.max_length, regression=material.task.regression)
-
-
-def _judged(trainer: AdapterTrainer, task: Task, examples: list[Example]) -> Scores:
-    answered = trainer.predict(examples)  # type: ignore[arg-type]
-    return judge(task, np.asarray(answered.predictions), np.asarray(answered.label_ids))

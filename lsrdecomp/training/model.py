@@ -13,21 +13,22 @@ import transformers
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
+from lsrdecomp.calibration.bases import first_line, open_tokenizer, published_name
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.methods import adapter_config, find_method
-from lsrdecomp.training.settings import FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import Task
+from lsrdecomp.training.settings import JSONL, FinetuneSettings, SettingsError
 
 SAVED = ".modules_to_save."
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEADS = ["classifier", "score"]  # what transformers calls the heads of its classifiers
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LoadedModel:
     """A model to train, and what reads its texts."""
 
     model: PeftModel
@@ -35,7 +36,7 @@ class Opened:
     prefix: str  # of the adapter's parameters
 
 
-def open_model(settings: FinetuneSettings, base: str | Path, task: Task, choices: int) -> Opened:
+def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None) -> LoadedModel:
     """Open the base with a head for the task, and put the adapter on it.
 
     Parameters
@@ -43,9 +44,8 @@ def open_model(settings: FinetuneSettings, base: str | Path, task: Task, choices
     settings : FinetuneSettings
     base : str or path
         As transformers takes it.
-    task : Task
-    choices : int
-        Rows per example; more than one make a scorer of one number per row.
+    outputs : int, optional
+        Numbers that the head gives a row of tokens; None for a language model, which has no head of its own.
 
     Raises
     ------
@@ -58,13 +58,17 @@ def open_model(settings: FinetuneSettings, base: str | Path, task: Task, choices
     """
     transformers.set_seed(settings.seed)
     method = find_method(settings.method)
-    tokenizer = AutoTokenizer.from_pretrained(str(base))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    outputs = 1 if task.regression or choices > 1 else len(task.labels)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        str(base), num_labels=outputs, ignore_mismatched_sizes=True, **_precision(settings, method.four_bit)
-    )
+    tokenizer = open_tokenizer(base)
+    precision = _precision(settings, method.four_bit)
+    try:
+        if outputs is None:
+            model = AutoModelForCausalLM.from_pretrained(str(base), **precision)
+        else:
+            model = AutoModelForSequenceClassification.from_pretrained(
+                str(base), num_labels=outputs, ignore_mismatched_sizes=True, **precision
+            )
+    except OSError as error:
+        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
     model.config.pad_token_id = (
         tokenizer.pad_token_id if model.config.pad_token_id is None else model.config.pad_token_id
     )
@@ -81,19 +85,19 @@ def open_model(settings: FinetuneSettings, base: str | Path, task: Task, choices
             parameter.requires_grad_(settings.train_head and "original_module" not in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return Opened(adapted, tokenizer, _prefix(adapted))
+    return LoadedModel(adapted, tokenizer, _prefix(adapted))
 
 
-def trained(opened: Opened) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def trained(loaded: LoadedModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Parameters that are trained, with their names, and whether they are the adapter's."""
-    for name, parameter in opened.model.named_parameters():
+    for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad:
-            yield name, parameter, opened.prefix in name and SAVED not in name
+            yield name, parameter, loaded.prefix in name and SAVED not in name
 
 
-def counts(opened: Opened) -> tuple[int, int]:
+def counts(loaded: LoadedModel) -> tuple[int, int]:
     """Trained numbers of the adapter, and of everything else."""
-    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(opened)]
+    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(loaded)]
     return sum(size for size, adapters in sizes if adapters), sum(size for size, adapters in sizes if not adapters)
 
 
@@ -125,18 +129,27 @@ def _precision(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
 
 def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     heads = [name for name in HEADS if any(part == name for part, _ in model.named_children())]
+    language = settings.task == JSONL
     config = adapter_config(
         settings.method,
         settings.options,
-        target_modules=settings.target_modules,
+        target_modules=settings.target_modules or (_attention(model) if language else None),
         layers=settings.layers,
-        modules_to_save=heads,
+        task_type="CAUSAL_LM" if language else "SEQ_CLS",
+        modules_to_save=None if language else heads,
     )
+    config.base_model_name_or_path = published_name(settings.model)
     try:
         return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError) as error:
         targets = ", ".join(settings.target_modules or ("its usual layers",))
         raise SettingsError(f"{settings.method} on {targets} does not fit {settings.model}: {error}") from error
+
+
+def _attention(model: nn.Module) -> tuple[str, ...] | None:
+    """The four matrices of attention where they bear their usual names; None where PEFT is to choose."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return ATTENTION if names.issuperset(ATTENTION) else None
 
 
 def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:

@@ -19,7 +19,7 @@ from lsrdecomp.training.settings import FinetuneSettings
 RECORD = "record.json"
 ADAPTER = "adapter"
 LAYER_LOG = "layers.jsonl"
-PACKAGES = ("lsrdecomp", "torch", "peft", "transformers", "accelerate", "numpy", "scikit-learn")
+PACKAGES = ("lsrdecomp", "torch", "peft", "transformers", "accelerate", "numpy", "scikit-learn", "sacrebleu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,16 @@ class Scores:
     accuracy: float | None  # None for a regression
     loss: float | None  # mean cross-entropy in nats, or mean squared error; None if outputs are not finite
     examples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a language model said to one held-out prompt."""
+
+    prompt: str
+    completion: str  # as the file has it
+    base: str  # without the adapter
+    adapted: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,7 @@ class Record:
     processes: int
     versions: Mapping[str, str]
     commit: str | None
+    samples: tuple[Sample, ...] = ()  # of a language model
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
@@ -70,8 +81,9 @@ class Record:
             name: None if values[name] is None else Scores(**values[name]) for name in ("start", "dev", "validation")
         }
         settings = FinetuneSettings.from_mapping(values["settings"])
+        samples = tuple(Sample(**each) for each in values.get("samples", ()))
         losses = tuple((int(step), loss) for step, loss in values["losses"])
-        return cls(**{**values, **scores, "settings": settings, "losses": losses})
+        return cls(**{**values, **scores, "settings": settings, "losses": losses, "samples": samples})
 
     def write(self, directory: Path) -> Path:
         """Write `record.json` into a directory, whole or not at all."""

@@ -15,6 +15,10 @@ from lsrdecomp.errors import LsrError
 from lsrdecomp.training.tasks import TASKS
 
 EMBEDDED = "embedded"
+JSONL = "jsonl"
+METRICS_OF_TEXT = ("loss", "exact", "bleu", "chrf")
+LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
+"""Where settings of a language model differ from what they are otherwise, unless they are given."""
 METHOD_NAMES = (
     "lora",
     "rslora",
@@ -50,9 +54,20 @@ class FinetuneSettings:
     model : str
         The base, a name or a directory as transformers takes it; ``"embedded"`` for the small one made here.
     task : str
-        A key of `lsrdecomp.training.tasks.TASKS`.
+        A key of `lsrdecomp.training.tasks.TASKS`, or ``"jsonl"``: a language model on prompts and completions.
     data : str, optional
-        Directory of the tasks' files; not needed for the embedded task.
+        Directory of the tasks' files; for a language model, the file of JSON lines (`calibration.dataset` tells what
+        a line holds). Not needed for the embedded task.
+    dev_data : str, optional
+        For a language model, a file of its own to judge by; a tenth of ``data``, at most 200 examples, if absent.
+    metric : {"loss", "exact", "bleu", "chrf"}
+        For a language model, what is measured beside the loss of a completion token.
+    answers : {"completion", "all"}
+        For a language model, the tokens that are learned.
+    samples, new_tokens : int
+        For a language model, held-out prompts whose answers go into the record, and most tokens of an answer.
+    split_seed : int
+        For a language model, of the examples that are held out.
     method : str
         One of `METHOD_NAMES`; ``"head"`` adapts nothing and trains the head alone.
     options : mapping
@@ -146,6 +161,12 @@ class FinetuneSettings:
     log_every: int = 50
     save_every: int = 0
     report_to: tuple[str, ...] = ()
+    dev_data: str | None = None
+    metric: str = "loss"
+    answers: str = "completion"
+    samples: int = 4
+    new_tokens: int = 64
+    split_seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("target_modules", "layers", "report_to"):
@@ -178,8 +199,20 @@ class FinetuneSettings:
                 raise SettingsError(f"init brings its own {', '.join(given)}; leave out one or the other")
         if self.method == "head" and not self.train_head:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
-        if self.task != EMBEDDED and self.data is None:
+        if self.task == JSONL:
+            self._check_language()
+        else:
+            changed = [name for name in LANGUAGE_ALONE if getattr(self, name) != FIELDS[name].default]
+            if changed:
+                raise SettingsError(f"{', '.join(changed)}: for a language model, whose task is {JSONL}")
+        if self.task not in (EMBEDDED, JSONL) and self.data is None:
             raise SettingsError(f"task {self.task} reads files: give data, the directory that holds {self.task}/")
+
+    def _check_language(self) -> None:
+        if self.data is None:
+            raise SettingsError("a language model reads JSON lines: give data, a file such as train.jsonl")
+        if self.model == EMBEDDED or self.method == "head" or self.head is not None or not self.train_head:
+            raise SettingsError("a language model has no head to train: leave out head, train_head and model embedded")
 
     def to_json(self) -> dict[str, Any]:
         """Every setting, as JSON has it; `from_mapping` reads it back."""
@@ -200,6 +233,10 @@ class FinetuneSettings:
         unknown = [str(name) for name in values if name not in known]
         if unknown:
             raise SettingsError(f"no setting is called {', '.join(unknown)}; there are: {', '.join(known)}")
+        if "task" not in values and str(values.get("data", "")).endswith(".jsonl"):
+            values = {**values, "task": JSONL}
+        if values.get("task") == JSONL:
+            values = {**LANGUAGE_DEFAULTS, **values}
         missing = [name for name in ("model", "task") if name not in values]
         if missing:
             raise SettingsError(f"{' and '.join(missing)} must be given")
@@ -243,7 +280,7 @@ def _strings() -> tuple[Callable[[Any], bool], str]:
 
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "model": _text(),
-    "task": _one_of(tuple(TASKS)),
+    "task": _one_of((*TASKS, JSONL)),
     "data": _text(),
     "method": _one_of(METHOD_NAMES),
     "init": _text(),
@@ -275,5 +312,13 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "log_every": _count(0),
     "save_every": _count(0),
     "report_to": _strings(),
+    "dev_data": _text(),
+    "metric": _one_of(METRICS_OF_TEXT),
+    "answers": _one_of(("completion", "all")),
+    "samples": _count(0),
+    "new_tokens": _count(1),
+    "split_seed": _count(0),
 }
+LANGUAGE_ALONE = ("dev_data", "metric", "answers", "samples", "new_tokens", "split_seed")
+FIELDS = {entry.name: entry for entry in dataclasses.fields(FinetuneSettings)}
 OPTIONAL = tuple(entry.name for entry in dataclasses.fields(FinetuneSettings) if entry.default is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,19 @@ class Task:
     def regression(self) -> bool:
         """Whether a label is a score and not a class."""
         return not self.labels
+
+    def check_libraries(self) -> None:
+        """Refuse, before any work, a task whose metrics cannot be computed here.
+
+        Raises
+        ------
+        LsrError
+            Naming the command that installs what is missing.
+        """
+        if set(self.metrics) & set(BY_SCIKIT_LEARN) and importlib.util.find_spec("sklearn") is None:
+            raise LsrError(
+                f"{self.name} is judged by scikit-learn, which is not installed: pip install 'lsrdecomp[finetune]'"
+            )
 
     def file(self, data: str | Path, split: str) -> Path:
         """Where a split lies: ``data`` is the benchmark's directory or the task's own."""
@@ -157,6 +171,7 @@ def _correlation(kind: Callable[..., Any], labels: np.ndarray, answers: np.ndarr
     return 0.0 if constant else float(kind(labels, answers).statistic)
 
 
+BY_SCIKIT_LEARN = ("accuracy", "f1", "macro_f1", "matthews")
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "accuracy": _accuracy,

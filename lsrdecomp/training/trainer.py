@@ -10,42 +10,45 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lsrdecomp.training.encoding import Collator, WholeBatches
-from lsrdecomp.training.model import Opened, trained
+from lsrdecomp.training.dataset import Dataset
+from lsrdecomp.training.encoding import WholeBatches
+from lsrdecomp.training.language import asked
+from lsrdecomp.training.model import LoadedModel, trained
 from lsrdecomp.training.settings import FinetuneSettings
 
 
 class AdapterTrainer(Trainer):
-    """Trains what an opened model leaves trainable.
+    """Trains what a loaded model leaves trainable.
 
     AdamW without decay; parameters of the adapter that start as all zeros have ``zero_rate`` times the rate, the head
     its own. The loss is the mean of an example: cross-entropy over classes or choices, squared error for scores.
 
     Parameters
     ----------
-    opened : Opened
+    loaded : LoadedModel
     settings : FinetuneSettings
     args : TrainingArguments
-    collator : Collator
+    dataset : Dataset
     sampler : WholeBatches, optional
         The order of the training examples; none for a model that is only judged.
     """
 
     def __init__(
         self,
-        opened: Opened,
+        loaded: LoadedModel,
         settings: FinetuneSettings,
         args: TrainingArguments,
         *,
-        collator: Collator,
+        dataset: Dataset,
         sampler: WholeBatches | None = None,
         callbacks: list[TrainerCallback],
         **datasets: Any,
     ) -> None:
         self.sampler = sampler
-        self.rates = rates(opened, settings)
-        self.regression = collator.regression
-        super().__init__(opened.model, args, data_collator=collator, callbacks=callbacks, **datasets)
+        self.rates = rates(loaded, settings)
+        self.regression = dataset.regression
+        collate: Any = dataset.collator(loaded.tokenizer)
+        super().__init__(loaded.model, args, data_collator=collate, callbacks=callbacks, **datasets)
         if sampler is not None:
             self.add_callback(_Epochs(sampler))
 
@@ -87,6 +90,23 @@ class AdapterTrainer(Trainer):
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
 
+class LanguageTrainer(AdapterTrainer):
+    """The same for a language model: the loss is the mean of a token that counts, its logits alone are formed."""
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean loss of a batch's answers, and with it their logits, (answers, vocabulary)."""
+        answers, wanted = asked(model, inputs)
+        loss = F.cross_entropy(answers.logits, wanted)
+        return (loss, {"logits": answers.logits}) if return_outputs else loss
+
+
+def trainer_of(dataset: Dataset) -> type[AdapterTrainer]:
+    """The loop for the examples of a run."""
+    return LanguageTrainer if dataset.outputs is None else AdapterTrainer
+
+
 class _Epochs(TrainerCallback):
     """Tells the sampler which epoch it is: from the step alone, so that a resumed run finds its order again."""
 
@@ -97,10 +117,10 @@ class _Epochs(TrainerCallback):
         self.sampler.epoch = state.global_step // self.sampler.batches
 
 
-def rates(opened: Opened, settings: FinetuneSettings) -> dict[str, float]:
+def rates(loaded: LoadedModel, settings: FinetuneSettings) -> dict[str, float]:
     """The learning rate of every trained parameter, by name."""
     found = {}
-    for name, parameter, adapters in trained(opened):
+    for name, parameter, adapters in trained(loaded):
         if adapters:
             zero = not bool(parameter.detach().any())
             found[name] = settings.rate * (settings.zero_rate if zero else 1.0)

@@ -48,6 +48,18 @@ def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
     assert all(statistics[name].shape == (384, 384) for name in names)
 
 
+def test_adapters_of_other_models_than_text_are_refused_in_one_line(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no adapter_config.json, so it is no adapter of PEFT"):
+        load_base("unused", tmp_path)
+    about = {"peft_type": "LORA", "r": 2, "target_modules": ["to_q"], "base_model_name_or_path": "some/diffusion"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=r"task type 'None' is not .* \(a diffusion model's has none\)"):
+        load_base("unused", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "SORCERY"}))
+    with pytest.raises(CheckpointError, match="is no adapter that PEFT opens"):
+        load_base("unused", tmp_path)
+
+
 def test_the_demo_adapter_tells_good_from_bad(base):
     texts = [("a moving and beautiful film", None), ("a tedious, badly acted mess", None)]
     read = base.tokenizer([text for text, _ in texts], padding=True, return_tensors="pt")

@@ -270,12 +270,14 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
             covariance.add(torch.from_numpy(part), torch.from_numpy(part))
     kept, exact = wide.spectrum(), whole.spectrum()
     assert kept.vectors.shape == (300, 16)
-    np.testing.assert_allclose(kept.vectors.T @ kept.vectors, np.eye(16), atol=1e-6)
-    # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest.
-    tail = exact.values[32:].sum()
-    assert np.all(kept.values <= exact.values[:16] * (1 + 1e-6))
-    assert np.all(kept.values >= exact.values[:16] - tail)
+    np.testing.assert_allclose(kept.vectors.T @ kept.vectors, np.eye(16), atol=1e-5)
+    # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest. Sums are in single
+    # precision, so every eigenvalue is known to a part of the largest one, which is a million times the smallest.
+    tail, noise = exact.values[32:].sum(), 1e-4 * exact.values[0]
+    assert np.all(kept.values <= exact.values[:16] + noise)
+    assert np.all(kept.values >= exact.values[:16] - tail - noise)
     assert tail < exact.values[11]
-    np.testing.assert_allclose(exact.values, np.linalg.eigvalsh(rows.T @ rows)[::-1], rtol=1e-3)
+    np.testing.assert_allclose(exact.values, np.linalg.eigvalsh(rows.T @ rows)[::-1], rtol=1e-3, atol=noise)
+    np.testing.assert_allclose(exact.values[:8], np.linalg.eigvalsh(rows.T @ rows)[::-1][:8], rtol=1e-3)
     assert exact.rest == 0.0
     np.testing.assert_allclose(kept.values.sum() + 284 * kept.rest, (rows**2).sum(), rtol=1e-5)

@@ -116,3 +116,34 @@ def test_other_formats_and_versions_are_refused(directory):
         read_statistics(directory)
     with pytest.raises(CheckpointError, match="no such file"):
         read_statistics(directory / "absent")
+
+
+def test_eigenvectors_that_are_not_orthonormal_are_refused(directory):
+    tensors = load_file(directory / "statistics.safetensors")
+    name = f"{ATTENTION}.input.eigenvectors"
+    save_file(tensors | {name: tensors[name] * np.float32(1.1)}, directory / "statistics.safetensors")
+    with pytest.raises(CheckpointError, match=r"input.eigenvectors: .* not orthonormal: VᵀV differs from I by 0.21"):
+        read_statistics(directory)[ATTENTION]
+
+
+def test_half_precision_eigenvectors_are_orthonormal_again(directory):
+    tensors = load_file(directory / "statistics.safetensors")
+    halves = {name: value.astype(np.float16) if "vectors" in name else value for name, value in tensors.items()}
+    save_file(halves, directory / "statistics.safetensors")
+    side = read_statistics(directory)[ATTENTION].input
+    np.testing.assert_allclose(side.eigenvectors.T @ side.eigenvectors, np.eye(5), atol=1e-12)
+    np.testing.assert_allclose(side.to_matrix(), weight(5, 5).to_matrix(), atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("declared", "fits"), [("someone/Small", True), ("/here/small", True), (None, True), ("other", False)]
+)
+def test_an_adapter_of_another_base_is_refused_by_name(directory, declared, fits):
+    about = {"format": "lsrdecomp-statistics", "version": 1, "settings": {"adapter_base": "/there/small"}}
+    (directory / "statistics.json").write_text(json.dumps(about))
+    statistics = read_statistics(directory)
+    if fits:
+        statistics.check_base(declared)
+    else:
+        with pytest.raises(CheckpointError, match=r"of base /there/small, and the adapter is for other; calibrate"):
+            statistics.check_base(declared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -85,7 +86,7 @@ def runs(monkeypatch):
 
     failing = set()
     done_and_failing = type("Runs", (), {"done": done, "failing": failing})
-    monkeypatch.setattr("lsrdecomp.training.finetune.finetune", run)
+    monkeypatch.setattr(import_module("lsrdecomp.training.finetune"), "finetune", run)
     return done_and_failing
 
 

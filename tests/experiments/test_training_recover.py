@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -158,16 +159,16 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
     def refuse(*arguments, **options):
         raise AssertionError("done again")
 
-    for name in (
-        "training.finetune.finetune",
-        *(f"experiments.recover.{name}" for name in ("squeeze", "evaluate", "calibrate")),
-    ):
-        monkeypatch.setattr(f"lsrdecomp.{name}", refuse)
+    # Modules by their names: a room shows functions that are called as their modules are.
+    places = {"training.finetune": ("finetune",), "experiments.recover": ("squeeze", "evaluate", "calibrate")}
+    for place, names in places.items():
+        for name in names:
+            monkeypatch.setattr(import_module(f"lsrdecomp.{place}"), name, refuse)
     recover(done[1], done[2], search=SMALL)
 
 
 def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
-    monkeypatch.setattr("lsrdecomp.experiments.recover.squeeze", None)
+    monkeypatch.setattr(import_module("lsrdecomp.experiments.recover"), "squeeze", None)
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")

@@ -118,15 +118,14 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
 
 
 def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
-    task = TASKS["embedded"]
     settings = common.replace(head_rate=0.5, zero_rate=4.0)
-    found = rates(open_model(settings, place.model, task, 1), settings)
+    found = rates(open_model(settings, place.model, 10), settings)
     fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
     assert len(fast) == 4
     assert all("lsr_B" in name for name in fast)
     assert {rate for name, rate in found.items() if "classifier" in name} == {0.5}
     plain = common.replace(method="lora")
-    assert set(rates(open_model(plain, place.model, task, 1), plain).values()) == {0.01}
+    assert set(rates(open_model(plain, place.model, 10), plain).values()) == {0.01}
 
 
 def test_whole_batches_hold_every_example_and_like_lengths():
@@ -301,7 +300,7 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
 
 
 def test_texts_are_cut_to_what_the_base_can_read(common, place):
-    opened = open_model(common, place.model, TASKS["embedded"], 1)
+    opened = open_model(common, place.model, 10)
     long = Example(((" ".join(["3"] * 90), None),), 3.0)
     assert Collator(opened.tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
     assert Collator(opened.tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
@@ -377,3 +376,12 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, mon
     assert common_arguments(settings, tmp_path)["use_cpu"]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert not common_arguments(settings, tmp_path)["use_cpu"]
+
+
+def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    steps = []
+    with pytest.raises(LsrError, match=r"judged by scikit-learn, which is not installed: pip install"):
+        finetune(common, tmp_path / "run", on_step=steps.append)
+    assert not steps
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ def test_settings_survive_json():
     ("values", "message"),
     [
         ({"rates": 1}, "no setting is called rates; there are: model, task"),
-        ({"task": "SST"}, "task must be one of CoLA, SST-2.*embedded, got 'SST'"),
+        ({"task": "SST"}, "task must be one of CoLA, SST-2.*embedded, jsonl, got 'SST'"),
         ({"task": "RTE"}, "task RTE reads files: give data"),
         ({"method": "lora2"}, "method must be one of lora, .*, got 'lora2'"),
         ({"rate": 0.0}, "rate must be a number above 0, got 0.0"),

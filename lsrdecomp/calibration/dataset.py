@@ -1,0 +1,283 @@
+"""Examples as people have them: JSON lines with prompts and completions, conversations or plain texts.
+
+Each line of a file is an object with one of
+
+- ``prompt`` and ``completion``: what is given, and what is to follow;
+- ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]``, written
+  out by the tokenizer's chat template; what the assistant says is what is to follow;
+- ``text``: all of it is to follow.
+
+``references``, a list of texts, may say beside any of these what else would be right.
+
+    rows = tokenize(read_jsonl("train.jsonl"), tokenizer, max_length=256)
+    train, held = hold_out(rows, 100, seed=0)
+    for batch in token_batches(train, size=16, seed=0, pad=tokenizer.pad_token_id):
+        model(**model_inputs(batch)).logits        # batch["answer_mask"]: which tokens count as answers
+
+Conventions are those of TRL's SFTTrainer: a completion and a text end with the end-of-text token; a prompt and its
+completion are tokenized apart, as they are when a model goes on from the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lsrdecomp.checkpoints.files import regular_file_size
+from lsrdecomp.errors import LsrError
+
+ANSWER_MASK = "answer_mask"
+"""Key of a batch that says which tokens count as answers; no argument of a model, see `model_inputs`."""
+ANSWERS = ("completion", "all")
+POOL = 50  # batches that are sorted by length together
+MAX_LENGTH = 1024  # tokens of an example where nothing else is said
+T = TypeVar("T")
+
+
+class DataError(LsrError, ValueError):
+    """A line of a data file cannot be used; the message names file and line, and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExample:
+    """One line: alternately what is given and what is to follow, or a conversation that a template has yet to write.
+
+    ``prompt`` is empty for a plain text. ``messages`` is given instead of both where the line had a conversation.
+    """
+
+    prompt: str
+    completion: str
+    where: str  # file and line, for complaints
+    messages: tuple[Mapping[str, str], ...] = ()
+    references: tuple[str, ...] = ()  # other right answers, for metrics that compare texts
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """An example as a language model reads it: ``answers[i]`` says whether token i belongs to a completion."""
+
+    ids: tuple[int, ...]
+    answers: tuple[bool, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def read_jsonl(file: str | Path) -> list[PromptExample]:
+    """The examples of a file of JSON lines; empty lines are left out.
+
+    Raises
+    ------
+    DataError
+        If a line is no JSON object, lacks its fields, or has an empty completion.
+    CheckpointError
+        If the file is missing, not a regular file or a Git-LFS pointer.
+    """
+    path = Path(file)
+    regular_file_size(path)
+    examples = []
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    examples.append(_example(line, f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    if not examples:
+        raise DataError(f"{path}: no line has an example")
+    return examples
+
+
+def _example(line: str, where: str) -> PromptExample:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: no JSON ({error}); each line must be one JSON object") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a {type(row).__name__}; each line must be one JSON object")
+    references = row.get("references", [])
+    if not isinstance(references, list) or not all(isinstance(text, str) and text.strip() for text in references):
+        raise DataError(f'{where}: "references" must be a list of texts that are not empty')
+    if "messages" in row:
+        return PromptExample("", "", where, _conversation(row["messages"], where), tuple(references))
+    fields = ("prompt", "completion") if "prompt" in row or "completion" in row else ("text",)
+    for name in fields:
+        if not isinstance(row.get(name), str):
+            had = "is no text" if name in row else f"is missing; it has {', '.join(map(str, row)) or 'no fields'}"
+            raise DataError(f'{where}: "{name}" {had}; give "prompt" and "completion", "messages", or "text"')
+    if not row[fields[-1]].strip():
+        raise DataError(f'{where}: "{fields[-1]}" is empty, so there is nothing to answer; fill it or remove the line')
+    prompt = row["prompt"] if len(fields) == 2 else ""
+    return PromptExample(prompt, row[fields[-1]], where, references=tuple(references))
+
+
+def _conversation(messages: Any, where: str) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(messages, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in messages
+    ):
+        raise DataError(f'{where}: "messages" must be a list of objects with the texts "role" and "content"')
+    said = [each["content"] for each in messages if each["role"] == "assistant"]
+    if not said or not all(text.strip() for text in said):
+        what = "a message of the assistant is empty" if said else "no message is of the assistant"
+        raise DataError(f"{where}: {what}, so there is nothing to answer; mend it or remove the line")
+    return tuple(messages)
+
+
+def tokenize(
+    examples: Sequence[PromptExample], tokenizer: Any, *, max_length: int = MAX_LENGTH, answers: str = "completion"
+) -> list[Tokens]:
+    """Examples as a language model reads them, in their order.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the base, as transformers has it.
+    max_length : int
+        Most tokens of an example.
+    answers : {"completion", "all"}
+        Which tokens count as answers; the first token of an example never does, nothing comes before it.
+
+    Raises
+    ------
+    DataError
+        If an example is longer than ``max_length``, or if there are conversations and the tokenizer has no chat
+        template.
+    """
+    if answers not in ANSWERS:
+        raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
+    rows = [_tokens(example, tokenizer, answers) for example in examples]
+    longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
+    if longest is not None and len(rows[longest]) > max_length:
+        count = sum(len(row) > max_length for row in rows)
+        raise DataError(
+            f"{examples[longest].where}: {len(rows[longest])} tokens, more than the length of {max_length} "
+            f"({count} of {len(rows)} examples are, this one most); give --max-length {len(rows[longest])}, or shorten "
+            "or remove them"
+        )
+    return rows
+
+
+def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Pieces of text and whether each is an answer; one after the other they are the example.
+
+    Raises
+    ------
+    DataError
+        As `tokenize`.
+    """
+    if not example.messages:
+        end = tokenizer.eos_token or ""
+        closed = example.completion if end and example.completion.endswith(end) else example.completion + end
+        return [(example.prompt, False), (closed, True)]
+    if not getattr(tokenizer, "chat_template", None):
+        name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        raise DataError(
+            f'{example.where}: "messages" need a chat template, and the tokenizer of {name} has none; give "prompt" '
+            'and "completion" instead'
+        )
+    messages, written, pieces = list(example.messages), "", []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        if not (before.startswith(written) and after.startswith(before)):
+            raise DataError(
+                f"{example.where}: the chat template rewrites what came before message {i + 1}, so the completion "
+                'cannot be told from the prompt; give "prompt" and "completion" instead'
+            )
+        pieces += [(before[len(written) :], False), (after[len(before) :], True)]
+        written = after
+    return pieces
+
+
+def prompt_text(example: PromptExample, tokenizer: Any) -> str:
+    """What a model is given so that it says the last completion."""
+    return "".join(text for text, _ in segments(example, tokenizer)[:-1])
+
+
+def completion_text(example: PromptExample) -> str:
+    """The last completion, as the line has it."""
+    return example.messages[-1]["content"] if example.messages else example.completion
+
+
+def _tokens(example: PromptExample, tokenizer: Any, answers: str) -> Tokens:
+    ids: list[int] = []
+    counted: list[bool] = []
+    for i, (text, answer) in enumerate(segments(example, tokenizer)):
+        # Special tokens that begin every text come once; a chat template writes its own.
+        found = tokenizer(text, add_special_tokens=i == 0 and not example.messages)["input_ids"]
+        ids += found
+        counted += [answer or answers == "all"] * len(found)
+    return Tokens(tuple(ids), tuple(counted))
+
+
+def hold_out(rows: Sequence[T], count: int, *, seed: int) -> tuple[list[T], list[T]]:
+    """Rows in their order without ``count`` of them, drawn by ``seed``, and those.
+
+    Raises
+    ------
+    DataError
+        If nothing would be left.
+    """
+    if not 0 <= count < len(rows):
+        raise DataError(f"{count} of {len(rows)} examples cannot be held out; fewer than all must be")
+    chosen = set(np.random.default_rng(seed).permutation(len(rows))[:count].tolist())
+    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
+
+
+def token_batches(
+    rows: Sequence[Tokens], *, size: int, seed: int | None, pad: int, device: str | torch.device = "cpu"
+) -> Iterator[dict[str, Tensor]]:
+    """Batches of like length: ``input_ids``, ``attention_mask`` and ``answer_mask``, each (examples, tokens) of int64.
+
+    Parameters
+    ----------
+    size : int
+        Examples of a batch; the last one may have fewer.
+    seed : int, optional
+        Of the order: examples are drawn at random, sorted by length in pools of 50 batches, and the batches shuffled.
+        None keeps the order of ``rows``.
+    pad : int
+        Token that fills short rows up at their end; it is masked.
+
+    Notes
+    -----
+    The order depends on ``rows``, ``size`` and ``seed`` alone, so an interrupted pass finds its place again.
+    """
+    for chosen in _grouped([len(row) for row in rows], size, seed):
+        batch = [rows[i] for i in chosen]
+        width = max(map(len, batch))
+        fill = [width - len(row) for row in batch]
+        parts = {
+            "input_ids": [[*row.ids, *[pad] * n] for row, n in zip(batch, fill, strict=True)],
+            "attention_mask": [[1] * len(row) + [0] * n for row, n in zip(batch, fill, strict=True)],
+            ANSWER_MASK: [[*map(int, row.answers), *[0] * n] for row, n in zip(batch, fill, strict=True)],
+        }
+        yield {name: torch.tensor(values, dtype=torch.int64, device=device) for name, values in parts.items()}
+
+
+def _grouped(lengths: Sequence[int], size: int, seed: int | None) -> list[list[int]]:
+    if seed is None:
+        return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(lengths))
+    batches: list[list[int]] = []
+    for start in range(0, len(order), POOL * size):
+        pool = order[start : start + POOL * size]
+        pool = pool[np.argsort(-np.asarray(lengths)[pool], kind="stable")]
+        batches += [pool[i : i + size].tolist() for i in range(0, len(pool), size)]
+    return [batches[i] for i in generator.permutation(len(batches))]
+
+
+def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a batch the model is called with: all but ``answer_mask``."""
+    return {name: value for name, value in batch.items() if name != ANSWER_MASK}

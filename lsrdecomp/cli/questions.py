@@ -1,0 +1,76 @@
+"""What a model is asked on the command line: lines of text, the rows of a task, or examples as JSON lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lsrdecomp.calibration.base_model import Base
+
+DataFile = Annotated[
+    Path | None,
+    typer.Option(help="JSON lines with prompt and completion, with messages, or with text; in place of --text."),
+]
+AnswerTokens = Annotated[str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")]
+Dtype = Annotated[str, typer.Option(help="Precision of the base: float32 or bfloat16.")]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Most tokens of an example; 128 if absent, with --data 1024.", min=1)
+]
+TEXT_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Where the questions come from: one of three."""
+
+    text: Path | None
+    task: Path | None
+    data: Path | None
+    split: str  # of the task
+    answers: str = "completion"
+    max_length: int | None = None
+
+    @property
+    def given(self) -> int:
+        """How many of the three were named."""
+        return sum(place is not None for place in (self.text, self.task, self.data))
+
+    def check(self) -> None:
+        """Refuse none and more than one, and options that would do nothing.
+
+        Raises
+        ------
+        LsrError
+        """
+        if self.given != 1:
+            raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
+        if self.data is None and self.answers != "completion":
+            raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
+
+    def batches(self, base: Base, *, size: int, seed: int) -> tuple[Iterator[dict[str, Tensor]], int]:
+        """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
+        from lsrdecomp.calibration import base_model as bases
+        from lsrdecomp.calibration.dataset import MAX_LENGTH, read_jsonl
+        from lsrdecomp.training.tasks import find_task
+
+        if self.data is not None:
+            examples = read_jsonl(self.data)
+            length = self.max_length or MAX_LENGTH
+            rounds = bases.prompt_batches(base, examples, size=size, seed=seed, max_length=length, answers=self.answers)
+            return rounds, len(examples)
+        if self.text is not None:
+            texts = bases.read_lines(self.text)
+        else:
+            assert self.task is not None
+            texts = bases.task_texts(find_task(self.task).read(self.task, self.split))
+        length = self.max_length or TEXT_LENGTH
+        return bases.batches(base, texts, size=size, max_length=length, seed=seed), len(texts)

@@ -1,0 +1,160 @@
+"""JSON lines of prompts, conversations and texts: what is read, what counts as an answer, what a bad line says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tiny_tokenizer import word_tokenizer  # noqa: E402
+
+from lsrdecomp.calibration.dataset import (  # noqa: E402
+    DataError,
+    completion_text,
+    hold_out,
+    model_inputs,
+    prompt_text,
+    read_jsonl,
+    token_batches,
+    tokenize,
+)
+from lsrdecomp.calibration.fisher import Head  # noqa: E402
+from lsrdecomp.calibration.questions import answer_mask  # noqa: E402
+
+TEMPLATE = (
+    "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<turn> assistant {% endif %}"
+)
+SPOKEN = [
+    {"role": "user", "content": "one two"},
+    {"role": "assistant", "content": "three"},
+    {"role": "user", "content": "four"},
+    {"role": "assistant", "content": "five six"},
+]
+
+
+@pytest.fixture
+def tokenizer():
+    return word_tokenizer()
+
+
+def file(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def words(tokenizer, row, answers=True):
+    chosen = [i for i, counted in zip(row.ids, row.answers, strict=True) if counted == answers]
+    return tokenizer.convert_ids_to_tokens(chosen)
+
+
+def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
+    examples = read_jsonl(file(tmp_path, {"prompt": "one\ntwo", "completion": " three"}, "", {"text": "four five"}))
+    first, second = tokenize(examples, tokenizer)
+    assert words(tokenizer, first, answers=False) == ["<s>", "one", "two"]
+    assert words(tokenizer, first) == ["three", "</s>"]
+    assert words(tokenizer, second, answers=False) == ["<s>"]
+    assert words(tokenizer, second) == ["four", "five", "</s>"]
+    assert all(tokenize(examples, tokenizer, answers="all")[0].answers)
+
+
+def test_a_completion_that_ends_by_itself_is_not_ended_twice(tmp_path, tokenizer):
+    (row,) = tokenize(read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two </s>"})), tokenizer)
+    assert words(tokenizer, row) == ["two", "</s>"]
+
+
+def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    (example,) = read_jsonl(file(tmp_path, {"messages": SPOKEN}))
+    (row,) = tokenize([example], tokenizer)
+    assert words(tokenizer, row) == ["three", "<end>", "five", "six", "<end>"]
+    given = "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> assistant"
+    assert prompt_text(example, tokenizer).split() == given.split()
+    assert completion_text(example) == "five six"
+
+
+def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
+    examples = read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two"}, {"messages": SPOKEN}))
+    with pytest.raises(DataError, match=r'line 2: "messages" need a chat template, and the tokenizer of .* has none'):
+        tokenize(examples, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"prompt": ', "line 2: no JSON .*each line must be one JSON object"),
+        ("[1, 2]", "line 2: a list; each line must be one JSON object"),
+        ({"prompt": "one"}, 'line 2: "completion" is missing; it has prompt; give'),
+        ({"question": "one", "answer": "two"}, 'line 2: "text" is missing; it has question, answer; give'),
+        ({"prompt": "one", "completion": 3}, 'line 2: "completion" is no text; give'),
+        ({"prompt": "one", "completion": " \n"}, 'line 2: "completion" is empty, .* fill it or remove the line'),
+        ({"text": ""}, 'line 2: "text" is empty'),
+        ({"messages": []}, "line 2: no message is of the assistant"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "line 2: a message of the assistant is empty"),
+        ({"messages": ["hello"]}, 'line 2: "messages" must be a list of objects'),
+    ],
+)
+def test_a_bad_line_says_where_and_the_way_out(tmp_path, row, says):
+    path = file(tmp_path, {"text": "one"}, row)
+    with pytest.raises(DataError, match=says) as caught:
+        read_jsonl(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_file_of_no_text_or_none_at_all_is_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="no line has an example"):
+        read_jsonl(tmp_path / "empty.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_jsonl(tmp_path / "latin.jsonl")
+
+
+def test_a_long_line_says_how_long_and_how_many(tmp_path, tokenizer):
+    rows = [{"prompt": "one", "completion": "two " * n} for n in (1, 9, 4)]
+    examples = read_jsonl(file(tmp_path, *rows))
+    with pytest.raises(DataError, match=r"line 2: 12 tokens, more than the length of 6 \(2 of 3 .*--max-length 12"):
+        tokenize(examples, tokenizer, max_length=6)
+    assert max(map(len, tokenize(examples, tokenizer, max_length=12))) == 12
+
+
+def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer):
+    rows = tokenize(
+        read_jsonl(file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))), tokenizer
+    )
+
+    def order(seed):
+        return [batch["input_ids"].tolist() for batch in token_batches(rows, size=4, seed=seed, pad=0)]
+
+    assert order(1) == order(1) != order(2)
+    for seed in (None, 1):
+        seen = []
+        for batch in token_batches(rows, size=4, seed=seed, pad=0):
+            real = batch["attention_mask"].sum(1)
+            assert int(real.max()) == batch["input_ids"].shape[1]
+            assert bool((batch["answer_mask"] <= batch["attention_mask"]).all())
+            assert int(real.max() - real.min()) <= 4 or seed is None
+            seen += real.tolist()
+        assert sorted(seen) == sorted(map(len, rows))
+        assert seed is not None or seen == [len(row) for row in rows]
+
+
+def test_the_mask_is_for_the_answers_and_not_for_the_model(tmp_path, tokenizer):
+    rows = tokenize(read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer)
+    (batch,) = token_batches(rows, size=4, seed=0, pad=0)
+    assert set(model_inputs(batch)) == {"input_ids", "attention_mask"}
+    assert answer_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]
+
+
+def test_what_is_held_out_depends_on_the_seed_alone():
+    train, held = hold_out(range(10), 3, seed=5)
+    assert sorted(train + held) == list(range(10))
+    assert len(held) == 3
+    assert (train, held) == hold_out(range(10), 3, seed=5)
+    assert held != hold_out(range(10), 3, seed=6)[1]
+    with pytest.raises(DataError, match="10 of 10 examples cannot be held out"):
+        hold_out(range(10), 10, seed=0)

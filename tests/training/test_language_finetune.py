@@ -1,0 +1,135 @@
+"""Fine-tuning a language model on JSON lines: the loss falls, metrics are what they say, samples are recorded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+
+from peft import PeftModel  # noqa: E402
+from tiny_language_model import make_base, tiny_model, write_rows  # noqa: E402
+from tiny_tokenizer import word_tokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read_jsonl  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
+from lsrdecomp.training.language import LanguageData, generate, judge_language, overlap  # noqa: E402
+from lsrdecomp.training.record import read_record  # noqa: E402
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("language")
+    make_base(folder)
+    write_rows(folder / "rows.jsonl", 48)
+    return folder
+
+
+def settings(place, **changes):
+    values = {"model": str(place / "base"), "data": str(place / "rows.jsonl"), "device": "cpu", "log_every": 0}
+    return FinetuneSettings.from_mapping(values | {"steps": 40, "rate": 2e-2, "new_tokens": 8} | changes)
+
+
+def test_a_lora_learns_completions_and_its_samples_say_so(place, tmp_path):
+    record = finetune(settings(place, metric="exact", measure_start=True, samples=2), tmp_path / "run")
+    assert record.start is not None
+    assert record.dev.loss < 0.7 * record.start.loss
+    assert record.dev.metrics["exact"] >= record.start.metrics["exact"]
+    assert record.dev.examples == 5  # a tenth of 48
+    assert record.settings.batch == 8
+    assert record.baseline == {}
+    assert len(record.samples) == 2
+    assert any(sample.base != sample.adapted for sample in record.samples)
+    assert read_record(tmp_path / "run") == record
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["task_type"] == "CAUSAL_LM"
+    assert sorted(config["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    again = evaluate(settings(place, metric="exact", init=str(tmp_path / "run" / "adapter")))
+    assert again.loss == pytest.approx(record.dev.loss, rel=1e-5)
+
+
+def test_early_stopping_judges_by_the_loss_of_tokens(place, tmp_path):
+    record = finetune(settings(place, patience=2, evaluate_every=10, validation=0.2, steps=30), tmp_path / "run")
+    assert record.validation is not None
+    assert record.validation.loss is not None
+    assert record.best_step in (10, 20, 30)
+
+
+def test_right_means_that_greedy_decoding_gives_the_completion():
+    model, tokenizer = tiny_model().eval(), word_tokenizer()
+    rows, wrong = [], []
+    for prompt in ("user one two", "user three four", "one", "six six"):
+        given = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        said = model.generate(given, max_new_tokens=4, do_sample=False)[0].tolist()
+        answers = (False,) * given.shape[1] + (True,) * (len(said) - given.shape[1])
+        rows.append(Tokens(tuple(said), answers))
+        wrong.append(Tokens((*said[:-1], (said[-1] + 1) % 14), answers))
+    found = judge_language(model, tokenizer, LanguageData([], [], [], rows), metric="exact")
+    assert found.metrics["exact"] == found.metrics["token_accuracy"] == 1.0
+    found = judge_language(model, tokenizer, LanguageData([], [], [], [*rows, *wrong]), metric="exact")
+    assert found.metrics["exact"] == 0.5
+    assert 0.5 < found.metrics["token_accuracy"] < 1.0
+
+
+def test_what_is_generated_does_not_depend_on_the_batch():
+    model, tokenizer = tiny_model().eval(), word_tokenizer()
+    prompts = ["user one two three", "six", "two two"]
+    together = generate(model, tokenizer, prompts, new_tokens=5, autocast=False)
+    assert together == [generate(model, tokenizer, [one], new_tokens=5, autocast=False)[0] for one in prompts]
+
+
+def test_bleu_and_chrf_take_every_reference():
+    pytest.importorskip("sacrebleu")
+    examples = [
+        PromptExample("", "a very different text", "1", references=("the cat sat on the mat", "a cat is on a mat")),
+        PromptExample("", " the dog ran all day long", "2"),
+    ]
+    said = ["the cat sat on the mat", "the dog ran all day long"]
+    assert overlap("bleu", said, examples) == pytest.approx(100.0)
+    assert overlap("chrf", said, examples) == pytest.approx(100.0)
+    assert overlap("chrf", ["", "the dog"], examples) < 50.0
+
+
+def test_the_command_needs_no_more_than_base_data_and_out(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["finetune", "--model", place / "base", "--data", place / "rows.jsonl", "--out", "my-lora"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--steps", "2", "--device", "cpu"])
+    assert done.exception is None, done.output
+    for word in ("token_accuracy", "loss", "adapted:", "user "):
+        assert word in done.output
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(place / "base")
+        PeftModel.from_pretrained(base, tmp_path / "my-lora" / "adapter")(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"data": None, "task": "jsonl"}, SettingsError, "a language model reads JSON lines: give data"),
+        ({"metric": "rouge"}, SettingsError, "metric must be one of loss, exact, bleu, chrf, got 'rouge'"),
+        ({"method": "head"}, SettingsError, "a language model has no head to train"),
+        ({"max_length": 6}, DataError, "tokens, more than the length of 6"),
+        (
+            {"task": "SST-2", "metric": "bleu"},
+            SettingsError,
+            "metric, new_tokens: for a language model",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(place, tmp_path, changes, error, says):
+    with pytest.raises(error, match=says):
+        finetune(settings(place, **changes), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_references_must_be_texts(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"text": "one", "references": "two"}\n')
+    with pytest.raises(DataError, match='line 1: "references" must be a list of texts'):
+        read_jsonl(tmp_path / "r.jsonl")
