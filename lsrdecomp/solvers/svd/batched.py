@@ -12,6 +12,7 @@ import numpy as np
 from lsrdecomp.arrays import (
     Array,
     adjoint,
+    as_double,
     as_floating,
     device,
     is_complex,
@@ -44,9 +45,10 @@ class BatchedKrylov:
     """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ, fully reorthogonalised.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
-    the input ends it, so what single precision costs is the square of its rounding. A matrix whose error is not within
+    the input ends it, so what single precision costs is the square of its rounding. Matrices whose error is not within
     ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to be told from
-    ‖R‖² − Σσ², is solved again by `BlockGolubKahan` alone. Small matrices, and those of which many terms are asked for,
+    ‖R‖² − Σσ², take one more pass together in double precision, with measured errors; what is not near its optimum then
+    is solved by `BlockGolubKahan` alone. Small matrices, and those of which many terms are asked for,
     go through one batched SVD instead.
 
     Parameters
@@ -165,26 +167,73 @@ class BatchedKrylov:
             batch = xp.where(mask == 1, batch, xp.zeros_like(batch))
         operators = rearranged(batch, shape)
         sizes = np.where(usable, norms, 1.0)
-        begun = operators[:, :, :0], np.full(norms.shape, math.inf)
-        (basis, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
+        begun = operators[:, :, :0], operators[:, :, :0], np.full(norms.shape, math.inf)
+        (basis, space, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
         u, sigma, vh = _signed(*_rayleigh_ritz(operators, basis))
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / sizes**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
         good = usable & (excess <= self.tolerance) & (1.0 - captured > floor)
-        found, common = _separated(u, sigma, vh, shape), progress.sweeps[told:]
-        return [
-            Solution(found[i], Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
+        common = progress.sweeps[told:]
+        solutions = {
+            i: Solution(found, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
+            for i, found in enumerate(_separated(u, sigma, vh, shape))
             if good[i]
-            else self._alone(originals[i, :, :], shape, rank, None, progress, common)
-            for i in range(batch.shape[0])
+        }
+        left = [int(i) for i in np.flatnonzero(usable & ~good)]
+        if left:
+            solutions |= self._in_double(operators, space, sizes, left, rank, shape, common)
+        return [
+            solutions[i] if i in solutions else self._alone(originals[i, :, :], shape, rank, None, progress, common)
+            for i in range(int(batch.shape[0]))
         ]
+
+    def _in_double(
+        self,
+        operators: Array,
+        space: Array,
+        norms: np.ndarray,
+        chosen: list[int],
+        rank: int,
+        shape: KroneckerShape,
+        common: tuple[Sweep, ...],
+    ) -> dict[int, Solution]:
+        """Those of the ``chosen`` whose error is near the optimum after one pass over R and Rᴴ in double precision.
+
+        The errors are measured from residual entries. No singular value of a projection is above that of R, so the
+        optimum is at least what the space holds beyond the terms: the gap is a bound, but for rounding.
+        """
+        xp = namespace(operators)
+        picked = xp.asarray(chosen, dtype=xp.int64, device=device(operators))
+        scale = like(1.0 / norms[chosen], operators)[:, None, None]
+        rows = as_double(xp.take(operators, picked, axis=0) * scale)
+        v = xp.linalg.qr(adjoint(rows) @ as_double(xp.take(space, picked, axis=0)))[0]
+        q = xp.linalg.qr(rows @ v)[0]
+        images, triangle = xp.linalg.qr(adjoint(rows) @ q)
+        turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
+        u, vh = (q @ turn)[:, :, :rank], (right @ adjoint(images))[:, :rank, :]
+        kept = xp.astype(sigma[:, :rank], u.dtype)
+        errors = to_numpy(xp.linalg.vector_norm(rows - (u * kept[:, None, :]) @ vh, axis=(1, 2)))
+        tails = np.sqrt(np.sum(to_numpy(sigma)[:, rank:] ** 2, axis=1))
+        rounding = 64.0 * unit_roundoff(operators.dtype)
+        sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
+        values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
+        found = _separated(*_signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
+        solutions = {}
+        for place, i in enumerate(chosen):
+            error, tail = float(errors[place]), float(tails[place])
+            terms = int(np.sum(to_numpy(sigma[place, :rank]) > rounding))
+            if error <= tail * (1.0 + self.tolerance) + rounding:
+                gap = max(error / tail - 1.0, 0.0) if tail > rounding else None
+                kind = ErrorKind.estimated if gap is None else ErrorKind.bounded
+                solutions[i] = Solution(found[place].truncate(terms), Status.rank_reached, common, gap, kind)
+        return solutions
 
     def _steps(
         self, operators: Array, norms: np.ndarray, rank: int, block: int
-    ) -> Iterator[Step[tuple[Array, np.ndarray]]]:
-        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of their errors."""
+    ) -> Iterator[Step[tuple[Array, Array, np.ndarray]]]:
+        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, their space (L, p, k), the excess of the errors."""
         xp = namespace(operators)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
         columns = single.shape[2]
@@ -215,12 +264,12 @@ class BatchedKrylov:
             captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
             excess, left = _extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
             full = basis.shape[2] + block > min(single.shape[1:])
-            yield Step(
-                (leading, excess),
-                math.sqrt(left),
-                objective=left,
-                settled=bool(np.all(excess <= self.tolerance)) or full,
-            )
+            # Krylov 3: enough where every error is near its optimum, or the last step gained no more than rounding.
+            near = excess <= self.tolerance
+            if step > 1:
+                near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
+            settled = full or bool(np.all(near))
+            yield Step((leading, basis, excess), math.sqrt(left), objective=left, settled=settled)
 
 
 def as_batch(matrices: Any) -> Array:
