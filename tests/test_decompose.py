@@ -8,7 +8,7 @@ from oracles import close
 
 import lsrdecomp as lsr
 from lsrdecomp.errors import BudgetError, ConvergenceError
-from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.solvers.base import Status
 from lsrdecomp.solvers.svd.dense import SVD, tail_norms
 from lsrdecomp.testing import kronecker_shapes, matrices, separated_matrices
@@ -146,3 +146,17 @@ def test_curve_is_monotone_and_reads_off_ranks(rng):
     assert curve.parameters_for(0.5) == curve.rank_for(0.5) * 32
     with pytest.raises(BudgetError, match="the smallest error on the curve is 0.5, not 0.1"):
         lsr.ErrorCurve("x", (0, 1), (0, 4), (1.0, 0.5), 1.0).rank_for(0.1)
+
+
+def test_a_curve_to_some_terms_is_the_beginning_of_the_whole_and_tells_its_progress(rng):
+    u, v = (np.linalg.qr(rng.standard_normal((96, 96)))[0] for _ in range(2))
+    shape = lsr.KroneckerShape(((12, 8), (8, 12)))
+    matrix = inverse_rearrange((u * np.exp(-np.arange(96) / 4.0)) @ v.T, shape)
+    seen = []
+    short = lsr.error_curve(matrix, shape, rank=5, on_sweep=seen.append)
+    whole = lsr.error_curve(matrix, shape)
+    assert short.ranks == (0, 1, 2, 3, 4, 5)
+    assert short.parameters == whole.parameters[:6]
+    assert short.relative_errors == pytest.approx(whole.relative_errors[:6], rel=1e-3)
+    assert short.relative_errors[0] == pytest.approx(1.0)
+    assert seen

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lsrdecomp import markup
-from lsrdecomp.arrays import namespace
+from lsrdecomp.arrays import as_double, namespace, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
-from lsrdecomp.solvers.base import Solver
-from lsrdecomp.solvers.svd.dense import rearranged_svd, tail_norms
+from lsrdecomp.solvers.base import Solver, Sweep
+from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.operator import as_target
 
@@ -77,14 +77,25 @@ class ErrorCurve:
         return markup.table(self.label, ("terms", "parameters", "relative error"), markup.shortened(rows))
 
 
-def error_curve(matrix: Any, shape: KroneckerShape | None = None) -> ErrorCurve:
-    """The error of the best approximation of every separation rank, from one SVD of the rearrangement.
+def error_curve(
+    matrix: Any,
+    shape: KroneckerShape | None = None,
+    *,
+    rank: int | None = None,
+    on_sweep: Callable[[Sweep], Any] | None = None,
+) -> ErrorCurve:
+    """The error of the best approximation of every separation rank, from the spectrum of the rearrangement.
 
     Parameters
     ----------
     matrix : array_like (m, n) or Target
     shape : KroneckerShape, optional
         Two factors; absent, the balanced split.
+    rank : int, optional
+        The most terms the curve goes to. A large matrix then costs one `decompose` of so many terms, a small part of
+        its whole spectrum; points may lie above the optimum by a thousandth.
+    on_sweep : callable, optional
+        Told each `Sweep` of that decomposition.
 
     Returns
     -------
@@ -100,8 +111,13 @@ def error_curve(matrix: Any, shape: KroneckerShape | None = None) -> ErrorCurve:
     target = as_target(matrix)
     if shape is None:
         shape = KroneckerShape.balanced(target.shape)
-    _, sigma, _ = rearranged_svd(target.rearranged(shape))
-    return _from_spectrum(str(shape), sigma, target.norm, shape.parameters(1))
+    if rank is not None:
+        found = decompose(target, shape, rank=rank, on_sweep=on_sweep)
+        # Terms are orthogonal: leaving out some of them adds their weights to the error in quadrature.
+        tails = tail_norms([*to_numpy(found.approximation.weights), found.error])[:-1]
+        return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
+    operator = as_double(target.rearranged(shape).formed())
+    return _from_spectrum(str(shape), namespace(operator).linalg.svdvals(operator), target.norm, shape.parameters(1))
 
 
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
@@ -166,7 +182,10 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
 
 
 def _from_spectrum(label: str, sigma: Any, norm: float, parameters: int) -> ErrorCurve:
-    tails = tail_norms(sigma)
+    return _from_tails(label, tail_norms(sigma), norm, parameters)
+
+
+def _from_tails(label: str, tails: list[float], norm: float, parameters: int) -> ErrorCurve:
     scale = norm if norm > 0.0 else 1.0
     ranks = tuple(range(len(tails)))
     return ErrorCurve(label, ranks, tuple(s * parameters for s in ranks), tuple(t / scale for t in tails), norm)

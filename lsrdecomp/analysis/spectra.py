@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lsrdecomp.arrays import as_double, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.svd.dense import rearranged_svd
 from lsrdecomp.targets.operator import as_target
 
 
@@ -58,5 +58,6 @@ def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spe
     target = as_target(matrix)
     if shape is None:
         shape = KroneckerShape.balanced(target.shape)
-    _, sigma, _ = rearranged_svd(target.rearranged(shape))
+    operator = as_double(target.rearranged(shape).formed())
+    sigma = namespace(operator).linalg.svdvals(operator)
     return Spectrum(str(shape), tuple(float(value) for value in sigma))

@@ -7,7 +7,8 @@ from oracles import close
 from lsrdecomp import KroneckerShape, PrecisionError, SeparatedMatrix, ShapeError
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
-from lsrdecomp.solvers.base import ErrorKind, Solution
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import ErrorKind, Event, Solution
 from lsrdecomp.solvers.svd import batched as subspace
 from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
@@ -127,3 +128,21 @@ def test_bad_batches_are_refused(rng):
     bad[2, 3, 4] = np.nan
     with pytest.raises(PrecisionError, match="1 of 60480 entries"):
         BatchedKrylov().solve_batch(bad, SHAPE, rank=1)
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+@pytest.mark.parametrize("base", [0.3, 0.6])
+def test_fast_spectra_stay_together_and_are_bounded(base, kind, rng):
+    """What single precision cannot see takes one more pass in double, all matrices at once, and is measured."""
+    batch = np.stack([with_spectrum(base ** (K - 1.0), rng) for _ in range(3)]).astype(kind)
+    for rank in (6, 16):
+        solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=rank)
+        for matrix, solution in zip(batch, solutions, strict=True):
+            target = Dense(matrix)
+            error = target.residual_norm(solution.approximation)
+            best = target.residual_norm(SVD().solve(target, SHAPE, rank=rank).approximation)
+            rounding = 64 * unit_roundoff(kind) * target.norm
+            assert all(sweep.event is not Event.hand_over for sweep in solution.sweeps)
+            assert error <= best * (1 + 1e-4) + rounding
+            if solution.gap_kind is ErrorKind.bounded and solution.optimality_gap is not None:
+                assert error <= best * (1 + solution.optimality_gap) + rounding

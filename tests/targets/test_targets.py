@@ -8,6 +8,7 @@ from oracles import close
 
 from lsrdecomp import KroneckerShape, LowRank, PrecisionError, SeparatedMatrix, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
 
@@ -47,6 +48,31 @@ def test_residual_of_a_product_equals_the_formed_residual(pair, other):
     product = low_rank_product(other.left, other.right)
     formed = np.linalg.norm(pair.to_matrix() - product.to_matrix())
     assert pair.residual_norm(product) == pytest.approx(formed, rel=1e-10, abs=1e-13 * (pair.norm + other.norm))
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("near", [0.0, 0.9, 1.0])
+def test_the_distance_of_a_pair_from_kronecker_terms_has_twelve_digits_either_way(kind, near, rng, monkeypatch):
+    """Far apart from inner products, never forming a row of the pair; near each other from residual entries."""
+    shape = KroneckerShape(((5, 4), (6, 7)))
+    left, right = rng.standard_normal((30, 3)).astype(kind), rng.standard_normal((3, 28)).astype(kind)
+    if kind is complex:
+        left, right = left * np.exp(1j * rng.random((30, 3))), right * np.exp(1j * rng.random((3, 28)))
+    pair = LowRank(left, right)
+    terms = SVD().solve(pair, shape, rank=20 if near == 1.0 else 4).approximation * (near or 0.1)
+    expected = np.linalg.norm(left @ right - terms.to_matrix())
+    if near < 1.0:
+        monkeypatch.setattr("lsrdecomp.targets.base.residual_norm", None)
+    assert pair.residual_norm(terms) == pytest.approx(expected, rel=1e-12, abs=1e-14 * pair.norm)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_the_distance_of_a_pair_is_safe_against_overflow(scale, rng):
+    shape = KroneckerShape(((5, 4), (6, 7)))
+    pair = LowRank(rng.standard_normal((30, 3)) * scale, rng.standard_normal((3, 28)))
+    terms = SVD().solve(pair, shape, rank=2).approximation
+    expected = np.linalg.norm((pair.to_matrix() - terms.to_matrix()) / scale)
+    assert pair.residual_norm(terms) / scale == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_residual_at_the_rounding_level_is_not_lost(rng):
