@@ -9,7 +9,9 @@ A matrix
 
 A LoRA adapter
     `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers
-    `compress`         all its layers under one `CompressionPlan`: so many times smaller, so many bytes, such an error
+    `compress`         all its layers under one `CompressionPlan`: so many times smaller, so many bytes, such an error;
+                       with a base and texts, the smallest form that keeps such a share of what it does
+    `distil`           a compressed adapter trained, without labels, on the answers of its LoRA
     `read_statistics`  what ``lsrdecomp calibrate`` measured, so that errors count what the network does
 
 Sizes and goals
@@ -28,7 +30,7 @@ Rooms
     `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
 
 To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
-`lsrdecomp.training`, `lsrdecomp.experiments` (torch), `lsrdecomp.testing` (property tests; hypothesis).
+`lsrdecomp.training`, `lsrdecomp.promise`, `lsrdecomp.experiments` (torch), `lsrdecomp.testing` (tests; hypothesis).
 """
 
 import lazy_loader

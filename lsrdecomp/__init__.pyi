@@ -13,7 +13,6 @@ from .analysis import ErrorCurve as ErrorCurve
 from .analysis import error_curve as error_curve
 from .checkpoints import open_checkpoint as open_checkpoint
 from .checkpoints.statistics import read_statistics as read_statistics
-from .compression.compress import compress as compress
 from .compression.plan import CompressionPlan as CompressionPlan
 from .decompose import decompose as decompose
 from .decompose import recompress as recompress
@@ -30,6 +29,8 @@ from .kronecker.shape import KroneckerShape as KroneckerShape
 from .kronecker.shape import ProductShape as ProductShape
 from .precision import ErrorBudget as ErrorBudget
 from .precision import unit_roundoff as unit_roundoff
+from .promise.api import compress as compress
+from .promise.api import distil as distil
 from .shape_search import best_shape as best_shape
 from .solvers import ALS as ALS
 from .solvers import SVD as SVD

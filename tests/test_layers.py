@@ -248,6 +248,7 @@ PUBLIC = {
     "best_shape",
     "compress",
     "decompose",
+    "distil",
     "error_curve",
     "open_checkpoint",
     "read_statistics",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.cli import tables
+from lsrdecomp.cli import promise, tables
 from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
 from lsrdecomp.cli.progress import follow
@@ -43,6 +44,14 @@ def compress(
     calibrated: Annotated[
         Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
     ] = None,
+    base: promise.Base = None,
+    data: promise.Data = None,
+    keep: promise.Keep = None,
+    distil: promise.DistilSteps = 0,
+    held_out: promise.HeldOut = 128,
+    max_length: promise.MaxLength = 128,
+    dtype: promise.Dtype = "float32",
+    seed: promise.Seed = 0,
     storage: Storage = "float32",
     search: Annotated[
         str, typer.Option(help="ladder: minutes for a large model; full: probes shapes, hours.")
@@ -67,6 +76,9 @@ def compress(
     With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller still act. Exit
     code 1, and nothing written, if --rtol cannot be met in this storage.
 
+    With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
+    adapter does on held-out texts, and --distil 200 trains it on the LoRA's own answers, without labels.
+
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.
     """
@@ -80,7 +92,8 @@ def compress(
         "separation_rank": separation_rank,
     }
     shared: dict[str, Any] = {"inner_shape": split_sizes(inner_shape), "max_rank": max_rank, "storage": storage}
-    plans = [compression.CompressionPlan(**goals, **shared, ratio=one) for one in _ratios(ratio)]
+    measuring = promise.Measuring(base, data, keep, distil, held_out, max_length, dtype, seed)
+    plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     if len(plans) > 1 and (report is not None or str(json) == "-"):
@@ -98,27 +111,32 @@ def compress(
     if statistics is not None:
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
-    results = []
+    results: list[Any] = []
     with follow(quiet=quiet) as step:
-        searched = compression.search_adapter(
+        draw = promise.drawer(
             checkpoint,
             plans,
+            measuring,
             statistics=statistics,
             search=compression.Search.full() if search == "full" else None,
             resources=compression.Resources(workers, device, store, step),
+            storage=storage,
+            max_rank=max_rank,
+            out=None if dry_run else out,
         )
         for plan, place in zip(plans, places, strict=True):
-            result = searched.compress(plan)
+            result = draw(plan)
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force)
-                if calibrated is None:
+                tables.show(json, *promise.words(result))
+                if calibrated is None and base is None:
                     _warn_of_wreck(result, adapter)
             results.append(result)
     if store is not None:
         store.remove()
     _write_figures(results, json)
-    if not all(result.met for result in results):
+    if promise.kept_too_little(results, measuring) or not all(result.met for result in results):
         raise typer.Exit(1)
 
 
@@ -145,14 +163,14 @@ def _ratios(text: str | float | None) -> list[float | None]:
     return found
 
 
-def _places(out: Path | None, plans: list[CompressionPlan]) -> list[Path | None]:
+def _places(out: Path | None, plans: Sequence[CompressionPlan | None]) -> list[Path | None]:
     """Where each plan is written: the directory asked for, or one beside it for each of several ratios."""
     if out is None or len(plans) == 1:
         return [out] * len(plans)
-    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
+    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans if plan is not None]
 
 
-def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
+def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
     tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)
     if result.met:
         tables.show(json, "", *tables.summary(result, unit))
@@ -165,7 +183,7 @@ def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, uni
 
 
 def _write(
-    result: Compression, checkpoint: Checkpoint, place: Path | None, report: Path | None, json: Path | None, force: bool
+    result: Any, checkpoint: Checkpoint, place: Path | None, report: Path | None, json: Path | None, force: bool
 ) -> None:
     """The directory, its report and its figures: all appear, or none."""
     curves = () if report is None else compression.adapter_curves(checkpoint)
@@ -184,7 +202,7 @@ def _write(
         tables.show(json, f"Wrote {report}.")
 
 
-def _write_figures(results: list[Compression], json: Path | None) -> None:
+def _write_figures(results: list[Any], json: Path | None) -> None:
     """What no directory stands for: standard output, a missed tolerance, several ratios."""
     if json is None:
         return

@@ -57,6 +57,7 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
     return page.render(
         name=Path(str(source.path)).name,
         sentence=_sentence(total),
+        promise=_promise(compression),
         tiles=_tiles(compression.layers, total),
         svg=svg_curves(curves, here, total.parameters_before) if curves else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
@@ -90,6 +91,12 @@ def _sentence(total: Totals) -> str:
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer, at "
         f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {_verdict(total)}"
     )
+
+
+def _promise(compression: Reported) -> str:
+    """What is kept, of a result that was measured on its base."""
+    promise = getattr(compression, "promise", None)
+    return "" if promise is None else f"It {promise.sentence()}."
 
 
 def _verdict(total: Totals) -> str:

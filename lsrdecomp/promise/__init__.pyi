@@ -2,4 +2,5 @@
 from .bench import Bench as Bench
 from .distil import Distilled as Distilled
 from .distil import distil as distil
+from .front import Promised as Promised
 from .record import Promise as Promise

@@ -92,6 +92,12 @@ def rewrite(
     )
 
 
+def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
+    """The reports of layers in a written directory's record, in its order."""
+    path = directory / REPORT
+    return tuple(_row(row, path) for row in read_json(path).get("layers", []))
+
+
 def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None) -> CodedProduct:
     """Codes of as many bits as the old ones near ``form``, which is the layer aimed at."""
     aim = Layer("", LowRank(*form.to_lora()), norms)

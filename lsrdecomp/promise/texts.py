@@ -10,6 +10,8 @@ from lsrdecomp.calibration.base_model import Text, read_lines, task_texts
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.tasks import find_task
 
+Texts = Sequence[Text]
+
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD = 8

@@ -1,0 +1,133 @@
+"""What `compress` does with a base: its options, the call, and the promise in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lsrdecomp import compression
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.outputs import Input
+from lsrdecomp.compression.progress import Step
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import Compression, CompressionPlan
+    from lsrdecomp.promise import Promised
+
+Base = Annotated[
+    str | None, Input(), typer.Option("--base", help="Measure what is kept on this base: a name or a directory.")
+]
+Data = Annotated[Path | None, typer.Option("--data", help="With --base: texts of the task, no labels; some held out.")]
+Keep = Annotated[
+    float | None, typer.Option("--keep", help="With --base: the smallest form that keeps this share, such as 0.95.")
+]
+DistilSteps = Annotated[
+    int, typer.Option("--distil", help="With --base: so many steps of training on the LoRA's answers.", min=0)
+]
+HeldOut = Annotated[int, typer.Option("--held-out", help="Examples that the promise is measured on.", min=8)]
+MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
+Dtype = Annotated[str, typer.Option("--dtype", help="Of the base: float32 or bfloat16.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the split of the texts.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """The options that speak of the base."""
+
+    base: str | None
+    data: Path | None
+    keep: float | None
+    distil: int
+    held_out: int
+    max_length: int
+    dtype: str
+    seed: int
+
+
+def plans(
+    measuring: Measuring, wanted: dict[str, Any], ratios: Sequence[float | None]
+) -> Sequence[CompressionPlan | None]:
+    """The plans of the other options; None where a share to keep is the only goal."""
+    from lsrdecomp.compression.plan import GOALS
+
+    goals = [value for name, value in wanted.items() if name in GOALS and value is not None]
+    if measuring.base is None and (measuring.keep is not None or measuring.data is not None or measuring.distil):
+        raise LsrError("--keep, --data and --distil measure the model's answers: give --base with them")
+    if measuring.base is not None and measuring.data is None:
+        raise LsrError("what is kept is measured on texts of the task: give --data FILE with --base")
+    if measuring.base is not None and len(ratios) > 1:
+        raise LsrError("with --base one ratio at a time, or --keep for the smallest form that keeps a share")
+    if measuring.keep is not None and not goals and ratios == [None]:
+        return [None]
+    return [compression.CompressionPlan(**wanted, ratio=one) for one in ratios]
+
+
+def drawer(
+    checkpoint: Checkpoint,
+    plans: Sequence[CompressionPlan | None],
+    measuring: Measuring,
+    *,
+    statistics: Any,
+    search: Any,
+    resources: Any,
+    storage: str,
+    max_rank: int | None,
+    out: Path | None,
+) -> Callable[[CompressionPlan | None], Compression | Promised]:
+    """What makes the result of each plan: a search shared by all, or, with a base, one that is measured."""
+    if measuring.base is None:
+        given = [plan for plan in plans if plan is not None]
+        searched = compression.search_adapter(
+            checkpoint, given, statistics=statistics, search=search, resources=resources
+        )
+        return lambda plan: searched.compress(given[0] if plan is None else plan)
+    from lsrdecomp.promise.api import compress
+
+    def draw(plan: CompressionPlan | None) -> Compression | Promised:
+        with tables.quiet():
+            return compress(
+                checkpoint,
+                plan,
+                **asdict(measuring),
+                statistics=statistics,
+                storage=storage,
+                max_rank=max_rank,
+                search=search,
+                resources=resources,
+                device=resources.device or "cpu",
+                workspace=None if out is None else out.absolute().parent / f".{out.name}.statistics",
+                on_stage=_stages(resources.on_step),
+                on_step=lambda now, steps, _: resources.on_step(Step("distilling", now, steps, "steps")),
+            )
+
+    return draw
+
+
+def _stages(step: Callable[[Step], None]) -> Callable[[str], None]:
+    return lambda words: step(Step(words, 0, 1))
+
+
+def words(result: Compression | Promised) -> Iterator[str]:
+    """The promise, if there is one."""
+    promise = getattr(result, "promise", None)
+    if promise is not None:
+        forms = f"{promise.measurements} forms were measured. " if promise.measurements > 1 else ""
+        yield f"{forms}It {promise.sentence()}."
+
+
+def kept_too_little(results: Sequence[Any], measuring: Measuring) -> bool:
+    """Say so where less than half is kept; whether that is a failure: not where the size was asked for by ratio."""
+    little = [result for result in results if getattr(result, "promise", None) is not None and result.promise.little]
+    for result in little:
+        more = "more room" if measuring.distil else "--distil 200"
+        tables.say(
+            f"WARNING: this form keeps only {100 * result.promise.kept:.0f} % of what the adapter does; try --keep 0.9, "
+            f"{more}, or texts nearer to its task"
+        )
+    return any(result.plan.ratio is None for result in little)

@@ -1,0 +1,159 @@
+"""compress with a base: the promise is what the written files keep, on the screen, in the record and on the card."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from tiny_bases import make  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+import lsrdecomp as lsr  # noqa: E402
+from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.compression import verify  # noqa: E402
+from lsrdecomp.promise.bench import Bench  # noqa: E402
+
+WORDS = random.Random(0)
+TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
+SETTINGS = {"batch": 8, "max_length": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("classifier"), "SEQ_CLS")
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    file = tmp_path_factory.mktemp("texts") / "lines.txt"
+    file.write_text("\n".join(text for text, _ in TEXTS))
+    return file
+
+
+def command(folder, lines, *words):
+    fixed = ["--base", folder / "base", "--data", lines, "--max-length", 16]
+    return CliRunner().invoke(app, ["compress", *map(str, [folder / "lora", *fixed, *words])])
+
+
+@pytest.mark.parametrize("keep", [0.6, 0.9])
+def test_the_form_found_keeps_what_was_asked_as_written(folder, tmp_path, keep):
+    lora = lsr.open_checkpoint(folder / "lora")
+    result = lsr.compress(lora, base=folder / "base", data=TEXTS, keep=keep, **SETTINGS)
+    assert result.promise.kept >= keep
+    assert result.promise.asked == keep
+    assert result.promise.measurements <= 7
+    assert result.totals.parameters <= lora.adapter_parameters
+    result.save(tmp_path / "out")
+    again = Bench(folder / "base", folder / "lora", TEXTS, **SETTINGS).measure(tmp_path / "out")
+    assert again.kept == pytest.approx(result.promise.kept, abs=1e-6)
+    assert again.standard_error == pytest.approx(result.promise.standard_error, rel=1e-4)
+    record = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert record["promise"] == result.promise.to_json()
+    assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
+
+
+def test_less_is_asked_smaller_it_becomes(folder):
+    lora = lsr.open_checkpoint(folder / "lora")
+    few, many = (
+        lsr.compress(lora, base=folder / "base", data=TEXTS, keep=keep, **SETTINGS).totals.parameters
+        for keep in (0.5, 0.95)
+    )
+    assert few < many
+
+
+def test_distillation_is_part_of_the_promise(folder, tmp_path):
+    lora = lsr.open_checkpoint(folder / "lora")
+    plan = lsr.CompressionPlan(ratio=4)
+    plain = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
+    done = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, distil=40, **SETTINGS)
+    assert done.promise.kept > plain.promise.kept
+    assert done.promise.distilled > 0
+    done.save(tmp_path / "out")
+    assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
+    recorded = json.loads((tmp_path / "out" / "compression.json").read_text())
+    assert recorded["distillation"]["before"]["kept"] == pytest.approx(plain.promise.kept, abs=1e-6)
+    assert recorded["totals"]["relative_error"] == pytest.approx(done.totals.relative_error)
+
+
+def test_a_measured_divergence_is_a_goal(folder):
+    lora = lsr.open_checkpoint(folder / "lora")
+    effect = Bench(folder / "base", folder / "lora", TEXTS, **SETTINGS).reference.effect
+    plan = lsr.CompressionPlan(kl=0.3 * effect)
+    result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
+    assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
+    with pytest.raises(lsr.BudgetError, match="no less than that without the adapter"):
+        lsr.compress(lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS)
+
+
+def test_keep_on_the_command_line(folder, lines, tmp_path):
+    out, page, facts = tmp_path / "out", tmp_path / "page.html", tmp_path / "facts.json"
+    done = command(folder, lines, "--keep", 0.7, "--out", out, "--report", page, "--json", facts)
+    assert done.exit_code == 0, done.output
+    promise = json.loads(facts.read_text())["promise"]
+    assert promise["kept"] >= 0.7
+    shown = " ".join(done.stdout.split())
+    assert promise["sentence"] in shown
+    assert "held-out examples of lines.txt" in promise["sentence"]
+    for text in (page.read_text(), (out / "README.md").read_text()):
+        assert promise["sentence"] in text
+    assert not list(tmp_path.glob(".*"))  # statistics and states are gone
+
+
+def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines, tmp_path):
+    done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "keeps only" in done.stderr
+    assert (tmp_path / "out").exists()
+    done = command(folder, lines, "--ratio", 20, "--out", tmp_path / "asked")
+    assert done.exit_code == 0, done.output  # it was asked for by ratio
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--keep", 0.9, "--ratio", 10), "one goal"),
+        (("--keep", 95), "between 0 and 1"),
+        ((), "one goal"),
+    ],
+)
+def test_goals_that_make_no_sense_are_one_line(folder, lines, tmp_path, words, message):
+    done = command(folder, lines, *words, "--out", tmp_path / "out")
+    assert isinstance(done.exception, lsr.LsrError)
+    assert message in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_base_and_texts_go_together(folder, tmp_path):
+    given = ["compress", str(folder / "lora"), "--out", str(tmp_path / "out")]
+    for words, message in ((["--keep", "0.9"], "give --base"), (["--keep", "0.9", "--base", "b"], "give --data FILE")):
+        done = CliRunner().invoke(app, [*given, *words])
+        assert isinstance(done.exception, lsr.LsrError)
+        assert message in str(done.exception)
+
+
+def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
+    lora = lsr.open_checkpoint(folder / "lora")
+    place = tmp_path / "statistics"
+    import lsrdecomp.promise.front as front
+
+    plain = front.search_adapter
+
+    def killed(*given, **named):
+        raise KeyboardInterrupt
+
+    settings = {"base": folder / "base", "data": TEXTS, "workspace": place, **SETTINGS}
+    with monkeypatch.context() as patch:
+        patch.setattr(front, "search_adapter", killed)
+        with pytest.raises(KeyboardInterrupt):
+            lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings)
+    assert (place / "statistics.json").exists()
+    monkeypatch.setattr(front, "calibrate", killed)  # it is not done again
+    monkeypatch.setattr(front, "search_adapter", plain)
+    assert lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings).promise.kept > 0
+    assert not place.exists()
