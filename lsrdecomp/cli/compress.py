@@ -18,7 +18,7 @@ from lsrdecomp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import Compression, CompressionPlan
+    from lsrdecomp.compression import CompressionPlan
 
 WRECK = 0.7
 """Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
@@ -212,7 +212,7 @@ def _write_figures(results: list[Any], json: Path | None) -> None:
         tables.write_json(results[0].to_json(), json)
 
 
-def _warn_of_wreck(result: Compression, adapter: Path) -> None:
+def _warn_of_wreck(result: Any, adapter: Path) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
     total = result.totals
     if total.relative_error <= WRECK and 2 * total.dropped < total.layers:

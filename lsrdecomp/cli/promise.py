@@ -127,7 +127,7 @@ def kept_too_little(results: Sequence[Any], measuring: Measuring) -> bool:
     for result in little:
         more = "more room" if measuring.distil else "--distil 200"
         tables.say(
-            f"WARNING: this form keeps only {100 * result.promise.kept:.0f} % of what the adapter does; try --keep 0.9, "
-            f"{more}, or texts nearer to its task"
+            f"WARNING: this form keeps only {100 * result.promise.kept:.0f} % of what the adapter does; "
+            f"try --keep 0.9, {more}, or texts nearer to its task"
         )
     return any(result.plan.ratio is None for result in little)
