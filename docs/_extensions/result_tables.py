@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
+
+import operator_tables
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -323,6 +328,9 @@ TABLES = {
     "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
     "three-seeds": ("functional.json", three_seeds),
+    "operators-naive": ("operators-peers.json", operator_tables.naive),
+    "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
+    "operators-galerkin": ("operators-galerkin.json", operator_tables.galerkin),
 }
 """Name on a page: file of results, and what makes a table of it."""
 
