@@ -16,19 +16,21 @@ def kron(*factors: Array) -> Array:
 
     Parameters
     ----------
-    *factors : Array, shapes (m_i, n_i)
+    *factors : Array, shapes (…, m_i, n_i)
+        The axes in front, such as those of terms, are the same in all.
 
     Returns
     -------
-    Array, shape (Π m_i, Π n_i)
+    Array, shape (…, Π m_i, Π n_i)
     """
     if not factors:
         raise ShapeError("kron needs at least one matrix")
     xp = namespace(*factors)
     product = factors[0]
     for factor in factors[1:]:
-        (m, n), (p, q) = product.shape, factor.shape
-        product = xp.reshape(product[:, None, :, None] * factor[None, :, None, :], (m * p, n * q))
+        (*front, m, n), (p, q) = product.shape, factor.shape[-2:]
+        pairs = product[..., :, None, :, None] * factor[..., None, :, None, :]
+        product = xp.reshape(pairs, (*front, m * p, n * q))
     return product
 
 
@@ -39,12 +41,13 @@ def rearrange(matrix: Array, shape: KroneckerShape) -> Array:
 
     Parameters
     ----------
-    matrix : Array, shape (Π m_i, Π n_i)
+    matrix : Array, shape (…, Π m_i, Π n_i)
+        One matrix, or many along the axes in front.
     shape : KroneckerShape
 
     Returns
     -------
-    Array, shape (m_1·n_1, …, m_d·n_d)
+    Array, shape (…, m_1·n_1, …, m_d·n_d)
         The same entries in a new order, so the Frobenius norm is the same; a matrix for two factors.
 
     Raises
@@ -65,11 +68,11 @@ def rearrange(matrix: Array, shape: KroneckerShape) -> Array:
     .. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
        Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
     """
-    shape.check(tuple(matrix.shape))
-    xp, d = namespace(matrix), shape.order
-    entries = xp.reshape(matrix, (*shape.rows, *shape.columns))
-    pairs = tuple(axis for i in range(d) for axis in (i, d + i))
-    return xp.reshape(xp.permute_dims(entries, pairs), shape.sizes)
+    shape.check(tuple(matrix.shape[-2:]))
+    xp, d, front = namespace(matrix), shape.order, tuple(matrix.shape[:-2])
+    entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))
+    pairs = tuple(len(front) + axis for i in range(d) for axis in (i, d + i))
+    return xp.reshape(xp.permute_dims(entries, (*range(len(front)), *pairs)), (*front, *shape.sizes))
 
 
 def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
@@ -77,25 +80,26 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
 
     Parameters
     ----------
-    tensor : Array, shape (m_1·n_1, …, m_d·n_d)
+    tensor : Array, shape (…, m_1·n_1, …, m_d·n_d)
     shape : KroneckerShape
 
     Returns
     -------
-    Array, shape (Π m_i, Π n_i)
+    Array, shape (…, Π m_i, Π n_i)
     """
-    if tuple(tensor.shape) != shape.sizes:
-        raise ShapeError(f"expected a tensor of shape {shape.sizes} for {shape}, got {tuple(tensor.shape)}")
     xp, d = namespace(tensor), shape.order
-    entries = xp.reshape(tensor, tuple(size for pair in shape.factors for size in pair))
-    rows_then_columns = (*range(0, 2 * d, 2), *range(1, 2 * d, 2))
-    return xp.reshape(xp.permute_dims(entries, rows_then_columns), shape.matrix_shape)
+    front = tuple(tensor.shape[: tensor.ndim - d])
+    if tuple(tensor.shape) != (*front, *shape.sizes):
+        raise ShapeError(f"expected a tensor of shape {shape.sizes} for {shape}, got {tuple(tensor.shape)}")
+    entries = xp.reshape(tensor, (*front, *(size for pair in shape.factors for size in pair)))
+    order = (*range(len(front)), *(len(front) + axis for start in (0, 1) for axis in range(start, 2 * d, 2)))
+    return xp.reshape(xp.permute_dims(entries, order), (*front, *shape.matrix_shape))
 
 
 def khatri_rao(left: Array, right: Array) -> Array:
-    """Column-wise Kronecker product: (p, s) and (q, s) to (p·q, s), the left index slow."""
-    xp = namespace(left, right)
-    return xp.reshape(left[:, None, :] * right[None, :, :], (left.shape[0] * right.shape[0], left.shape[1]))
+    """Column-wise Kronecker product: (…, p, s) and (…, q, s) to (…, p·q, s), the left index slow."""
+    xp, (*front, p, s) = namespace(left, right), left.shape
+    return xp.reshape(left[..., :, None, :] * right[..., None, :, :], (*front, p * right.shape[-2], s))
 
 
 def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) -> Array:

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TypeAlias
 
 from lsrdecomp.arrays import Array, device, namespace
-from lsrdecomp.kronecker.rearrange import pairs_of_rows
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, khatri_rao, pairs_of_rows, rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 
 Stacks: TypeAlias = list[Array]
 Operator: TypeAlias = Callable[[Array], Array]
-
-
-def rearranged(matrices: Array, shape: KroneckerShape) -> Array:
-    """Rearrangement of each matrix of a batch: (L, m, n) to (L, m_1·n_1, …, m_d·n_d)."""
-    xp, d, batch = namespace(matrices), shape.order, matrices.shape[0]
-    entries = xp.reshape(matrices, (batch, *shape.rows, *shape.columns))
-    pairs = tuple(axis for i in range(d) for axis in (1 + i, 1 + d + i))
-    return xp.reshape(xp.permute_dims(entries, (0, *pairs)), (batch, *shape.sizes))
 
 
 def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
@@ -33,10 +26,8 @@ def summed(stacks: Stacks, shape: KroneckerShape) -> Array:
     xp, d, batch = namespace(*stacks), shape.order, stacks[0].shape[0]
     if d == 2:
         return xp.matrix_transpose(pairs_of_rows(*_split_columns(stacks, shape)))
-    tensor = stacks[0] @ xp.matrix_transpose(_khatri_rao(stacks[1:]))
-    entries = xp.reshape(tensor, (batch, *(size for pair in shape.factors for size in pair)))
-    rows_then_columns = (0, *range(1, 2 * d + 1, 2), *range(2, 2 * d + 1, 2))
-    return xp.reshape(xp.permute_dims(entries, rows_then_columns), (batch, *shape.matrix_shape))
+    tensor = stacks[0] @ xp.matrix_transpose(reduce(khatri_rao, stacks[1:]))
+    return inverse_rearrange(xp.reshape(tensor, (batch, *shape.sizes)), shape)
 
 
 def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
@@ -46,7 +37,7 @@ def mttkrp(tensor: Array, stacks: Stacks, skip: int) -> Array:
     flat = xp.permute_dims(tensor, (0, skip + 1, *(j + 1 for j in others)))
     sizes = tensor.shape[1:]
     flat = xp.reshape(flat, (tensor.shape[0], sizes[skip], math.prod(sizes[j] for j in others)))
-    return flat @ _khatri_rao([stacks[j] for j in others])
+    return flat @ reduce(khatri_rao, [stacks[j] for j in others])
 
 
 def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int], Array]:
@@ -55,7 +46,7 @@ def contraction(matrices: Array, shape: KroneckerShape) -> Callable[[Stacks, int
     For two factors the matrices are not rearranged, but contracted slice by slice of their transpose.
     """
     if shape.order != 2:
-        tensor = rearranged(matrices, shape)
+        tensor = rearrange(matrices, shape)
         return lambda stacks, skip: mttkrp(tensor, stacks, skip)
     xp, batch = namespace(matrices), matrices.shape[0]
     slices = xp.reshape(xp.matrix_transpose(matrices), (batch, *shape.columns, *shape.rows))
@@ -163,12 +154,3 @@ def conjugate_gradients(apply: Operator, precondition: Operator, right_hand: Arr
         direction = preconditioned + safe_ratio(new_size, size) * direction
         size = new_size
     return x
-
-
-def _khatri_rao(stacks: Sequence[Array]) -> Array:
-    """Column-wise Kronecker product of each problem: (L, p, s), (L, q, s) to (L, p·q, s)."""
-    xp, product = namespace(*stacks), stacks[0]
-    for stack in stacks[1:]:
-        batch, p, s = product.shape
-        product = xp.reshape(product[:, :, None, :] * stack[:, None, :, :], (batch, p * stack.shape[1], s))
-    return product

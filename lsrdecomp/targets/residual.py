@@ -18,7 +18,7 @@ from lsrdecomp.arrays import (
     triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.rearrange import khatri_rao
+from lsrdecomp.kronecker.rearrange import kron
 
 ROW_BLOCK = 512
 """Most rows of a residual formed at a time."""
@@ -135,7 +135,7 @@ def rows_of(approximation: Any) -> Callable[[slice], Array]:
     first, *others = (as_double(factor) for factor in approximation.factors)
     xp = namespace(first)
     s, _, n = first.shape
-    inner = _terms(others)
+    inner = kron(*others)  # (s, Π m_i, Π n_i), term by term
     p, q = inner.shape[1:]
     outer = xp.permute_dims(first * as_double(xp.astype(approximation.weights, first.dtype))[:, None, None], (1, 2, 0))
 
@@ -172,16 +172,3 @@ def whole_blocks(start: int, stop: int, height: int) -> Iterator[tuple[int, int,
             end = min(height, k + stop - start)
             yield i, i + 1, k, end
             start += end - k
-
-
-def _terms(factors: list[Array]) -> Array:
-    """⊗ of the factors term by term: (s, m_i, n_i) each to (s, Π m_i, Π n_i)."""
-    xp = namespace(*factors)
-    product = factors[0]
-    for factor in factors[1:]:
-        s, m, n = product.shape
-        _, p, q = factor.shape
-        columns = [xp.matrix_transpose(xp.reshape(f, (s, f.shape[1] * f.shape[2]))) for f in (product, factor)]
-        entries = xp.reshape(xp.matrix_transpose(khatri_rao(columns[0], columns[1])), (s, m, n, p, q))
-        product = xp.reshape(xp.permute_dims(entries, (0, 1, 3, 2, 4)), (s, m * p, n * q))
-    return product

@@ -10,6 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.batched_terms import (
@@ -20,7 +21,6 @@ from lsrdecomp.solvers.batched_terms import (
     damped,
     diagonal_matrix,
     mttkrp,
-    rearranged,
     summed,
 )
 from lsrdecomp.solvers.pair.normal_equations import is_small, moved_first, normal_matrix
@@ -60,7 +60,7 @@ class Side:
         cross : Array, shape (L, m, r)
             K.
         """
-        against, gram_tensor = contraction(cross, self.shape), rearranged(gram, self._inner)
+        against, gram_tensor = contraction(cross, self.shape), rearrange(gram, self._inner)
         stacks = list(stacks)
         for i in range(self.shape.order):
             if i in fixed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lsrdecomp.arrays import Array, namespace, zero_padded
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.batched_terms import Stacks, rearranged
+from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, along_rows, kron_apply
 from lsrdecomp.solvers.svd.leading import leading_triples
 from lsrdecomp.targets.weighted import gauge_of
@@ -38,9 +39,9 @@ def side_terms(
 ) -> Stacks:
     """Orthogonal Kronecker terms of each ``side @ turn`` (L, m, r); with ``traces`` orthogonal in their norm."""
     if traces is None:
-        return orthogonal_terms(rearranged(side @ turn, shape), rank)
+        return orthogonal_terms(rearrange(side @ turn, shape), rank)
     roots, inverses = traces.roots
-    white = rearranged(kron_apply(roots, side @ turn, shape.rows), shape)
+    white = rearrange(kron_apply(roots, side @ turn, shape.rows), shape)
     return along_rows(orthogonal_terms(white, rank), inverses)
 
 

@@ -6,12 +6,12 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, as_double, namespace
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.batched_terms import (
     Stacks,
     chosen,
     identity_like,
-    rearranged,
     safe_ratio,
     scaled,
     summed,
@@ -214,7 +214,7 @@ class PairProblem:
         formed = summed(pair[which], side.shape)
         gradient = given @ other.seen - side.weight.apply(formed) @ other.gram
         _, inverses = side.traces.roots
-        white = rearranged(kron_apply(inverses, gradient, side.shape.rows), side.shape)
+        white = rearrange(kron_apply(inverses, gradient, side.shape.rows), side.shape)
         fresh, xp = along_rows(orthogonal_terms(white, more), inverses), namespace(self.left)
         length = safe_ratio(xp.mean(term_norms(pair[which]), axis=1, keepdims=True), term_norms(fresh))
         fresh[0] = fresh[0] * length[:, None, :]  # of the size of the others, so that one damping suits all

@@ -23,11 +23,11 @@ from lsrdecomp.arrays import (
     to_numpy,
 )
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Status, Sweep, most_terms
-from lsrdecomp.solvers.batched_terms import rearranged
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.solvers.svd.dense import as_matrix, chosen_rank, tail_norms
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
@@ -165,7 +165,7 @@ class BatchedKrylov:
         if not np.all(usable):
             mask = like(usable.astype(np.float64), batch)[:, None, None]
             batch = xp.where(mask == 1, batch, xp.zeros_like(batch))
-        operators = rearranged(batch, shape)
+        operators = rearrange(batch, shape)
         sizes = np.where(usable, norms, 1.0)
         begun = operators[:, :, :0], operators[:, :, :0], np.full(norms.shape, math.inf)
         (basis, space, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
@@ -291,7 +291,7 @@ def _whole(
 ) -> list[Solution]:
     """Truncated SVDs in the precision of the input, without the terms that are rounding."""
     require_finite(batch, "batch")
-    operators = rearranged(batch, shape)
+    operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
     found = _separated(*_signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
     values = to_numpy(sigma).astype(np.float64)
