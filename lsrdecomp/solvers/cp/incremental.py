@@ -142,21 +142,21 @@ def _best_of(
     def objective(trial: Terms) -> float:
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
-    best = polish(core, terms, ridge, goal=goal, progress=progress)
+    best = follow_path(core, terms, ridge, goal=goal, progress=progress)
     if before.rank == 0 or starts == 1 or unknowns(terms) > CHEAP:
         return best
     _mark(progress, Event.start)
-    before = polish(core, before, ridge, progress=progress)
+    before = follow_path(core, before, ridge, progress=progress)
     for _ in range(starts - 1):
         if misfit(core, best) <= goal:
             break
         _mark(progress, Event.start)
-        trial = polish(core, split_term(before, rng), ridge, goal=goal, progress=progress)
+        trial = follow_path(core, split_term(before, rng), ridge, goal=goal, progress=progress)
         best = min(best, trial, key=objective)
     return best
 
 
-def polish(
+def follow_path(
     core: np.ndarray,
     terms: Terms,
     ridge: float,

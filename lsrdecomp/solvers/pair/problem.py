@@ -37,18 +37,18 @@ class View:
     """A side X formed, as the other side sees it."""
 
     gram: Array  # XᵀWX, (L, r, r)
-    seen: Array  # Xᵀ against the target's own side in the norm, (L, R, r)
+    cross: Array  # cross term: Xᵀ against the target's own side in the norm, (L, R, r)
     norm: Array  # ‖X‖_F, (L,)
 
     def scaled(self, factor: Array) -> View:
         """Of the side multiplied by (L,) positive numbers."""
         each = factor[:, None, None]
-        return View(each**2 * self.gram, each * self.seen, factor * self.norm)
+        return View(each**2 * self.gram, each * self.cross, factor * self.norm)
 
     @staticmethod
     def chosen(condition: Array, first: View, second: View) -> View:
         """``first`` for the problems where ``condition`` (L,) holds, ``second`` elsewhere."""
-        sides = ([view.gram, view.seen, view.norm] for view in (first, second))
+        sides = ([view.gram, view.cross, view.norm] for view in (first, second))
         return View(*chosen(condition, *sides))
 
 
@@ -195,11 +195,11 @@ class PairProblem:
     def sweep(self, state: State, fixed: tuple[Container[int], Container[int]] = ((), ())) -> State:
         """Every block of both sides once but those ``fixed``."""
         (out_stacks, in_stacks), into = state.pair, state.into
-        gram = self._penalised(into.gram, in_stacks, self.in_side)
-        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, into.seen), fixed[0])
+        gram = self._regularized(into.gram, in_stacks, self.in_side)
+        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, into.cross), fixed[0])
         outer = self._view((out_stacks, in_stacks), 0)
-        gram = self._penalised(outer.gram, out_stacks, self.out_side)
-        in_stacks = self.in_side.update(in_stacks, gram, _by_columns(self.weighted_right, outer.seen), fixed[1])
+        gram = self._regularized(outer.gram, out_stacks, self.out_side)
+        in_stacks = self.in_side.update(in_stacks, gram, _by_columns(self.weighted_right, outer.cross), fixed[1])
         pair = out_stacks, in_stacks
         return self._state(pair, outer, self._view(pair, 1))
 
@@ -212,7 +212,7 @@ class PairProblem:
         other = state.into if which == 0 else self._view(pair, 0)
         side, given = self._sides[which], (self.weighted_left, self.weighted_right)[which]
         formed = summed(pair[which], side.shape)
-        gradient = given @ other.seen - side.weight.apply(formed) @ other.gram
+        gradient = given @ other.cross - side.weight.apply(formed) @ other.gram
         _, inverses = side.traces.roots
         white = rearrange(kron_apply(inverses, gradient, side.shape.rows), side.shape)
         fresh, xp = along_rows(orthogonal_terms(white, more), inverses), namespace(self.left)
@@ -220,15 +220,15 @@ class PairProblem:
         fresh[0] = fresh[0] * length[:, None, :]  # of the size of the others, so that one damping suits all
         wider = [xp.concat([old, new], axis=2) for old, new in zip(pair[which], fresh, strict=True)]
         pair = (wider, pair[1]) if which == 0 else (pair[0], wider)
-        best = side.scaled(wider, other.gram, given @ other.seen)
+        best = side.scaled(wider, other.gram, given @ other.cross)
         return self.state((best, pair[1]) if which == 0 else (pair[0], best))
 
     def scaled(self, pair: Pair) -> Pair:
         """Each term of the out side, then of the in side, times the number that serves best."""
         into = self._view(pair, 1)
-        out_stacks = self.out_side.scaled(pair[0], into.gram, self.weighted_left @ into.seen)
+        out_stacks = self.out_side.scaled(pair[0], into.gram, self.weighted_left @ into.cross)
         outer = self._view((out_stacks, pair[1]), 0)
-        return out_stacks, self.in_side.scaled(pair[1], outer.gram, self.weighted_right @ outer.seen)
+        return out_stacks, self.in_side.scaled(pair[1], outer.gram, self.weighted_right @ outer.cross)
 
     def errors(self, state: State) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem: as the state has it if all are above `EXACT`, or measured anew."""
@@ -248,7 +248,7 @@ class PairProblem:
 
     def _state(self, pair: Pair, outer: View, into: View) -> State:
         xp = namespace(self.left)
-        overlap, both = xp.sum(outer.seen * into.seen, axis=(1, 2)), xp.sum(outer.gram * into.gram, axis=(1, 2))
+        overlap, both = xp.sum(outer.cross * into.cross, axis=(1, 2)), xp.sum(outer.gram * into.gram, axis=(1, 2))
         energy = self.energy - 2.0 * overlap + both
         error = xp.sqrt(xp.where(energy > 0, energy, xp.zeros_like(energy)))
         positive = xp.logical_and(outer.norm > 0, into.norm > 0)
@@ -256,7 +256,7 @@ class PairProblem:
         ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
         return State((scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)), into.scaled(1.0 / ratio), error)
 
-    def _penalised(self, gram: Array, stacks: Stacks, side: Side) -> Array:
+    def _regularized(self, gram: Array, stacks: Stacks, side: Side) -> Array:
         """The other side's rounding, ridge · Σλ² · mean(W) / r in every inner direction, added to its Gram matrix."""
         if self.ridge == 0.0:
             return gram
