@@ -31,6 +31,7 @@ import torch
 from language_judge import Judge, autocast, opened, overlaps, said
 from language_tasks import write_tasks
 
+from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import prompt_text, read_jsonl, token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA
@@ -66,6 +67,7 @@ class Driver:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begin = options, time.monotonic()
+        self.kept: tuple[str, Base, Judge, dict[str, Judge]] | None = None
         self.suite: dict[str, Any] = tomllib.loads(options.suite.read_text(encoding="utf-8"))
         if options.small:
             self.suite |= SMALL
@@ -154,6 +156,7 @@ class Driver:
                 samples=len(rows),
                 head=base.head,
                 base=self.suite["model"],
+                adapter_base=base.adapter_base,
             )
         seconds = {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
         write_json(part.directory / "statistics-cost.json", seconds)
@@ -185,15 +188,8 @@ class Driver:
         left = [file.parent for file in found if not (file.parent / "judged.json").exists()]
         if not left:
             return
-        self.stage(f"{part.name}: judging {len(left)} forms")
-        task, length = self.suite["tasks"][part.task], self.suite["max_length"]
-        source = self.opened(part.directory / "lora" / ADAPTER)
-        own = Judge(source, self.held(part.task), examples=self.suite["held"], max_length=length)
-        others = {
-            other: Judge(source, self.held(other), examples=self.suite["others"], max_length=length)
-            for other in self.suite["tasks"]
-            if other != part.task and self.held(other).exists()
-        }
+        task = self.suite["tasks"][part.task]
+        source, own, others = self.judges(part)
         spoken = own.examples[: task.get("generate", 0)]
         whole = part.directory / "lora.json"
         if not whole.exists():
@@ -221,10 +217,26 @@ class Driver:
                 facts["own"] |= overlaps(texts, spoken) | {"said": texts[:4]}
             write_json(directory / "judged.json", facts)
 
+    def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:
+        """The base with the LoRA, and its answers on the task and on the others; those of the latest part are kept."""
+        if self.kept is None or self.kept[0] != part.name:
+            self.kept = None
+            self.stage(f"{part.name}: answers of the LoRA")
+            length = self.suite["max_length"]
+            source = self.opened(part.directory / "lora" / ADAPTER)
+            own = Judge(source, self.held(part.task), examples=self.suite["held"], max_length=length)
+            others = {
+                other: Judge(source, self.held(other), examples=self.suite["others"], max_length=length)
+                for other in self.suite["tasks"]
+                if other != part.task and self.held(other).exists()
+            }
+            self.kept = part.name, source, own, others
+        return self.kept[1:]
+
     def held(self, task: str) -> Path:
         return self.tasks / task / "held.jsonl"
 
-    def opened(self, adapter: Path) -> Any:
+    def opened(self, adapter: Path) -> Base:
         # Under autocast products are in bfloat16 whatever the base is held in: float32, as it is trained.
         return opened(self.suite["model"], adapter, self.device, "float32")
 

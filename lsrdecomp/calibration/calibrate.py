@@ -89,7 +89,8 @@ def calibrate(
     Parameters
     ----------
     model : torch.nn.Module
-        Called as ``model(**batch).logits``, with the adapter active whose compression is planned; a PEFT model will do.
+        Called as ``model(**model_inputs(batch)).logits``, with the adapter active whose compression is planned; a PEFT
+        model will do.
     batches : iterable of mappings
         What the model is called with. ``attention_mask`` (``decoder_attention_mask`` or ``labels`` for seq2seq), where
         given, tells which tokens are real.

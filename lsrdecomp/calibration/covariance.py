@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.linalg
 import torch
 from numpy.typing import NDArray
 
@@ -21,20 +22,11 @@ class Spectrum:
     rest: float
     trace: float
 
-    def truncated(self, rank: int) -> Spectrum:
-        """The ``rank`` largest eigenpairs, and a rest of the same trace."""
-        size = len(self.vectors)
-        if self.values.size <= rank:
-            return self
-        values = self.values[:rank]
-        rest = max(self.trace - float(values.sum()), 0.0) / (size - rank)
-        return Spectrum(self.vectors[:, :rank], values, rest, self.trace)
-
 
 class Covariance:
     """A positive semi-definite n × n sum of products x yᵀ.
 
-    Up to ``max_full`` the n × n sum is kept, in float64. Beyond, one pass of the randomized Nyström method [1]_: with
+    Up to ``max_full`` the n × n sum is kept. Beyond, one pass of the randomized Nyström method [1]_: with
     a fixed random block Ω of ``2·rank`` columns it keeps (Σ x yᵀ) Ω and the trace, O(n·rank) numbers, which add up
     over batches in any order.
 
@@ -48,8 +40,7 @@ class Covariance:
         self.size, self.rank = size, min(rank, size)
         self.full = size <= max_full
         width = size if self.full else min(size, OVERSAMPLING * rank)
-        dtype = torch.float64 if self.full else torch.float32
-        self.total = torch.zeros(size, width, dtype=dtype, device=device)
+        self.total = torch.zeros(size, width, dtype=torch.float32, device=device)  # as its products are
         self.trace = torch.zeros((), dtype=torch.float64, device=device)
         if not self.full:
             block = np.random.default_rng(seed).standard_normal((size, width))
@@ -70,11 +61,20 @@ class Covariance:
         for part, value in (("total", self.total), ("trace", self.trace)):
             value.copy_(torch.from_numpy(np.asarray(state[part])))
 
-    def spectrum(self) -> Spectrum:
-        """Eigenpairs of the sum: all n in the full form, else the ``rank`` largest and an isotropic rest."""
+    def spectrum(self, count: int | None = None) -> Spectrum:
+        """The ``count`` largest eigenpairs of the sum and an isotropic rest; all n in the full form if it is None.
+
+        A sum on random columns has no more than ``rank`` of them.
+        """
         trace = float(self.trace)
         if self.full:
-            values, vectors = np.linalg.eigh(self.total.cpu().numpy())
+            total = self.total.double().cpu().numpy()
+            total = (total + total.T) / 2
+            if count is not None and count < self.size:
+                values, vectors = scipy.linalg.eigh(total, subset_by_index=(self.size - count, self.size - 1))
+                values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
+                return Spectrum(vectors, values, max(trace - float(values.sum()), 0.0) / (self.size - count), trace)
+            values, vectors = np.linalg.eigh(total)
             return Spectrum(vectors[:, ::-1].copy(), np.maximum(values[::-1], 0.0), 0.0, trace)
         block, image = self._block.double().cpu().numpy(), self.total.double().cpu().numpy()
         # The shift of [1] keeps the Cholesky factor real under the rounding of float32 sums.

@@ -68,8 +68,7 @@ def write_statistics(out: Path, settings: Mapping[str, Any], layers: Mapping[str
     tensors: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for name, sums in layers.items():
-        into, out_, fisher = sums.spectra(counts.answers)
-        into, out_ = into.truncated(settings["rank"]), out_.truncated(settings["rank"])
+        into, out_, fisher = sums.spectra(counts.answers, settings["rank"])
         for side, spectrum in (("input", into), ("output", out_)):
             for part, value in zip(PARTS, (spectrum.vectors, spectrum.values, spectrum.rest), strict=True):
                 # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.

@@ -73,6 +73,8 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
         tokenizer.pad_token_id if model.config.pad_token_id is None else model.config.pad_token_id
     )
     model.config.use_cache = False
+    # What an adapter's config records: a name that means something elsewhere, too.
+    model.config._name_or_path = model.name_or_path = published_name(settings.model)
     if method.four_bit:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=settings.gradient_checkpointing
@@ -138,7 +140,6 @@ def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
         task_type="CAUSAL_LM" if language else "SEQ_CLS",
         modules_to_save=None if language else heads,
     )
-    config.base_model_name_or_path = published_name(settings.model)
     try:
         return get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import pytest
 
@@ -53,6 +54,14 @@ def test_a_lora_learns_completions_and_its_samples_say_so(place, tmp_path):
     assert sorted(config["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     again = evaluate(settings(place, metric="exact", init=str(tmp_path / "run" / "adapter")))
     assert again.loss == pytest.approx(record.dev.loss, rel=1e-5)
+
+
+def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(import_module("lsrdecomp.calibration.bases"), "_packaged", lambda: place / "base" / "x.gguf")
+    monkeypatch.setattr(import_module("lsrdecomp.calibration.bases"), "_dequantized", lambda file: file.parent)
+    finetune(settings(place, model="smollm2", steps=1, samples=0), tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_early_stopping_judges_by_the_loss_of_tokens(place, tmp_path):
