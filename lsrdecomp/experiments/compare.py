@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
-from lsrdecomp.experiments.suite import Arm, Suite, slug
+from lsrdecomp.experiments.suite import MethodSpec, Suite, slug
 from lsrdecomp.training.record import Record
 
 
@@ -21,7 +21,7 @@ from lsrdecomp.training.record import Record
 class Cell:
     """One method on one task."""
 
-    arm: Arm
+    arm: MethodSpec
     task: str
     rate: float | None  # the chosen one; None before there is one
     records: Mapping[int, Record]  # by seed, at that rate
@@ -101,13 +101,13 @@ def read_results(suite: Suite, out: str | Path) -> Results:
     return Results(suite, cells, skipped, planned, sum(cell.finished for cell in cells))
 
 
-def a_run(suite: Suite, out: Path, arm: Arm, task: str, rate: float, seed: int) -> Run:
+def a_run(suite: Suite, out: Path, arm: MethodSpec, task: str, rate: float, seed: int) -> Run:
     """One run and its place."""
     place = out / slug(task) / arm.slug / f"rate-{rate:g}" / f"seed-{seed}"
     return Run(suite.settings(arm, task, rate, seed), place)
 
 
-def tuning_runs(suite: Suite, out: Path, arm: Arm, task: str) -> dict[tuple[float, int], Run]:
+def tuning_runs(suite: Suite, out: Path, arm: MethodSpec, task: str) -> dict[tuple[float, int], Run]:
     """The runs by which a rate is chosen, by rate and seed."""
     return {
         (rate, seed): a_run(suite, out, arm, task, rate, seed)
@@ -116,7 +116,7 @@ def tuning_runs(suite: Suite, out: Path, arm: Arm, task: str) -> dict[tuple[floa
     }
 
 
-def chosen_rate(suite: Suite, out: Path, arm: Arm, task: str) -> float | None:
+def chosen_rate(suite: Suite, out: Path, arm: MethodSpec, task: str) -> float | None:
     """The rate of least mean validation loss; None while a tuning run is left, or if every rate failed.
 
     A rate at which a run failed is out of question. Of equal rates the smaller one.
@@ -140,7 +140,7 @@ def _validation_loss(found: Outcome | None) -> float:
     return found.validation.loss
 
 
-def _cell(suite: Suite, out: Path, arm: Arm, task: str) -> Cell:
+def _cell(suite: Suite, out: Path, arm: MethodSpec, task: str) -> Cell:
     rate = chosen_rate(suite, out, arm, task)
     runs = tuning_runs(suite, out, arm, task)
     if rate is not None:

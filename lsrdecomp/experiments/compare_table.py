@@ -236,7 +236,7 @@ def to_json(results: Results) -> dict[str, Any]:
         "seeds": list(suite.seeds),
         "rates": list(suite.rates),
         "tune_seeds": suite.tune_seeds,
-        "common": suite.told,
+        "common": suite.public_settings,
         "tasks": {task: dict(settings) for task, settings in suite.tasks.items()},
         "methods": {arm.label: dict(arm.settings) for arm in suite.arms},
         "skipped": dict(results.skipped),

@@ -44,7 +44,7 @@ Statistics = Mapping[str, HasWeights | NormWeights]
 
 
 @dataclass(frozen=True, slots=True)
-class Squeezed:
+class CompressedPoint:
     """What a LoRA was compressed to, and how it answers without any training."""
 
     parameters: int
@@ -62,20 +62,20 @@ class Squeezed:
             part.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Squeezed:
+    def read(cls, path: Path) -> CompressedPoint:
         """What `write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "scores": None if values["scores"] is None else Scores(**values["scores"])})
 
 
-def squeeze(
+def compress_lora(
     lora: Path,
     structure: Structure,
     budget: int,
     statistics: Statistics | None,
     out: Path,
     search: Search | None = None,
-) -> Squeezed:
+) -> CompressedPoint:
     """Compress a LoRA directory to ``budget`` parameters a matrix on average, and write the adapter to ``out``.
 
     Raises
@@ -90,7 +90,7 @@ def squeeze(
         chosen = direct_sums(checkpoint, total, own)
         _write_direct(checkpoint, chosen, out)
         parameters = sum(candidate.parameters for candidate in chosen.values())
-        done = Squeezed(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
+        done = CompressedPoint(parameters, 4 * parameters, 0, _count(chosen), None, None, 0.0)
     else:
         plan = CompressionPlan(**(structure.goal or {"parameters": total}), storage=structure.storage)
         wide = search if search is not None and structure.search.orders else structure.search
@@ -99,7 +99,7 @@ def squeeze(
         sums = result.totals
         kinds = dict(Counter(layer.structure for layer in result.layers))
         errors = (sums.relative_error, sums.functional_error)
-        done = Squeezed(sums.parameters, sums.bytes, 0, kinds, *errors, 0.0)
+        done = CompressedPoint(sums.parameters, sums.bytes, 0, kinds, *errors, 0.0)
     seconds = round(time.process_time() - begin, 1)
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 

@@ -21,7 +21,7 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.experiments.compress_lora import Squeezed, shape_settings, squeeze
+from lsrdecomp.experiments.compress_lora import CompressedPoint, compress_lora, shape_settings
 from lsrdecomp.experiments.recover_plan import (
     STRUCTURES,
     RecoverPlan,
@@ -37,7 +37,7 @@ from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.record import ADAPTER, Record
 from lsrdecomp.training.settings import FinetuneSettings
 
-COMPRESSED, SQUEEZED = "compressed.json", "squeezed.json"
+COMPRESSED, JUDGED = "compressed.json", "squeezed.json"
 WHOLE = 0
 """The budget of what is no smaller than the LoRA."""
 
@@ -175,7 +175,7 @@ def recover(
         for structure, budget in job.points():
             say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
-            if _squeezed(job, structure, budget, search) and further:
+            if _compressed_and_judged(job, structure, budget, search) and further:
                 _train(job, structure, budget, retry, on_run)
 
 
@@ -216,10 +216,10 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
     return best if math.isfinite(losses[best]) else None
 
 
-def read_squeezed(job: Job, structure: str, budget: int) -> Squeezed | None:
+def read_point(job: Job, structure: str, budget: int) -> CompressedPoint | None:
     """A compressed form that was judged; None if there is none, or nothing fits into the budget."""
-    path = job.place.point(structure, budget) / SQUEEZED
-    return Squeezed.read(path) if path.exists() else None
+    path = job.place.point(structure, budget) / JUDGED
+    return CompressedPoint.read(path) if path.exists() else None
 
 
 def _train(job: Job, structure: str, budget: int, retry: bool, on_run: Callable[[Run, Outcome], object] | None) -> None:
@@ -232,22 +232,24 @@ def _train(job: Job, structure: str, budget: int, retry: bool, on_run: Callable[
         do_runs([getattr(job, kind)(structure, budget, rate) for rate in rates], retry=retry, on_run=on_run)
 
 
-def _squeezed(job: Job, structure: str, budget: int, search: Search | None) -> bool:
+def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search | None) -> bool:
     """Compress and judge, unless that was done; whether there is something to train."""
     point = job.place.point(structure, budget)
-    if (point / SQUEEZED).exists():
+    if (point / JUDGED).exists():
         return True
     statistics = read_statistics(job.place.statistics)
     compressed = point / COMPRESSED
     if not compressed.exists():
         shutil.rmtree(point / ADAPTER, ignore_errors=True)  # a kill came between the two
         try:
-            made = squeeze(job.place.lora / ADAPTER, STRUCTURES[structure], budget, statistics, point / ADAPTER, search)
+            made = compress_lora(
+                job.place.lora / ADAPTER, STRUCTURES[structure], budget, statistics, point / ADAPTER, search
+            )
         except BudgetError:
             return False
         made.write(compressed)
-    made = Squeezed.read(compressed)
-    replace(made, scores=evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings)).write(point / SQUEEZED)
+    made = CompressedPoint.read(compressed)
+    replace(made, scores=evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings)).write(point / JUDGED)
     return True
 
 

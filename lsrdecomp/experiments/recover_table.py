@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from lsrdecomp.experiments.compare_table import Spread, Table
-from lsrdecomp.experiments.recover import WHOLE, Job, chosen_rate, jobs, read_outcomes, read_squeezed
+from lsrdecomp.experiments.recover import WHOLE, Job, chosen_rate, jobs, read_outcomes, read_point
 from lsrdecomp.experiments.recover_plan import STRUCTURES, recover_plan
 from lsrdecomp.experiments.runs import outcome
 from lsrdecomp.experiments.suite import Suite
@@ -203,7 +203,7 @@ def to_json(found: Recovery) -> dict[str, Any]:
         "title": suite.title,
         "seeds": list(suite.seeds),
         "rates": list(suite.rates),
-        "common": suite.told,
+        "common": suite.public_settings,
         "tasks": {task: dict(settings) for task, settings in suite.tasks.items()},
         "recover": dict(suite.recover),
         "versions": found.versions,
@@ -245,11 +245,11 @@ def _line(gains: dict[Job, Gain], structure: str, budget: int) -> Line:
             sizes, held = [*sizes, gain.parameters], [*held, gain.bytes]
             stages["compressed"].append(Judged(job.seed, gain.loss, gain.score, 1.0))
         else:
-            squeezed = read_squeezed(job, structure, budget)
-            if squeezed is None:
+            point = read_point(job, structure, budget)
+            if point is None:
                 continue
-            sizes, held = [*sizes, squeezed.parameters], [*held, squeezed.bytes]
-            stages["compressed"] += _judged(job.seed, gain, squeezed.scores)
+            sizes, held = [*sizes, point.parameters], [*held, point.bytes]
+            stages["compressed"] += _judged(job.seed, gain, point.scores)
         for kind, record in read_outcomes(job, structure, budget).items():
             stages[KINDS[kind]] += _judged(job.seed, gain, record.dev)
     label = "LoRA" if structure == LORA else STRUCTURES[structure].label

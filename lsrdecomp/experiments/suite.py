@@ -23,7 +23,7 @@ class SuiteError(SettingsError):
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class MethodSpec:
     """One method of a suite: its name in the tables, and the settings it brings."""
 
     label: str
@@ -56,7 +56,7 @@ class Suite:
         The table of `lsrdecomp.experiments.recover`.
     """
 
-    arms: tuple[Arm, ...]
+    arms: tuple[MethodSpec, ...]
     tasks: Mapping[str, Mapping[str, Any]]
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (1e-3,)
@@ -88,7 +88,7 @@ class Suite:
                         "set, never on dev: give patience, so that there is one"
                     )
 
-    def settings(self, arm: Arm, task: str, rate: float, seed: int) -> FinetuneSettings:
+    def settings(self, arm: MethodSpec, task: str, rate: float, seed: int) -> FinetuneSettings:
         """The settings of one run.
 
         Raises
@@ -103,11 +103,11 @@ class Suite:
             raise SuiteError(f"[common], [tasks.{task}] and [methods.{arm.label!r}] together: {error}") from error
 
     @property
-    def told(self) -> dict[str, Any]:
+    def public_settings(self) -> dict[str, Any]:
         """The common settings as results may tell them: without places on this machine."""
-        told = {name: value for name, value in self.common.items() if name != "data"}
-        model = Path(str(told.get("model", "")))
-        return told | {"model": "/".join(model.parts[-2:])} if model.is_absolute() else told
+        shown = {name: value for name, value in self.common.items() if name != "data"}
+        model = Path(str(shown.get("model", "")))
+        return shown | {"model": "/".join(model.parts[-2:])} if model.is_absolute() else shown
 
     def missing(self) -> dict[str, str]:
         """Tasks whose files are not at hand, and the first that is missing."""
@@ -177,7 +177,7 @@ def _suite(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> Suite:
         against = own.pop("against", None)
         if "method" not in own:
             raise SuiteError(f"methods.{label} must say which method it is")
-        arms.append(Arm(label, own, against))
+        arms.append(MethodSpec(label, own, against))
     return Suite(
         arms=tuple(arms),
         tasks=tasks,

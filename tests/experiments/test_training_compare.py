@@ -282,8 +282,8 @@ def test_the_embedded_task_is_compared(place, file, tmp_path, workers):
 
 def test_results_name_no_place_on_this_machine(file, tmp_path):
     suite = read_suite(file(), {"model": str(tmp_path / "encoder" / "model"), "data": "/somewhere/glue"})
-    assert suite.told == {"model": "encoder/model", "patience": 2}
-    assert read_suite(file()).told == {"model": "embedded", "patience": 2}
+    assert suite.public_settings == {"model": "encoder/model", "patience": 2}
+    assert read_suite(file()).public_settings == {"model": "embedded", "patience": 2}
 
 
 def test_some_of_the_tasks(file):

