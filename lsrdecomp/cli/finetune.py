@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lsrdecomp import training
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile, assignment
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.errors import CheckpointError, LsrError
 
@@ -34,32 +34,17 @@ def finetune(
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
     method: Annotated[str | None, typer.Option(help="lora, lsr, dora, krona, …; a wrong one shows all.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as r=4; repeat it.")] = None,
-    init: Annotated[str | None, Input, typer.Option(help="Adapter directory to train on from.")] = None,
-    head: Annotated[
-        str | None, Input, typer.Option(help="Adapter directory whose head is the start of this one.")
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting, such as patience=3; repeat it. A wrong one shows all."),
     ] = None,
-    target_modules: Annotated[str | None, typer.Option(help="Endings of module names, with commas.")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layer indices to adapt, with commas.")] = None,
+    init: Annotated[str | None, Input, typer.Option(help="Adapter directory to train on from.")] = None,
     rate: Annotated[float | None, typer.Option(help="Largest learning rate; 1e-3 if absent.")] = None,
-    zero_rate: Annotated[float | None, typer.Option(help="Factor on it for factors that start at zero.")] = None,
-    head_rate: Annotated[float | None, typer.Option(help="Learning rate of the head, if another.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Examples per step, over all processes; 32 if absent.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples per step; 32 if absent, for a language model 8.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Passes over the training set; 3 if absent.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Share of the steps over which the rate rises.")] = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of an example; 128 if absent.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the start and the order of examples.")] = None,
-    precision: Annotated[str | None, typer.Option(help="float32, bfloat16 or bfloat16-autocast.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    gradient_checkpointing: Annotated[bool | None, typer.Option("--gradient-checkpointing")] = None,
-    patience: Annotated[int | None, typer.Option(help="Stop early, judged on a split of the training set.")] = None,
-    validation: Annotated[float | None, typer.Option(help="Share of the training set split off for it.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between those judgements.")] = None,
-    freeze_head: Annotated[bool, typer.Option("--freeze-head", help="Train the adapter alone.")] = False,
-    measure_start: Annotated[bool | None, typer.Option("--measure-start", help="Also judge the start.")] = None,
-    log_every: Annotated[int | None, typer.Option(help="Steps between entries of the logs; 0 for none.")] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints to resume from.")] = None,
-    report_to: Annotated[str | None, typer.Option(help="Also report to tensorboard, wandb, …, with commas.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
     json: JsonFile = None,
     force: ForceFile = False,
@@ -67,7 +52,8 @@ def finetune(
     """Fine-tune a base on a task by LoRA, LSR or another adapter, and judge it on the task's dev set.
 
     Writes OUT/adapter, a PEFT directory, OUT/record.json with settings, versions and scores, and OUT/layers.jsonl with
-    the spectra of the layers. Killed and started again, a run with --save-every or --patience goes on where it was.
+    the spectra of the layers. Killed and started again, a run with --set save_every=100 or --set patience=3 goes on
+    where it was.
     For several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
     """
     given: dict[str, Any] = {
@@ -75,34 +61,18 @@ def finetune(
         "task": task,
         "data": data,
         "method": method,
-        "options": dict(_option(text) for text in option) if option else None,
+        "options": dict(assignment(text, "--option") for text in option) if option else None,
         "init": init,
-        "head": head,
-        "target_modules": _list(target_modules),
-        "layers": None if layers is None else [_index(part) for part in layers.split(",")],
         "rate": rate,
-        "zero_rate": zero_rate,
-        "head_rate": head_rate,
         "batch": batch,
         "epochs": epochs,
         "steps": steps,
-        "warmup": warmup,
-        "max_length": max_length,
         "seed": seed,
-        "precision": precision,
         "device": device,
-        "gradient_checkpointing": gradient_checkpointing,
-        "patience": patience,
-        "validation": validation,
-        "evaluate_every": evaluate_every,
-        "train_head": False if freeze_head else None,
-        "measure_start": measure_start,
-        "log_every": log_every,
-        "save_every": save_every,
-        "report_to": _list(report_to),
     }
-    settings = training.FinetuneSettings.from_mapping(
-        _table(config) | {name: value for name, value in given.items() if value is not None}
+    more = dict(assignment(text, "--set") for text in settings or ())
+    chosen = training.FinetuneSettings.from_mapping(
+        _table(config) | {name: value for name, value in given.items() if value is not None} | more
     )
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
@@ -113,7 +83,7 @@ def finetune(
             raise LsrError(
                 f"training runs the model; without {error.name}: pip install 'lsrdecomp[finetune]'"
             ) from error
-        record = run(settings, out, resume=not fresh, on_step=lambda step: show(step.step, step.steps))
+        record = run(chosen, out, resume=not fresh, on_step=lambda step: show(step.step, step.steps))
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks
     if json is not None:
@@ -164,28 +134,6 @@ def _table(config: Path | None) -> dict[str, Any]:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:  # bad TOML or bad UTF-8
         raise training.SettingsError(f"{config}: {error}") from error
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """``r=4`` as a name and a value in TOML's words; what is no TOML is a text."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint="--option")
-    try:
-        parsed: Mapping[str, Any] = tomllib.loads(f"value = {value}")
-    except tomllib.TOMLDecodeError:
-        return name, value
-    return name, parsed["value"]
-
-
-def _list(text: str | None) -> list[str] | None:
-    return None if text is None else [part.strip() for part in text.split(",")]
-
-
-def _index(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise typer.BadParameter(f"expected layer indices such as 3,4,5, got {text!r}", param_hint="--layers")
-    return int(text)
 
 
 @contextmanager

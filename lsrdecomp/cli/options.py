@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lsrdecomp.cli.outputs import NEW_FILE
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def assignment(text: str, hint: str) -> tuple[str, Any]:
+    """``r=4`` as a name and a value in TOML's words, ``names=a,b`` as a list; what is neither is a text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"expected NAME=VALUE such as r=4, got {text!r}", param_hint=hint)
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parts = [part.strip() for part in value.split(",")]
+        if len(parts) == 1:
+            return name.strip(), value
+        return name.strip(), [int(part) if part.isdecimal() else part for part in parts]
 
 
 def memory_size(text: str) -> int:

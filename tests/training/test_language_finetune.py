@@ -6,6 +6,7 @@ import json
 from importlib import import_module
 
 import pytest
+import typer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -19,6 +20,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read_jsonl  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
 from lsrdecomp.training.language import LanguageData, generate, judge_language, overlap  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
@@ -116,6 +118,39 @@ def test_the_command_needs_no_more_than_base_data_and_out(place, tmp_path, monke
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(place / "base")
         PeftModel.from_pretrained(base, tmp_path / "my-lora" / "adapter")(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("patience=3", ("patience", 3)),
+        ("metric=bleu", ("metric", "bleu")),
+        ("layers=3,4", ("layers", [3, 4])),
+        ("target_modules=q_proj,v_proj", ("target_modules", ["q_proj", "v_proj"])),
+        ("train_head=false", ("train_head", False)),
+        ("data=a=b.jsonl", ("data", "a=b.jsonl")),
+    ],
+)
+def test_settings_are_written_as_people_write_them(text, expected):
+    assert assignment(text, "--set") == expected
+
+
+@pytest.mark.parametrize("text", ["patience", "=3", ""])
+def test_a_setting_without_name_or_value_is_refused(text):
+    with pytest.raises(typer.BadParameter, match="expected NAME=VALUE"):
+        assignment(text, "--set")
+
+
+def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
+    arguments = ["finetune", "--model", place / "base", "--data", place / "rows.jsonl", "--out", tmp_path / "run"]
+    more = ["--set", "dev_examples=3", "--set", "samples=0", "--set", "target_modules=q_proj", "--set", "metric=exact"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "--steps", "1", "--device", "cpu", *more])
+    assert done.exception is None, done.output
+    settings = read_record(tmp_path / "run").settings
+    assert (settings.dev_examples, settings.target_modules, settings.metric) == (3, ("q_proj",), "exact")
+    done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"])
+    assert isinstance(done.exception, SettingsError)
+    assert "no setting is called patiense; there are: model, task" in str(done.exception)
 
 
 @pytest.mark.parametrize(
