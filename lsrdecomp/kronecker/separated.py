@@ -26,13 +26,14 @@ class SeparatedMatrix(Algebra, Entries, Files):
 
     **Contents.** A chapter each, in this order below:
 
-    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape parameters norm condition``
-    - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``shape ndim size dtype``, ``T mT H mH conj``,
-      ``to_matrix to_numpy to_linear_operator``; SciPy's solvers take it as it is
-    - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``A @ B``, ``kron``, ``inner``
+    - *Form*: ``canonical truncate folded round_to astype``
+    - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
+    - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose adjoint``,
+      ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is
     - *Entries*: ``A[i, j]``, rows and columns, ``diagonal``, ``trace``
     - *Files*: ``save``, ``load``
-    - *Form*: ``canonical truncate folded round_to astype``
+    - *Terms*: ``from_factors weights factors separation_rank order kronecker_shape shape dtype parameters norm
+      condition to_matrix``
 
     Solving, determinants, eigenvalues, functions and preconditioners are in `lsrdecomp.operators`.
 

@@ -329,3 +329,14 @@ def test_a_decomposition_acts_as_its_approximation_and_prints_its_terms():
     assert f"{found.relative_error:.3g}" in text
     assert f"bytes            {96 * 8:,} in float64, 96 of 256 numbers" in text
     assert "\n" not in found.summary
+
+
+def test_the_docstring_is_a_table_of_contents():
+    """Every public name is in it, and its chapters come in the order in which ``help`` shows them."""
+    text = lsr.SeparatedMatrix.__doc__
+    contents = text[text.index("**Contents.**") : text.index("Solving, determinants")]
+    words = set(contents.replace("`", " ").replace(",", " ").replace(":", " ").split())
+    assert {name for name in dir(lsr.SeparatedMatrix) if not name.startswith("_")} <= words
+    chapters = [line.split("*")[1] for line in contents.splitlines() if line.strip().startswith("- *")]
+    order = [base.__name__ for base in lsr.SeparatedMatrix.__mro__[:-1]]
+    assert chapters == ["Form" if name == "SeparatedMatrix" else name for name in order]
