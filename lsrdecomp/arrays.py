@@ -25,6 +25,9 @@ Array: TypeAlias = Any
 
 Namespace: TypeAlias = Any
 
+EXTENDED = ("float96", "float128", "complex192", "complex256")
+"""NumPy's names of extended precision (`numpy.longdouble`), where it is wider than float64."""
+
 ROW_ENTRIES = 2**14
 """Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64, for a fast cache."""
 
@@ -45,10 +48,22 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
     """An array with a real or complex floating type of at least single precision.
 
     Lists become NumPy arrays; integers and booleans become float64; half precisions become float32. Raises
-    `PrecisionError` for element types without arithmetic, such as objects and strings.
+    `PrecisionError` for element types without arithmetic, such as objects and strings, for extended precision
+    (``numpy.longdouble``), which would be rounded, and for masked arrays with masked entries.
     """
+    if isinstance(value, np.ma.MaskedArray):
+        value = _unmasked(value, name)
     array = value if array_api_compat.is_array_api_obj(value) else np.asarray(value)
     kind = dtype_name(array)
+    if (
+        isinstance(array, np.ndarray)
+        and array.dtype.kind in "fc"
+        and array.dtype.itemsize > 8 << (array.dtype.kind == "c")
+    ):
+        raise PrecisionError(
+            f"{name}: elements of type {kind} have more digits than the float64 that everything here is computed and "
+            "measured in; pass matrix.astype(numpy.float64), or numpy.complex128, and errors count from that matrix"
+        )
     if kind in ("float32", "float64", "complex64", "complex128"):
         return array
     xp = namespace(array) if kind != "object" and not kind.startswith(("str", "bytes", "void")) else None
@@ -59,6 +74,17 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
     if kind.startswith(("float", "bfloat")):
         return xp.astype(array, xp.float32)
     raise PrecisionError(f"{name}: cannot compute with elements of type {kind}")
+
+
+def _unmasked(array: np.ma.MaskedArray, name: str) -> np.ndarray:
+    """The data of a masked array without masked entries."""
+    count = int(np.ma.count_masked(array))
+    if count:
+        raise PrecisionError(
+            f"{name}: {count} of {array.size} entries are masked, and a least-squares fit needs all of them; "
+            "pass matrix.filled(value) with values that make sense"
+        )
+    return np.asarray(array.data)
 
 
 def as_double(array: Array) -> Array:
@@ -104,6 +130,17 @@ def require_finite(array: Array, name: str = "matrix") -> None:
             f"{name}: {count} of {math.prod(array.shape)} entries are not finite (the first at {where}); "
             "remove or replace them before decomposing"
         )
+
+
+def finite_norm(array: Array, name: str = "matrix") -> float:
+    """The Frobenius norm of finite entries; raises `PrecisionError` where it is above the largest float64."""
+    length = norm(array)
+    if not math.isfinite(length):
+        raise PrecisionError(
+            f"{name}: its Frobenius norm is above the largest float64, 1.8e308, though its entries are finite; "
+            "divide the matrix by its largest entry"
+        )
+    return length
 
 
 def norm(array: Array) -> float:

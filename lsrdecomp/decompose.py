@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from numbers import Real
+from typing import Any
 
-from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
-from lsrdecomp.formats.mixed_precision import StoredMatrix, smallest
+from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError, unknown
+from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
+from lsrdecomp.precision import PRECISIONS, ErrorBudget
 from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Decomposition, ErrorKind, Event, Solution, Solver, Status, Sweep
+from lsrdecomp.solvers.base import Decomposition, Solver, Sweep
 from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.stored import Problem, fewest_bytes, measured, within
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.targets.base import Target
 from lsrdecomp.targets.operator import Separated, as_target
 
@@ -27,14 +30,14 @@ DENSE_SVD_LIMIT = 64
 
 def decompose(
     matrix: Any,
-    shape: KroneckerShape | Literal["balanced", "search"] = "balanced",
+    shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
     *,
     rank: int | None = None,
     rtol: float | None = None,
     atol: float | None = None,
     budget: ErrorBudget | None = None,
-    storage: str | None = None,
-    solver: Solver | None = None,
+    storage: Any = None,
+    solver: Solver | str | None = None,
     throw: bool = False,
     on_sweep: Callable[[Sweep], Any] | None = None,
 ) -> Decomposition:
@@ -44,10 +47,11 @@ def decompose(
     ----------
     matrix : array_like, shape (m, n), or Target
         Real or complex, of any array library; it stays where it is.
-    shape : KroneckerShape, "balanced" or "search"
-        Sizes of the factors; "balanced" splits both sides into two factors as evenly as their divisors allow; "search"
-        takes the two-factor shape, low rank and dense among them, with the fewest parameters at the tolerance, or with
-        a budget the fewest bytes of the best few (`best_shape`, which costs tens of solves).
+    shape : KroneckerShape, "balanced", "search", or sizes
+        Sizes of the factors, also as ``((16, 16), (8, 8))`` or ``"16x16, 8x8"``. "balanced" splits both sides into two
+        factors as evenly as their divisors allow; "search" takes the two-factor shape, low rank and dense among them,
+        with the fewest parameters at the tolerance, or with a budget the fewest bytes of the best few (`best_shape`,
+        which costs tens of solves).
     rank : int, optional
         Number of terms s, or, beside a tolerance, the most that may be used. More than the shape can need is clipped.
     rtol, atol : float, optional
@@ -55,10 +59,13 @@ def decompose(
     budget : ErrorBudget, optional
         Instead of a tolerance: the fewest *bytes* whose stored error is certified to keep it, each factor of each term
         in its own number format; what is written is the record's ``stored``. See docs/error-budget.md.
-    storage : str, optional
-        Element type of the stored factors, ``"float32"``, ``"float16"``, ``"bfloat16"``, …; absent, the matrix's own.
-    solver : Solver, optional
-        Any solver value, see `lsrdecomp.solvers`; absent, one is chosen by order, size and kind of target.
+    storage : str or dtype, optional
+        Number format of the stored factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"float8_e4m3fn"``,
+        ``"int8"``, …, or a dtype. Factors are scaled to its range and λ is kept beside them. Absent, nothing is
+        rounded: the factors stay in the type the solver computed in, mostly float64; `Decomposition.storage` names it.
+    solver : Solver or str, optional
+        Any solver value, see `lsrdecomp.solvers`, or ``"svd"``, ``"gram"``, ``"golub_kahan"``, ``"als"``; absent, one
+        is chosen by order, size and kind of target.
     throw : bool
         Raise `ConvergenceError`, which holds the record, when the tolerance was not met.
     on_sweep : callable, optional
@@ -89,32 +96,60 @@ def decompose(
     doi:10.1137/040604959.
     """
     target = as_target(matrix)
-    if budget is not None:
-        _refuse_two_goals(rtol, atol, storage)
-        atol = budget.allowed(target.norm)
-    goal = _absolute_goal(target, rank, rtol, atol)
-    if shape == "search":
+    target.norm  # noqa: B018 - refuses a matrix that is not finite, or whose norm is not, before anything is solved
+    rank, goal, storage = _goals(target, rank, rtol, atol, budget, storage)
+    solver = None if solver is None else named_solver(solver)
+    if isinstance(shape, str) and shape == "search":
         if goal is None:
             raise BudgetError("a search over shapes is for a tolerance: give rtol=, atol= or budget= as well")
         again = partial(decompose, target, rank=rank, storage=storage, solver=solver, on_sweep=on_sweep)
         if budget is None:
             return again(best_shape(target, atol=goal).best.shape, atol=goal, throw=throw)
         return _smallest_of(partial(again, budget=budget), best_shape(target, atol=goal), throw)
-    if shape == "balanced":
-        shape = KroneckerShape.balanced(target.shape)
-    shape.check(target.shape)
-    solver = solver if solver is not None else choose_solver(target, shape, storage)
-    most = None if rank is None else min(rank, shape.max_separation_rank)
+    if isinstance(shape, str) and shape == "balanced":
+        sizes = KroneckerShape.balanced(target.shape)
+    else:
+        sizes = KroneckerShape.parse(shape, ("balanced", "search"))
+    sizes.check(target.shape)
+    solver = solver if solver is not None else choose_solver(target, sizes, storage)
+    most = None if rank is None else min(rank, sizes.max_separation_rank)
+    problem = Problem(target, sizes, solver, most, SolveProgress(on_sweep))
     if budget is not None:
-        return _fewest_bytes(target, shape, solver, most, budget, throw, SolveProgress(on_sweep))
-    progress = SolveProgress(on_sweep)  # of all solves together, if rounding asks for more than one
-    solution = progress.solve(solver, target, shape, rank=most, atol=goal, event=Event.start)
-    record = _measure(target, solution, storage, goal)
-    if goal is not None and storage is not None:
-        record = _pay_for_rounding(target, shape, solver, most, goal, storage, record, progress)
+        return fewest_bytes(problem, budget, throw)
+    if goal is not None:
+        record = within(problem, goal, storage)
+    else:
+        record = measured(target, problem.solve(rank=most), storage, None)
     if throw and not record.status.met:
         raise ConvergenceError(record.summary, record)
     return record
+
+
+SOLVERS: dict[str, Callable[[], Solver]] = {
+    "svd": SVD,
+    "gram": Gram,
+    "golub_kahan": BlockGolubKahan,
+    "krylov": BlockGolubKahan,
+    "als": ALS,
+}
+"""Solvers by name, with their usual settings; "krylov" is another word for block Golub–Kahan."""
+
+
+def named_solver(solver: Any) -> Solver:
+    """A solver from its name or its class; a value stays as it is.
+
+    Raises `BudgetError`, with the names there are, for anything without ``solve``.
+    """
+    if isinstance(solver, type) and hasattr(solver, "solve"):
+        return solver()  # type: ignore[no-any-return]
+    if isinstance(solver, str):
+        name = solver.lower().replace("-", "_").replace("blockgolubkahan", "golub_kahan")
+        if name not in SOLVERS:
+            raise BudgetError(f"solver: no solver {unknown(solver, SOLVERS)}, or a value of lsrdecomp.solvers")
+        return SOLVERS[name]()
+    if not callable(getattr(solver, "solve", None)):
+        raise BudgetError(f"solver: {type(solver).__name__} has no method solve; see lsrdecomp.solvers.base.Solver")
+    return solver  # type: ignore[no-any-return]
 
 
 def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = None) -> Solver:
@@ -126,7 +161,7 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     squares, with the penalty of the storage type.
     """
     if shape.order != 2:
-        return ALS(storage=storage or "float32")
+        return ALS(storage=storage if storage in PRECISIONS else "float32")
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
 
 
@@ -142,123 +177,35 @@ def _smallest_of(run: Callable[..., Decomposition], found: ShapeSearch, throw: b
     return min(kept, key=lambda record: int(record.stored.bytes)) if kept else run(shapes[0], throw=throw)
 
 
-def _absolute_goal(target: Target, rank: int | None, rtol: float | None, atol: float | None) -> float | None:
+def _goals(
+    target: Target, rank: Any, rtol: float | None, atol: float | None, budget: ErrorBudget | None, storage: Any
+) -> tuple[int | None, float | None, str | None]:
+    """Rank, absolute error and name of the storage format, checked against each other."""
+    if budget is not None:
+        for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
+            if value is not None:
+                raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")
+        atol = budget.allowed(target.norm)
     if rank is None and rtol is None and atol is None:
         raise BudgetError("say what is wanted: rank=, rtol= or atol=")
     if rtol is not None and atol is not None:
         raise BudgetError(f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both")
-    if rank is not None and (isinstance(rank, bool) or rank != int(rank) or rank < 1):
-        raise ShapeError(f"a separation rank is a positive integer, got {rank}")
+    if rank is not None:
+        rank = _positive_integer(rank)
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise BudgetError(f"{name} must be finite and not negative, got {value}")
-    return rtol * target.norm if rtol is not None else atol
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+            raise BudgetError(f"{name} must be a number, finite and not negative, got {value!r}")
+    goal = rtol * target.norm if rtol is not None else atol
+    return rank, goal, None if storage is None else storage_format(storage).name
 
 
-def _measure(target: Target, solution: Solution, storage: str | None, goal: float | None) -> Decomposition:
-    approximation: SeparatedMatrix = solution.approximation
-    stored = approximation if storage is None else approximation.round_to(storage)
-    norm = target.norm
-    if storage is None and solution.relative_error is not None:  # measured already, and nothing rounded since
-        error = solution.relative_error * norm
-    else:
-        error = target.residual_norm(stored)
-    status = solution.status
-    if goal is not None and error > goal * (1.0 + 1e-12) and status is Status.converged:
-        status = Status.precision_exhausted
-    return Decomposition(
-        approximation=stored,
-        relative_error=error / norm if norm > 0.0 else error,
-        condition=stored.condition,
-        status=status,
-        storage=storage or precision(stored.dtype).name,
-        norm=norm,
-        sweeps=solution.sweeps,
-        optimality_gap=solution.optimality_gap,
-        gap_kind=solution.gap_kind,
-    )
-
-
-def _pay_for_rounding(
-    target: Target,
-    shape: KroneckerShape,
-    solver: Solver,
-    rank: int | None,
-    goal: float,
-    storage: str,
-    record: Decomposition,
-    progress: SolveProgress,
-) -> Decomposition:
-    """Tighten the truncation until truncation and rounding together meet the goal, if rounding alone can."""
-    allowed = goal
-    for _ in range(8):
-        if record.status is not Status.precision_exhausted:
-            break
-        allowed *= min(0.9, goal / record.error)
-        if allowed == 0.0:
-            break
-        solution = progress.solve(solver, target, shape, rank=rank, atol=allowed, event=Event.start)
-        tried = _measure(target, solution, storage, goal)
-        if tried.error <= goal:
-            return tried
-        if tried.error > 0.999 * record.error:
-            return record if record.error <= tried.error else tried
-        record = tried
-    return record
-
-
-TRUNCATION_SHARES = {2: (0.25,), 3: (0.8, 0.5, 0.25)}
-"""Shares of the budget that candidates may use before rounding. Orthogonal terms are nested, so one solve serves; with
-three and more factors every share is another solve, tried until one can be stored."""
-
-
-def _fewest_bytes(
-    target: Target,
-    shape: KroneckerShape,
-    solver: Solver,
-    rank: int | None,
-    budget: ErrorBudget,
-    throw: bool,
-    progress: SolveProgress,
-) -> Decomposition:
-    goal = budget.allowed(target.norm)
-    refusal: BudgetError | None = None
-    for share in TRUNCATION_SHARES[min(max(shape.order, 2), 3)]:
-        solution = progress.solve(solver, target, shape, rank=rank, atol=share * goal, event=Event.start)
-        try:
-            stored = smallest(target, solution.approximation, atol=goal)
-        except BudgetError as error:
-            refusal = error
-            continue
-        return _record_of(target, solution, stored, budget)
-    record = _measure(target, solution, "float32", goal)
-    if throw:
-        raise ConvergenceError(str(refusal), record)
-    return record
-
-
-def _record_of(target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget) -> Decomposition:
-    approximation = stored.approximation
-    computed = approximation.condition * unit_roundoff(budget.compute) * target.norm
-    return Decomposition(
-        approximation=approximation,
-        relative_error=stored.relative_error,
-        condition=approximation.condition,
-        status=Status.converged if computed <= budget.allowed(target.norm) else Status.ill_conditioned,
-        storage="mixed",
-        norm=target.norm,
-        error_kind=ErrorKind.bounded,
-        sweeps=solution.sweeps,
-        optimality_gap=solution.optimality_gap,
-        gap_kind=solution.gap_kind,
-        stored=stored,
-    )
-
-
-def _refuse_two_goals(rtol: float | None, atol: float | None, storage: str | None) -> None:
-    for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
-        if value is not None:
-            raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")
+def _positive_integer(rank: Any) -> int:
+    try:
+        if not isinstance(rank, bool) and rank == int(rank) and rank >= 1:
+            return int(rank)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
 def recompress(

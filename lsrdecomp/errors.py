@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,14 @@ class CheckpointError(LsrError, ValueError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds something this library does not express and will not drop silently."""
+
+
+def unknown(name: object, known: Iterable[str]) -> str:
+    """The end of a sentence about a word that is not known: the nearest one that is, or all of them.
+
+    >>> unknown("serach", ("balanced", "search"))
+    "'serach'; did you mean 'search'? known: balanced, search"
+    """
+    known = list(known)
+    near = get_close_matches(str(name), known, 1)
+    return f"{name!r}" + (f"; did you mean {near[0]!r}?" if near else ";") + f" known: {', '.join(known)}"

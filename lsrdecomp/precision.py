@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from lsrdecomp.arrays import Array, dtype_name, is_complex, namespace
-from lsrdecomp.errors import BudgetError, PrecisionError
+from lsrdecomp.errors import BudgetError, PrecisionError, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,32 @@ PRECISIONS = {
 """Floating types by name. TF32 is what tensor cores multiply; it is never stored."""
 
 
+ALIASES = {
+    "complex128": "float64", "complex64": "float32", "half": "float16", "float": "float64", "single": "float32",
+    "double": "float64", "fp64": "float64", "fp32": "float32", "fp16": "float16", "f16": "float16", "f32": "float32",
+    "f64": "float64", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn", "f8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2",
+    "f8_e5m2": "float8_e5m2",
+}  # fmt: skip
+"""What the types are called elsewhere (PyTorch, safetensors, papers)."""
+
+INTEGERS = {"int8": 127, "int4": 7}
+"""Integer formats of stored factors, with their largest code. They have no unit roundoff: small entries become zero."""
+
+
+def type_name(dtype: Any) -> str:
+    """Our name of a type: ``"fp16"`` and ``numpy.float16`` are ``"float16"``; unknown ones stay as they are."""
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rsplit(".", 1)[-1]
+    return ALIASES.get(name.lower(), name.lower() if name.lower() in PRECISIONS else name)
+
+
 def precision(dtype: Any) -> Precision:
     """The row of the table for a name (``"bfloat16"``), a NumPy or torch dtype; complex types by their parts."""
-    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).rsplit(".", 1)[-1]
-    name = {"complex128": "float64", "complex64": "float32", "half": "float16", "float": "float64"}.get(name, name)
+    name = type_name(dtype)
     try:
         return PRECISIONS[name]
     except KeyError:
-        raise PrecisionError(f"{name}: no unit roundoff is known; known types: {', '.join(PRECISIONS)}") from None
+        raise PrecisionError(f"no unit roundoff is known for the type {unknown(name, PRECISIONS)}") from None
 
 
 def unit_roundoff(dtype: Any) -> float:
@@ -80,15 +98,17 @@ def round_to(array: Array, storage: str) -> Array:
     xp, target = namespace(array), precision(storage)
     if target.name == "tf32":
         raise PrecisionError("tf32: a type for products on tensor cores, not for storage; use float32 or bfloat16")
+    storage = target.name
     if is_complex(array):
         return round_to(xp.real(array), storage) + 1j * round_to(xp.imag(array), storage)
     if unit_roundoff(array.dtype) >= target.unit_roundoff and dtype_name(array) == target.name:
         return array
     largest = max(float(xp.max(array)), -float(xp.min(array))) if 0 not in array.shape else 0.0
     if largest > target.largest:
+        wider = [row.name for row in PRECISIONS.values() if row.largest > largest and row.name != "tf32"]
         raise PrecisionError(
             f"{storage}: the entry {largest:.3g} lies above the largest number {target.largest:.5g}; "
-            "scale the matrix, or store it as bfloat16 or float32"
+            f"scale the matrix{', or store it as ' + ' or '.join(wider) if wider else ''}"
         )
     if hasattr(xp, storage):
         return xp.astype(xp.astype(array, getattr(xp, storage)), array.dtype)
@@ -107,8 +127,11 @@ class ErrorBudget:
     ----------
     rtol, atol : float
         Allowed Frobenius error, relative to ‖M‖_F or absolute; give one of them.
-    compute, storage : str
-        Element types of the arithmetic that uses the representation and of the stored factors; the coarser one sets μ.
+    compute : str
+        Element type of the arithmetic that uses the representation.
+    storage : str, optional
+        One format for all stored factors: a floating type, ``"int8"`` or ``"int4"``. Absent, each factor of each term
+        gets its own. Of it and ``compute`` the coarser one sets μ.
 
     References
     ----------
@@ -119,7 +142,7 @@ class ErrorBudget:
     rtol: float | None = None
     atol: float | None = None
     compute: str = "float64"
-    storage: str = "float64"
+    storage: str | None = None
 
     def __post_init__(self) -> None:
         if (self.rtol is None) == (self.atol is None):
@@ -127,12 +150,20 @@ class ErrorBudget:
         epsilon = self.rtol if self.rtol is not None else self.atol
         if epsilon is None or not math.isfinite(epsilon) or epsilon < 0:
             raise BudgetError(f"an allowed error must be finite and not negative, got {epsilon}")
-        precision(self.compute), precision(self.storage)
+        object.__setattr__(self, "compute", precision(self.compute).name)
+        if self.storage is not None:
+            name, stored = type_name(self.storage), [*PRECISIONS, *INTEGERS]
+            stored.remove("tf32")
+            if name not in stored:
+                raise PrecisionError(f"storage: no format {unknown(name, stored)}")
+            object.__setattr__(self, "storage", name)
 
     @property
     def unit_roundoff(self) -> float:
-        """μ of the coarser of the two precisions."""
-        return max(unit_roundoff(self.compute), unit_roundoff(self.storage))
+        """μ of the coarser of the two precisions; of an integer format half a step, relative to the largest entry."""
+        if self.storage in INTEGERS:
+            return max(unit_roundoff(self.compute), 0.5 / INTEGERS[self.storage])
+        return max(unit_roundoff(self.compute), unit_roundoff(self.storage or "float64"))
 
     def allowed(self, norm: float) -> float:
         """ε in absolute terms for a matrix of Frobenius norm ``norm``."""

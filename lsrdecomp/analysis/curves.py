@@ -109,8 +109,8 @@ def error_curve(
     1
     """
     target = as_target(matrix)
-    if shape is None:
-        shape = KroneckerShape.balanced(target.shape)
+    shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
+    target.norm  # noqa: B018 - refuses what is not finite first
     if rank is not None:
         found = decompose(target, shape, rank=rank, on_sweep=on_sweep)
         # Terms are orthogonal: leaving out some of them adds their weights to the error in quadrature.
@@ -157,7 +157,7 @@ def solver_curve(
     ErrorCurve
         With γ of each point. Cost: one `decompose` a rank.
     """
-    target = as_target(matrix)
+    target, shape = as_target(matrix), KroneckerShape.parse(shape)
     found = [decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks]
     gammas = tuple(one.condition for one in found)
     return ErrorCurve(

@@ -56,8 +56,8 @@ def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spe
     1.0
     """
     target = as_target(matrix)
-    if shape is None:
-        shape = KroneckerShape.balanced(target.shape)
+    shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
+    target.norm  # noqa: B018 - refuses what is not finite first
     operator = as_double(target.rearranged(shape).formed())
     sigma = namespace(operator).linalg.svdvals(operator)
     return Spectrum(str(shape), tuple(float(value) for value in sigma))

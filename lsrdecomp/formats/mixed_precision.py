@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.arrays import as_double, like, to_numpy
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, cheapest
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
@@ -144,6 +144,28 @@ def smallest(
         allowed = max(truncation, allowed * min(0.99, atol / error)) if allowed > truncation else 0.0
     finest = min(names, key=lambda name: float(np.sum(rounding.squares[..., names.index(name)])))
     raise BudgetError(_refusal(atol, truncation, closest, finest, target.norm))
+
+
+def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
+    """What a reader gets of a matrix whose factors are all stored in one format, λ beside them in its own type.
+
+    Every factor of every term is first scaled to the upper end of the format's range, so that neither large nor small
+    matrices overflow or vanish; integer codes carry the scale of their factor. Held in the library and type of
+    ``matrix``. See `lsrdecomp.formats.number_formats.storage_format` for names, and for the error of unknown ones.
+    """
+    chosen = storage_format(storage)
+    if chosen.kind == "float" or matrix.separation_rank == 0:
+        return matrix.round_to(chosen.name, scaled=True)
+    rounding = _Rounding.measure(matrix, (chosen.name,))
+    choices: list[Choice] = [(0,) * matrix.order] * matrix.separation_rank
+    read = _read(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
+    return SeparatedMatrix(like(read.weights, matrix.weights), tuple(map(like, read.factors, matrix.factors)))
+
+
+def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
+    """Bytes that ``rank`` stored terms take at the very least, whatever the error."""
+    every = [storage_format(name) for name in formats]
+    return 8 + rank * (4 + shape.order + sum(min(one.bytes(size) for one in every) for size in shape.sizes))
 
 
 def certified(target: Target, approximation: SeparatedMatrix) -> float:

@@ -9,8 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lsrdecomp.errors import PrecisionError
+from lsrdecomp.errors import PrecisionError, unknown
 from lsrdecomp.formats.bit_packing import pack, packed_size, unpack
+from lsrdecomp.precision import INTEGERS, PRECISIONS, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +37,36 @@ _OCTAVE = tuple(2.0 ** (-k / 8) for k in range(8))
 """Eight scales an octave: with three bits of significand their rounding errors differ noticeably."""
 
 
-def _top(name: str) -> float:
-    info: Any = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, name, name)))  # type: ignore[no-untyped-call]
-    return float(info.max)
+def _floating(name: str, scales: tuple[float, ...] = (1.0,)) -> Format:
+    row = PRECISIONS[name]
+    return Format(name, row.bits, "float", 1.0 if row.largest > 1e30 else row.largest, scales)
 
 
 FORMATS = {
     row.name: row
     for row in (
-        Format("float64", 64, "float", 1.0, (1.0,)),
-        Format("float32", 32, "float", 1.0, (1.0,)),
-        Format("float16", 16, "float", _top("float16"), (1.0,)),
-        Format("bfloat16", 16, "float", 1.0, (1.0,)),
-        Format("float8_e4m3fn", 8, "float", _top("float8_e4m3fn"), _OCTAVE),
-        Format("float8_e5m2", 8, "float", _top("float8_e5m2"), _OCTAVE),
-        Format("int8", 8, "integer", 127.0, (1.0,)),
-        Format("int4", 4, "integer", 7.0, (1.0, 1.0 / 0.9, 1.0 / 0.8, 1.0 / 0.7, 1.0 / 0.6)),
+        _floating("float64"),
+        _floating("float32"),
+        _floating("float16"),
+        _floating("bfloat16"),
+        _floating("float8_e4m3fn", _OCTAVE),
+        _floating("float8_e5m2", _OCTAVE),
+        Format("int8", 8, "integer", float(INTEGERS["int8"]), (1.0,)),
+        Format("int4", 4, "integer", float(INTEGERS["int4"]), (1.0, 1.0 / 0.9, 1.0 / 0.8, 1.0 / 0.7, 1.0 / 0.6)),
     )
 }
 """By name. The scales of int4 above one clip the largest entries, which pays where a factor has tails."""
 
 
-def storage_format(name: str) -> Format:
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise PrecisionError(f"{name}: not a storage format; known formats: {', '.join(FORMATS)}") from None
+def storage_format(storage: Any) -> Format:
+    """The row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
+
+    Raises `PrecisionError`, which names the formats, for any other.
+    """
+    name = type_name(storage)
+    if name not in FORMATS:
+        raise PrecisionError(f"storage: no format {unknown(name, FORMATS)}")
+    return FORMATS[name]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, Namespace, namespace
+from lsrdecomp.arrays import Array, Namespace, device, namespace
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 
@@ -165,7 +165,7 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     s, b = factors[0].shape[0], (x.shape[1] if x.ndim == 2 else 1)
     image = (rows,) if x.ndim == 1 else (rows, b)
     if 0 in (s, b):
-        return xp.zeros(image, dtype=x.dtype)
+        return xp.zeros(image, dtype=xp.result_type(x.dtype, factors[0].dtype), device=device(x))
     outer = factors[0] if weights is None else factors[0] * weights[:, None, None]
     state, done = xp.reshape(x, (1, 1, columns * b)), b
     before = columns

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
-from lsrdecomp.arrays import Array, as_double, namespace
+import numpy as np
+
+from lsrdecomp.arrays import Array, as_double, like, namespace, to_numpy
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.algebra import Algebra
 from lsrdecomp.kronecker.entries import Entries
 from lsrdecomp.kronecker.files import Files
-from lsrdecomp.precision import round_to
+from lsrdecomp.precision import precision, round_to
 
 
 class SeparatedMatrix(Algebra, Entries, Files):
@@ -80,9 +82,32 @@ class SeparatedMatrix(Algebra, Entries, Files):
         root = self._weights() ** (1.0 / self.order)
         return tuple(f * root[:, None, None] for f in self.factors)
 
-    def round_to(self, storage: str) -> Self:
-        """The matrix whose folded factors are rounded to ``storage``: what a reader of the stored factors gets."""
-        return self.from_factors([round_to(f, storage) for f in self.folded()])
+    def round_to(self, storage: str, *, scaled: bool = False) -> Self:
+        """What a reader of factors stored as ``storage`` gets: of the folded factors, or of unit factors beside λ.
+
+        Parameters
+        ----------
+        storage : str
+            A floating type.
+        scaled : bool
+            Round unit factors instead, each multiplied by a power of two that brings its largest entry to the upper end
+            of the range of ``storage``; the powers and λ are kept apart. Nothing overflows, and nothing small is lost.
+
+        Raises
+        ------
+        PrecisionError
+            If a folded factor overflows, or the type is not for storage.
+        """
+        if not scaled or self.separation_rank == 0:
+            return self.from_factors([round_to(f, storage) for f in self.folded()])
+        largest, weights, rounded = precision(storage).largest, self.weights, []
+        for factor in self.factors:
+            xp = namespace(factor)
+            peak = to_numpy(xp.max(xp.abs(factor), axis=(1, 2))).astype(np.float64)
+            power = np.exp2(np.floor(np.log2(largest / peak))) if largest < 1e30 else np.ones_like(peak)
+            rounded.append(round_to(factor * like(power, self.weights)[:, None, None], storage))
+            weights = weights / like(power, weights)
+        return self.from_factors(rounded, weights)
 
     def astype(self, name: str) -> Self:
         """The same terms held in ``float32``, ``float64``, ``complex64`` or ``complex128`` for computing."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.errors import ShapeError, unknown
+
+SIZES = re.compile(r"\s*\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?\s*")
+"""One pair of sizes in a text: ``16x16``."""
 
 
 def divisors(n: int) -> tuple[int, ...]:
@@ -74,6 +79,37 @@ class KroneckerShape:
     def balanced(cls, matrix_shape: tuple[int, int], order: int = 2) -> KroneckerShape:
         """The most even split of both sides into ``order`` factors."""
         return cls.of(balanced_split(matrix_shape[0], order), balanced_split(matrix_shape[1], order))
+
+    @classmethod
+    def parse(cls, value: Any, words: Sequence[str] = ()) -> KroneckerShape:
+        """From what people write: a shape, nested sizes ``((16, 16), (8, 8))``, or text.
+
+        Parameters
+        ----------
+        value : KroneckerShape, sequence of pairs, or str
+        words : sequence of str
+            Other words that the caller understands; a text without sizes is refused with the nearest of them.
+
+        >>> str(KroneckerShape.parse("16x16, 8x8")), str(KroneckerShape.parse(((4, 4), (2, 2))))
+        ('16×16 ⊗ 8×8', '4×4 ⊗ 2×2')
+        """
+        if isinstance(value, KroneckerShape):
+            return value
+        if isinstance(value, str):
+            if not any(letter.isdecimal() for letter in value):
+                raise ShapeError(f"shape: no word {unknown(value, words)}; or sizes such as '16x16, 8x8'")
+            pairs = [
+                re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip()) for part in re.split("[,;⊗]", value)
+            ]
+            if not all(pairs):
+                raise ShapeError(f"shape: sizes are written '16x16, 8x8', one pair a factor, got {value!r}")
+            return cls(tuple((int(pair[1]), int(pair[2])) for pair in pairs if pair))
+        try:
+            return cls(tuple((m, n) for m, n in value))
+        except (TypeError, ValueError) as error:
+            raise ShapeError(
+                f"shape: expected a KroneckerShape, pairs ((16, 16), (8, 8)) or '16x16, 8x8', got {value!r}"
+            ) from error
 
     @property
     def order(self) -> int:

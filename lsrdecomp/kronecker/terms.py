@@ -15,7 +15,9 @@ from lsrdecomp.arrays import (
     as_double,
     as_floating,
     device,
+    dtype_name,
     is_complex,
+    like,
     namespace,
     norm,
     to_numpy,
@@ -58,20 +60,25 @@ class Terms:
         xp = namespace(*factors)
         if weights is not None and is_complex(as_floating(weights, "weights")) and not is_complex(factors[0]):
             factors = [xp.astype(f, xp.result_type(f.dtype, xp.complex64)) for f in factors]
-        units, scale = [], None
+        units, scale, exponent = [], None, np.zeros(factors[0].shape[0], dtype=np.int64)
         for i, factor in enumerate(factors, 1):
             unit, size = _unit(factor)
             if not bool(xp.all(xp.isfinite(size))):
                 raise PrecisionError(f"factor {i}: entries are not finite")
             units.append(unit)
-            scale = size if scale is None else scale * size
+            size, power = _split(size)
+            scale, exponent = size if scale is None else scale * size, exponent + power
         assert scale is not None
         if weights is not None:
             signed = xp.astype(as_floating(weights, "weights"), units[0].dtype)
             real = xp.abs(signed)
             phase = signed / xp.where(real > 0, real, xp.ones_like(real))
             units[0] = units[0] * phase[:, None, None]
-            scale = scale * xp.astype(real, scale.dtype)
+            size, power = _split(xp.astype(real, scale.dtype))
+            scale, exponent = scale * size, exponent + power
+        scale = _times_power(scale, exponent)
+        if not bool(xp.all(xp.isfinite(scale))):
+            raise PrecisionError("the product of the norms of a term's factors exceeds the largest number of its type")
         sizes = to_numpy(scale)
         kept = [int(k) for k in np.argsort(-sizes, kind="stable") if sizes[k] > 0.0]
         if kept == list(range(int(scale.shape[0]))):
@@ -174,6 +181,22 @@ def _triangle(columns: Array) -> Array:
     if columns.shape[0] <= columns.shape[1]:
         return columns
     return triangular_factor(columns)
+
+
+def _split(size: Array) -> tuple[Array, np.ndarray]:
+    """Positive numbers as mantissas in [1, 2) and exponents, so that products of many neither overflow nor vanish."""
+    exponent = np.frexp(to_numpy(size).astype(np.float64))[1].astype(np.int64) - 1
+    return _times_power(size, -exponent), exponent
+
+
+def _times_power(value: Array, exponent: np.ndarray) -> Array:
+    """value · 2^exponent, in steps that the type can hold; what is too large becomes infinite, too small zero."""
+    step = 100 if dtype_name(value) == "float32" else 1000
+    while np.any(exponent):
+        part = np.clip(exponent, -step, step)
+        with np.errstate(over="ignore", under="ignore"):
+            value, exponent = value * like(np.exp2(part.astype(np.float64)), value), exponent - part
+    return value
 
 
 def _unit(factor: Array) -> tuple[Array, Array]:

@@ -277,7 +277,18 @@ class Decomposition:
         return (
             f"{self.separation_rank} terms of {self.shape}, {self.parameters:,} parameters in {self.storage}: "
             f"relative error {self.relative_error:.3g} ({self.error_kind.name}), γ = {self.condition:.3g}. "
-            f"{self.status.value}"
+            f"{self.status.value}{self.remark}"
+        )
+
+    @property
+    def remark(self) -> str:
+        """A sentence where the answer has no fewer numbers than the matrix itself; else nothing."""
+        rows, columns = self.shape.matrix_shape
+        if self.parameters < rows * columns:
+            return ""
+        return (
+            f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this shape; see "
+            'shape="search", or best_shape(pad=True) where sizes are prime.'
         )
 
     def __str__(self) -> str:
@@ -302,4 +313,4 @@ class Decomposition:
             ("relative error", f"{self.relative_error:.3g}, {self.error_kind.value}"),
             ("condition γ", f"{self.condition:.3g}"),
         )
-        return markup.facts("Decomposition", pairs, self.status.value)
+        return markup.facts("Decomposition", pairs, self.status.value + self.remark)

@@ -15,8 +15,8 @@ from lsrdecomp.arrays import (
     as_double,
     as_floating,
     conjugate,
+    finite_norm,
     namespace,
-    norm,
     require_finite,
     require_matrix,
     to_numpy,
@@ -121,7 +121,7 @@ class Dense:
 
     @cached_property
     def norm(self) -> float:
-        return norm(self.matrix)
+        return finite_norm(self.matrix)
 
     def tensor(self, shape: KroneckerShape) -> Array:
         """R(M) for any number of factors, as an array (m_1·n_1, …, m_d·n_d)."""
@@ -241,7 +241,7 @@ class LowRank:
 
     @cached_property
     def norm(self) -> float:
-        return norm(self.triangles[0] @ adjoint(self.triangles[1]))
+        return finite_norm(self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix")
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""

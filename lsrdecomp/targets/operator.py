@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, conjugate, is_complex, namespace, norm
+from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, conjugate, finite_norm, is_complex, namespace
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target, require_two_factors
 from lsrdecomp.targets.residual import Approximation, check_sizes, residual_norm, row_blocks, rows_of
-from lsrdecomp.targets.row_stream import RearrangedRows, RowStream, finite_norm
+from lsrdecomp.targets.row_stream import RearrangedRows, RowStream, block_norm
 
 
 def as_target(matrix: Any) -> Target:
@@ -123,7 +123,7 @@ class Operator:
                 columns = np.asarray(self.operator.matmat(unit)).T
             else:
                 columns = np.stack([np.asarray(self.operator.matvec(column)).reshape(m) for column in unit.T])
-            finite_norm(part.start, columns, "columns")
+            block_norm(part.start, columns, "columns")
             yield columns
 
 
@@ -179,7 +179,7 @@ class Sparse:
 
     @cached_property
     def norm(self) -> float:
-        return norm(self.matrix.data)
+        return finite_norm(self.matrix.data)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedSparse:
         require_two_factors(shape)

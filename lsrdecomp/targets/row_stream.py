@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, device, namespace, norm
+from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, device, finite_norm, namespace, norm
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -66,7 +66,7 @@ class RowStream:
     @cached_property
     def norm(self) -> float:
         """‖M‖_F, one pass. Raises `PrecisionError`, with the rows, where entries are not finite."""
-        return norm_of_parts(finite_norm(start, part) for start, part in self.parts())
+        return finite_norm(np.asarray([block_norm(start, part) for start, part in self.parts()]))
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedRows:
         require_two_factors(shape)
@@ -132,10 +132,12 @@ class RearrangedRows:
                 yield slice(i * n, i_end * n), slice(k * q, k_end * q), piece
 
 
-def finite_norm(start: int, part: Array, name: str = "rows") -> float:
+def block_norm(start: int, part: Array, name: str = "rows") -> float:
     """‖block‖; raises `PrecisionError`, which names the lines, where it is not finite."""
     size = norm(part)
     if not math.isfinite(size):
+        if bool(namespace(part).all(namespace(part).isfinite(part))):
+            return finite_norm(part)  # which says that the norm overflows
         raise PrecisionError(
             f"matrix: entries in {name} {start} to {start + int(part.shape[0]) - 1} are not finite; "
             "remove or replace them before decomposing"
