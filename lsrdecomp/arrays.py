@@ -78,7 +78,7 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
 
 def _unmasked(array: np.ma.MaskedArray, name: str) -> np.ndarray:
     """The data of a masked array without masked entries."""
-    count = int(np.ma.count_masked(array))
+    count = int(np.sum(np.ma.getmaskarray(array)))
     if count:
         raise PrecisionError(
             f"{name}: {count} of {array.size} entries are masked, and a least-squares fit needs all of them; "

@@ -11,7 +11,7 @@ import numpy as np
 
 from lsrdecomp.arrays import as_double, like, to_numpy
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.formats.allocation import Choice, cheapest
+from lsrdecomp.formats.allocation import FormatChoice, cheapest_formats
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -131,7 +131,7 @@ def smallest(
     closest = math.inf
     for _ in range(ROUNDS):
         budget = rounding.scaled(allowed) ** 2 - rounding.scaled(truncation) ** 2
-        choices = cheapest(
+        choices = cheapest_formats(
             rounding.weights, rounding.squares, rounding.bytes, math.sqrt(max(budget, 0.0)), rounding.overhead
         )
         stored = rounding.store(choices)
@@ -157,7 +157,7 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
     if chosen.kind == "float" or matrix.separation_rank == 0:
         return matrix.round_to(chosen.name, scaled=True)
     rounding = _Rounding.measure(matrix, (chosen.name,))
-    choices: list[Choice] = [(0,) * matrix.order] * matrix.separation_rank
+    choices: list[FormatChoice] = [(0,) * matrix.order] * matrix.separation_rank
     read = _read(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
     return SeparatedMatrix(like(read.weights, matrix.weights), tuple(map(like, read.factors, matrix.factors)))
 
@@ -214,15 +214,12 @@ class _Rounding:
         """An error in the units of the weights."""
         return math.ldexp(error, -self.exponent)
 
-    def choose(self, budget: float) -> tuple[Choice, ...]:
-        return cheapest(self.weights, self.squares, self.bytes, budget, self.overhead)
-
     @property
     def overhead(self) -> int:
         """Bytes of a term beside its codes."""
         return 4 + len(self.units)
 
-    def store(self, choices: Sequence[Choice]) -> tuple[StoredTerm, ...]:
+    def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
         """The chosen codes, with weights refitted to them by least squares and rounded to float32."""
         kept = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
         factors = [tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in kept]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lsrdecomp.errors import BudgetError, PrecisionError
-from lsrdecomp.formats.allocation import cheapest
+from lsrdecomp.formats.allocation import cheapest_formats
 from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, smallest
 from lsrdecomp.formats.number_formats import FORMATS, round_factor
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
@@ -160,7 +160,7 @@ def test_the_allocation_is_as_cheap_as_trying_everything(rng):
         cost = sum(0 if c is None else 6 + sizes[0, c[0]] + sizes[1, c[1]] for c in choice)
         if error <= budget**2:
             costs.append(cost)
-    found = cheapest(weights, squares, sizes, budget, 6)
+    found = cheapest_formats(weights, squares, sizes, budget, 6)
     cost = sum(0 if c is None else 6 + sizes[0, c[0]] + sizes[1, c[1]] for c in found)
     assert min(costs) <= cost <= 1.25 * min(costs)
 
