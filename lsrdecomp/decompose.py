@@ -22,7 +22,8 @@ from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.targets.base import Target
-from lsrdecomp.targets.operator import Separated, as_target
+from lsrdecomp.targets.convert import as_target
+from lsrdecomp.targets.separated import Separated
 
 DENSE_SVD_LIMIT = 64
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""

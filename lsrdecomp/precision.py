@@ -28,8 +28,13 @@ class Precision:
         return self.bits / 8
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of a name, those of `ml_dtypes` (bfloat16, float8) included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def _ieee(name: str, bits: int, significand: int) -> Precision:
-    info: Any = ml_dtypes.finfo(np.dtype(getattr(ml_dtypes, name, name)))  # type: ignore[no-untyped-call]
+    info: Any = ml_dtypes.finfo(numpy_dtype(name))  # type: ignore[no-untyped-call]
     return Precision(name, bits, 2.0**-significand, float(info.max), float(info.smallest_normal))
 
 
@@ -112,7 +117,7 @@ def round_to(array: Array, storage: str) -> Array:
         )
     if hasattr(xp, storage):
         return xp.astype(xp.astype(array, getattr(xp, storage)), array.dtype)
-    rounded = np.asarray(array).astype(np.dtype(getattr(ml_dtypes, storage, storage)))
+    rounded = np.asarray(array).astype(numpy_dtype(storage))
     return xp.asarray(rounded.astype(np.float64), dtype=array.dtype)
 
 

@@ -16,7 +16,7 @@ from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import Dense, Rearranged, Target
-from lsrdecomp.targets.operator import as_target
+from lsrdecomp.targets.convert import as_target
 
 EXACT_SIDE = 96
 """Up to this smaller side of the rearrangement the whole spectrum is the quickest answer."""

@@ -15,7 +15,7 @@ from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.base import Solver, Sweep
 from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.operator import as_target
+from lsrdecomp.targets.convert import as_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lsrdecomp.arrays import as_double, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.operator import as_target
+from lsrdecomp.targets.convert import as_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.precision import PRECISIONS, numpy_dtype
 
 Array = NDArray[Any]
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(getattr(ml_dtypes, name, name))
+    name: numpy_dtype(name)
     for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *(name for name in PRECISIONS if name != "tf32"),
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     )
 }

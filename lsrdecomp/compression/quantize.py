@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.bit_packing import Codes
+from lsrdecomp.formats.number_formats import FORMATS
+from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.precision import PRECISIONS
+from lsrdecomp.precision import INTEGERS, PRECISIONS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
-INTEGER_BITS = {"int8": 8, "int4": 4}
+INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
 
-CLIPS = 24
-"""Clipping levels tried between the largest entry and a quarter of it."""
 
 Doubles = NDArray[np.float64]
 
@@ -70,36 +70,6 @@ def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
     if product.left.order == 2:
         product = product.canonical()
     return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
-
-
-def nearest_codes(rows: Doubles, bits: int) -> tuple[Codes, Doubles]:
-    """Integer codes and a scale for each row x: step·code with ‖x − step·code‖ least over the clipping levels tried.
-
-    Parameters
-    ----------
-    rows : (s, p)
-    bits : int
-
-    Returns
-    -------
-    codes (s, p), steps (s,)
-        The step is the least-squares one for its codes; a zero row has codes and step zero.
-    """
-    top = 2 ** (bits - 1) - 1
-    largest = np.max(np.abs(rows), axis=1, initial=0.0)
-    best_codes, best_steps = np.zeros_like(rows), np.zeros(len(rows))
-    best_error = np.sum(rows * rows, axis=1)
-    for clip in np.linspace(1.0, 0.25, CLIPS):
-        step = np.where(largest > 0, clip * largest / top, 1.0)
-        codes = np.clip(np.rint(rows / step[:, None]), -top, top)
-        energy = np.sum(codes * codes, axis=1)
-        fitted = np.sum(rows * codes, axis=1) / np.where(energy > 0, energy, 1.0)
-        error = np.sum((rows - fitted[:, None] * codes) ** 2, axis=1)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best_steps = np.where(better, fitted, best_steps)
-        best_codes = np.where(better[:, None], codes, best_codes)
-    return best_codes.astype(np.int8), best_steps
 
 
 @dataclass(frozen=True, slots=True)

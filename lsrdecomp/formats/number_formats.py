@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from lsrdecomp.errors import PrecisionError, unknown
-from lsrdecomp.formats.bit_packing import pack, packed_size, unpack
-from lsrdecomp.precision import INTEGERS, PRECISIONS, type_name
+from lsrdecomp.formats.bit_packing import Codes, pack, packed_size, unpack
+from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, type_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,14 @@ FORMATS = {
         _floating("bfloat16"),
         _floating("float8_e4m3fn", _OCTAVE),
         _floating("float8_e5m2", _OCTAVE),
-        Format("int8", 8, "integer", float(INTEGERS["int8"]), (1.0,)),
-        Format("int4", 4, "integer", float(INTEGERS["int4"]), (1.0, 1.0 / 0.9, 1.0 / 0.8, 1.0 / 0.7, 1.0 / 0.6)),
+        *(Format(name, (2 * top + 1).bit_length(), "integer", float(top), ()) for name, top in INTEGERS.items()),
     )
 }
-"""By name. The scales of int4 above one clip the largest entries, which pays where a factor has tails."""
+"""By name. Integers try scales that clip the largest entries, which pays where a factor has tails: `nearest_codes`."""
+
+
+CLIPS = 24
+"""Clipping levels tried between the largest entry and a quarter of it."""
 
 
 def storage_format(storage: Any) -> Format:
@@ -114,6 +117,11 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
     flat = np.ascontiguousarray(factor).reshape(-1)
     if is_complex:
         flat = np.ascontiguousarray(np.stack((flat.real, flat.imag), axis=1)).reshape(-1)
+    shape = int(factor.shape[0]), int(factor.shape[1])
+    if chosen.kind == "integer":
+        integers = nearest_codes(flat[None, :], chosen.bits)[0][0]
+        packed = pack(integers, chosen.bits) if chosen.bits < 8 else integers
+        return StoredFactor(chosen.name, shape, is_complex, packed), _misfit(flat, integers.astype(np.float64))
     peak = float(np.max(np.abs(flat)))
     best: tuple[float, np.ndarray] | None = None
     for relative in chosen.scales:
@@ -123,17 +131,43 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
             best = error, codes
     assert best is not None
     error, codes = best
-    shape = int(factor.shape[0]), int(factor.shape[1])
-    return StoredFactor(name, shape, is_complex, pack(codes, 4) if name == "int4" else codes), error
+    return StoredFactor(chosen.name, shape, is_complex, codes), error
+
+
+def nearest_codes(rows: NDArray[np.float64], bits: int) -> tuple[Codes, NDArray[np.float64]]:
+    """Integer codes and a scale for each row x: step·code with ‖x − step·code‖ least over the clipping levels tried.
+
+    Parameters
+    ----------
+    rows : (s, p)
+    bits : int
+
+    Returns
+    -------
+    codes (s, p), steps (s,)
+        The step is the least-squares one for its codes; a zero row has codes and step zero.
+    """
+    top = 2 ** (bits - 1) - 1
+    largest = np.max(np.abs(rows), axis=1, initial=0.0)
+    best_codes, best_steps = np.zeros_like(rows), np.zeros(len(rows))
+    best_error = np.sum(rows * rows, axis=1)
+    for clip in np.linspace(1.0, 0.25, CLIPS):
+        step = np.where(largest > 0, clip * largest / top, 1.0)
+        codes = np.clip(np.rint(rows / step[:, None]), -top, top)
+        energy = np.sum(codes * codes, axis=1)
+        fitted = np.sum(rows * codes, axis=1) / np.where(energy > 0, energy, 1.0)
+        error = np.sum((rows - fitted[:, None] * codes) ** 2, axis=1)
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best_steps = np.where(better, fitted, best_steps)
+        best_codes = np.where(better[:, None], codes, best_codes)
+    return best_codes.astype(np.int8), best_steps
 
 
 def _encode(flat: np.ndarray, chosen: Format, peak: float, relative: float) -> np.ndarray:
-    if chosen.kind == "integer":
-        scaled = np.clip(np.rint(flat * (chosen.top * relative / peak)), -chosen.top, chosen.top)
-        return scaled.astype(np.int8)
     # A power of two loses nothing; it brings the largest entry to the top of the format's range.
     scale = 2.0 ** np.floor(np.log2(chosen.top / peak)) * relative if chosen.top > 1.0 else 1.0
-    return (flat * scale).astype(np.dtype(getattr(ml_dtypes, chosen.name, chosen.name)))
+    return (flat * scale).astype(numpy_dtype(chosen.name))
 
 
 def _misfit(flat: np.ndarray, values: np.ndarray) -> float:

@@ -3,11 +3,11 @@ from .base import Dense as Dense
 from .base import LowRank as LowRank
 from .base import Rearranged as Rearranged
 from .base import Target as Target
+from .convert import as_target as as_target
 from .operator import Operator as Operator
-from .operator import Separated as Separated
-from .operator import Sparse as Sparse
-from .operator import as_target as as_target
 from .row_stream import RowStream as RowStream
+from .separated import Separated as Separated
+from .sparse import Sparse as Sparse
 from .weighted import weighted_norm as weighted_norm
 from .weighted import weighted_residual_norm as weighted_residual_norm
 from .weighted import weighted_svd as weighted_svd

@@ -308,6 +308,19 @@ class LowRank:
         return math.sqrt(squared) if exact else None
 
 
+LARGEST_FORMED = 2**27
+"""Most entries that are formed of a matrix that is not held: 1 GiB in double precision."""
+
+
+def require_formable(entries: int, what: str) -> None:
+    """Raise `ShapeError` where three and more factors would need more than `LARGEST_FORMED` entries in memory."""
+    if entries > LARGEST_FORMED:
+        raise ShapeError(
+            f"three and more factors need {what} formed, {entries:,} entries, more than {LARGEST_FORMED:,}; "
+            "take a shape of two factors, which needs products alone"
+        )
+
+
 def require_two_factors(shape: KroneckerShape) -> None:
     if shape.order != 2:
         raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")

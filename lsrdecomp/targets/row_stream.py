@@ -14,7 +14,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, device, fin
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import require_two_factors
+from lsrdecomp.targets.base import require_formable, require_two_factors
 from lsrdecomp.targets.residual import Approximation, block_height, check_sizes, norm_of_parts, rows_of, whole_blocks
 
 
@@ -74,6 +74,13 @@ class RowStream:
         self.norm  # noqa: B018 - the pass that refuses entries that are not finite, kept for the solver
         _, first = next(iter(self.parts()))
         return RearrangedRows(self.parts, shape, first[:1, :1])
+
+    def tensor(self, shape: KroneckerShape) -> Array:
+        """R(M) for any number of factors, formed. Raises `ShapeError` where that is too large for memory."""
+        shape.check(self.shape)
+        require_formable(self.shape[0] * self.shape[1], "a stream of rows")
+        parts = [part for _, part in self.parts()]
+        return rearrange(namespace(*parts).concat(parts, axis=0), shape)
 
     def residual_norm(self, approximation: Approximation) -> float:
         check_sizes(self.shape, approximation.shape)

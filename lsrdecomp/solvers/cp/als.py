@@ -228,6 +228,8 @@ def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape and matrix.separation_rank:
         return _core_of(matrix)
     whole: tuple[Array | None, ...] = (None,) * shape.order
+    if hasattr(target, "core"):
+        return Compressed(*target.core(shape))
     if hasattr(target, "tensor"):
         return Compressed(target.tensor(shape), whole)
     formed = target.to_matrix if hasattr(target, "to_matrix") else getattr(matrix, "to_matrix", None)

@@ -1,0 +1,34 @@
+"""as_target: what a solver can work on, from what a caller has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.targets.base import Dense, Target
+from lsrdecomp.targets.operator import Operator
+from lsrdecomp.targets.row_stream import RowStream
+from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.sparse import Sparse
+
+
+def as_target(matrix: Any) -> Target:
+    """What a solver can work on, from what a caller has.
+
+    A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array `Sparse`, a
+    ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a scipy ``LinearOperator``) an
+    `Operator`, and anything else `Dense`.
+    """
+    if hasattr(matrix, "residual_norm"):
+        return matrix  # type: ignore[no-any-return]
+    if isinstance(matrix, SeparatedMatrix):
+        return Separated(matrix)
+    if hasattr(matrix, "tocoo") and hasattr(matrix, "nnz"):
+        return Sparse(matrix)
+    if isinstance(matrix, np.memmap):
+        return RowStream.of(matrix)
+    if hasattr(matrix, "matvec") and not hasattr(matrix, "__array__"):
+        return Operator(matrix)
+    return Dense(matrix)
