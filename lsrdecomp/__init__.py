@@ -2,6 +2,7 @@
 
 A matrix
     `decompose`        the shortest sum of Kronecker products within a tolerance, or of ``rank=`` terms
+    `decompose_each`   the same for a stack of matrices
     `best_shape`       which shape: the fewest parameters at a tolerance, low rank and dense among them
     `error_curve`      how the error falls with the number of terms
     `SeparatedMatrix`  the answer as an operator: ``A @ x``, `to_matrix`, norms, never formed unless asked

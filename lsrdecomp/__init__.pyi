@@ -15,6 +15,7 @@ from .checkpoints import open_checkpoint as open_checkpoint
 from .checkpoints.statistics import read_statistics as read_statistics
 from .compression.plan import CompressionPlan as CompressionPlan
 from .decompose import decompose as decompose
+from .decompose import decompose_each as decompose_each
 from .decompose import recompress as recompress
 from .errors import BudgetError as BudgetError
 from .errors import CheckpointError as CheckpointError

@@ -236,7 +236,8 @@ def _triangle(array: Array) -> Array:
 def require_matrix(array: Array, name: str = "matrix") -> None:
     """Raise `ShapeError` unless ``array`` has two dimensions and at least one entry."""
     if array.ndim != 2:
-        raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(array.shape)}")
+        stack = "; decompose_each takes a stack of matrices" if array.ndim == 3 else ""
+        raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(array.shape)}{stack}")
     if 0 in array.shape:
         raise ShapeError(f"{name}: a matrix of shape {tuple(array.shape)} has no entries to approximate")
 

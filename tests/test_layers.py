@@ -248,6 +248,7 @@ PUBLIC = {
     "best_shape",
     "compress",
     "decompose",
+    "decompose_each",
     "distil",
     "error_curve",
     "open_checkpoint",

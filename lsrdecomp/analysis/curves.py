@@ -18,7 +18,7 @@ from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.convert import as_target
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ErrorCurve:
     """Relative Frobenius error for 0, 1, 2, … terms of one shape.
 
@@ -57,6 +57,25 @@ class ErrorCurve:
     def bytes(self, storage: str) -> tuple[int, ...]:
         """Bytes of the factors at each point, without headers."""
         return tuple(round(count * precision(storage).bytes) for count in self.parameters)
+
+    def plot(self, **options: Any) -> Any:
+        """Draw the curve with `lsrdecomp.plots.plot_error_curves`, whose options these are; returns matplotlib's Axes.
+
+        Needs matplotlib. More than one curve: call that function with all of them.
+        """
+        import lsrdecomp  # pictures stand a floor above this file, and are reached by the front door
+
+        return lsrdecomp.plots.plot_error_curves([self], **options)
+
+    def __repr__(self) -> str:
+        """Label, sizes, and the fewest terms for each power of ten, in a line or two."""
+        least = min(self.relative_errors, default=0.0)
+        steps = [f"{10.0**-k:.0e} with {self.rank_for(10.0**-k)}" for k in range(1, 16) if least <= 10.0**-k]
+        reached = f": {', '.join(steps[:6])} terms{', …' if len(steps) > 6 else ''}" if steps else ""
+        return (
+            f"ErrorCurve({self.label}, up to {max(self.ranks, default=0)} terms and "
+            f"{max(self.parameters, default=0):,} parameters, least relative error {least:.3g}{reached})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""
@@ -138,7 +157,7 @@ def solver_curve(
     storage: str | None = None,
     label: str | None = None,
 ) -> ErrorCurve:
-    """What a solver reaches for each number of terms, for any number of factors, measured as stored.
+    """What a solver reaches for each number of terms, for any number of factors: the error of the stored factors.
 
     Parameters
     ----------

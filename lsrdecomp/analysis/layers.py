@@ -11,7 +11,7 @@ from typing import Any
 _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class LayerGrid:
     """Values by block (rows) and module within a block (columns); ``nan`` where a block has no such module."""
 
@@ -19,6 +19,11 @@ class LayerGrid:
     blocks: tuple[str, ...]
     modules: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
+
+    def __repr__(self) -> str:
+        known = [value for row in self.values for value in row if not math.isnan(value)]
+        span = f", {min(known):.3g} to {max(known):.3g}" if known else ""
+        return f"LayerGrid({self.quantity}: {len(self.blocks)} blocks × {len(self.modules)} modules{span})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists; ``None`` where there is no module."""

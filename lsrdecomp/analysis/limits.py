@@ -15,13 +15,16 @@ DECADES = 18
 STEPS_A_DECADE = 12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Limit:
     """A reference line: relative error against bytes."""
 
     label: str
     bytes: tuple[float, ...]
     relative_errors: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"Limit({self.label}, {len(self.bytes)} points to {max(self.bytes, default=0.0):,.0f} bytes)"
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""

@@ -11,7 +11,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.convert import as_target
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Spectrum:
     """Singular values of R(M) for one shape, descending: the weights λ of the best terms."""
 
@@ -35,6 +35,19 @@ class Spectrum:
         if total == 0.0:
             return 0.0
         return math.exp(-sum(e / total * math.log(e / total) for e in energies if e > 0.0))
+
+    def plot(self, **options: Any) -> Any:
+        """Draw the spectrum with `lsrdecomp.plots.plot_spectra`, whose options these are; returns matplotlib's Axes."""
+        import lsrdecomp  # pictures stand a floor above this file, and are reached by the front door
+
+        return lsrdecomp.plots.plot_spectra([self], **options)
+
+    def __repr__(self) -> str:
+        first = ", ".join(f"{value:.3g}" for value in self.values[:6])
+        return (
+            f"Spectrum({self.label}, {len(self.values)} values: {first}{', …' if len(self.values) > 6 else ''}; "
+            f"effective rank {self.effective_rank:.3g})"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""

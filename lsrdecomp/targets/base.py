@@ -17,6 +17,7 @@ from lsrdecomp.arrays import (
     conjugate,
     finite_norm,
     namespace,
+    norm,
     require_finite,
     require_matrix,
     to_numpy,

@@ -135,3 +135,15 @@ def test_records_show_themselves_in_a_notebook_with_every_name_escaped():
     result = decompose(HILBERT, SHAPES[1], rtol=1e-3)
     assert f"{result.relative_error:.3g}" in result._repr_html_()
     assert result.status.value in result._repr_html_()
+
+
+def test_records_fit_a_screen_and_draw_themselves(rng):
+    pytest.importorskip("matplotlib")
+    matrix = rng.standard_normal((64, 64)) * np.exp(-0.3 * np.arange(64))
+    curve, spectrum = error_curve(matrix), rearranged_spectrum(matrix)
+    for record in (curve, spectrum, layer_grid({"h.0.q": 0.1, "h.1.q": 0.2})):
+        assert len(repr(record)) < 320, repr(record)
+    assert f"1e-01 with {curve.rank_for(0.1)}" in repr(curve)
+    assert "up to 64 terms and 8,192 parameters" in repr(curve)
+    assert curve.plot(against="ranks").lines
+    assert spectrum.plot().lines

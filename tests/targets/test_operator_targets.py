@@ -205,3 +205,56 @@ def test_wrong_shapes_and_more_factors_are_refused(kind):
         target.rearranged(KroneckerShape(((2, 2), (3, 2), (1, 1))))
     with pytest.raises(ShapeError, match="the target is 6×4"):
         target.residual_norm(SeparatedMatrix.from_factors([np.ones((1, 2, 2)), np.ones((1, 2, 2))]))
+
+
+def grid_operator(order: int, n: int) -> scipy.sparse.csr_array:
+    """The finite-difference Laplacian on a grid of n^order points."""
+    line = scipy.sparse.diags_array([-np.ones(n - 1), 2 * np.ones(n), -np.ones(n - 1)], offsets=[-1, 0, 1])
+    total = scipy.sparse.csr_array((n**order, n**order))
+    for place in range(order):
+        term = scipy.sparse.eye_array(1)
+        for other in range(order):
+            term = scipy.sparse.kron(term, line if other == place else scipy.sparse.eye_array(n))
+        total = total + term
+    return scipy.sparse.csr_array(total)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex", "operator", "rows"])
+def test_three_factors_of_what_is_no_array(kind):
+    sparse = grid_operator(3, 4) * (1 + 2j if kind == "complex" else 1)
+    dense = sparse.toarray()
+    target = {
+        "sparse": sparse, "complex": sparse, "operator": aslinearoperator(sparse), "rows": RowStream.of(dense, rows=7)
+    }[kind]  # fmt: skip
+    shape = KroneckerShape(((4, 4),) * 3)
+    result = decompose(target, shape, rank=3)
+    theirs = decompose(dense, shape, rank=3)
+    assert np.linalg.norm(dense - result.approximation.to_matrix()) <= 1e-12 * np.linalg.norm(dense)
+    assert result.relative_error <= 1e-12
+    poorer = decompose(target, shape, rank=1)
+    actual = np.linalg.norm(dense - poorer.approximation.to_matrix()) / np.linalg.norm(dense)
+    assert poorer.relative_error == pytest.approx(actual, rel=1e-10)
+    assert theirs.separation_rank == result.separation_rank == 3
+
+
+def test_a_sparse_operator_too_large_to_fill_is_decomposed_and_measured():
+    sparse = grid_operator(3, 20)  # 64 million entries if filled, 8,000 rows
+    result = decompose(sparse, KroneckerShape(((20, 20),) * 3), rank=3)
+    assert result.relative_error <= 1e-12
+    x = np.random.default_rng(0).standard_normal(8000)
+    assert np.linalg.norm(sparse @ x - result.approximation @ x) <= 1e-10 * np.linalg.norm(sparse @ x)
+
+
+def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size(monkeypatch):
+    from lsrdecomp.targets import base
+
+    monkeypatch.setattr(base, "LARGEST_FORMED", 999)
+    with pytest.raises(ShapeError, match=r"10 × 10 × 10 places of a sparse matrix formed, 1,000 entries, more"):
+        decompose(grid_operator(3, 4), KroneckerShape(((4, 4),) * 3), rank=3)
+    with pytest.raises(ShapeError, match="an operator formed, 4,096 entries"):
+        decompose(aslinearoperator(grid_operator(3, 4)), KroneckerShape(((4, 4),) * 3), rank=3)
+
+
+def test_a_sparse_zero_matrix_needs_no_terms_of_three_factors():
+    result = decompose(scipy.sparse.csr_array((64, 64)), KroneckerShape(((4, 4),) * 3), rtol=1e-3)
+    assert (result.separation_rank, result.relative_error) == (0, 0.0)

@@ -73,6 +73,9 @@ class ALS:
     max_sweeps : int
         Most sweeps and Newton steps altogether.
     seed : int
+    init : SeparatedMatrix, optional
+        Terms to start from, of the shape that is solved for, for instance of an earlier result: they are fitted as they
+        are, and terms are added to them. Absent, and where they are more than ``rank``, the fit starts from nothing.
 
     References
     ----------
@@ -99,6 +102,7 @@ class ALS:
     full_sweeps: int = 4
     max_sweeps: int = 5000
     seed: int = 0
+    init: SeparatedMatrix | None = None
 
     def __post_init__(self) -> None:
         unit_roundoff(self.storage)
@@ -154,10 +158,13 @@ class ALS:
             columns = given.expand([tensor[:, None] / size])
             return Solution(Terms.of(columns).to_separated(shape, size), exact, progress.sweeps)
         tensor, goal = tensor / size, 0.0 if atol is None else atol / size
-        cap, inner = (most if atol is None else min(most, FIRST_RANK)), goal
-        terms = None
+        terms = self._start(given, shape, size, most)
+        first = FIRST_RANK if terms is None else max(FIRST_RANK, terms.rank)
+        cap, inner = (most if atol is None else min(most, first)), goal
+        renew = terms is not None
         while True:
-            terms, cap = self._fit(tensor, terms, cap, most, inner, progress)
+            terms, cap = self._fit(tensor, terms, cap, most, inner, progress, renew)
+            renew = False
             approximation = Terms(terms.weights, given.expand(terms.columns)).to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
@@ -172,8 +179,32 @@ class ALS:
         status = self._status(met, approximation, goal, most, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
+    def _start(self, given: Compressed, shape: KroneckerShape, size: float, most: int) -> Terms | None:
+        """The terms of ``init`` for ‖T‖ = 1."""
+        if self.init is None:
+            return None
+        if self.init.kronecker_shape != shape:
+            raise ShapeError(f"init has the shape {self.init.kronecker_shape}, but the factors are {shape}")
+        if not 0 < self.init.separation_rank <= most:
+            return None
+        xp = namespace(given.core)
+        flat = [
+            xp.matrix_transpose(xp.reshape(like(to_numpy(f), given.core), (f.shape[0], f.shape[1] * f.shape[2])))
+            for f in self.init.factors
+        ]
+        columns = given.restrict(flat)
+        weights = like(to_numpy(self.init.weights) / size, given.core)
+        return Terms.of((columns[0] * weights, *columns[1:]))
+
     def _fit(
-        self, tensor: Array, start: Terms | None, cap: int, most: int, goal: float, progress: SolveProgress
+        self,
+        tensor: Array,
+        start: Terms | None,
+        cap: int,
+        most: int,
+        goal: float,
+        progress: SolveProgress,
+        renew: bool,
     ) -> tuple[Terms, int]:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
         # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
@@ -196,6 +227,7 @@ class ALS:
             sweeps=self.core_sweeps,
             starts=self.starts,
             goal=math.sqrt(max(goal**2 - lost**2, 0.0)) if lost > ROOT_ROUNDOFF else goal,
+            renew=renew,
             progress=progress,
         )
         # ALS 3: back to the whole tensor; a few sweeps over it take back what the core lost.

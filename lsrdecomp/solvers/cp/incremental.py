@@ -89,6 +89,7 @@ def fit(
     sweeps: int,
     starts: int,
     goal: float = 0.0,
+    renew: bool = False,
     progress: SolveProgress | None = None,
 ) -> Terms:
     """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
@@ -109,9 +110,15 @@ def fit(
         Polished fits to choose the last from: one from the residual, the others by splitting a term of the fit before.
     goal : float
         Misfit norm that is good enough.
+    renew : bool
+        The terms given were found for another tensor or penalty: fit them before any is added.
     """
     error = misfit(core, terms)
     goal = max(goal, ROUNDING)
+    if renew and terms.rank and error > goal:
+        _mark(progress, Event.start)
+        terms = _best_of(core, empty_terms(core), terms, ridge, rng=rng, starts=1, goal=goal, progress=progress)
+        error = misfit(core, terms)
     while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
         before, previous, terms = terms, error, add_term(core, terms, rng)

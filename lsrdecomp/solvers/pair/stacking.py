@@ -11,7 +11,8 @@ from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.initialization import as_stacks
 from lsrdecomp.solvers.pair.problem import Pair
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights, stack_weights
+from lsrdecomp.targets.stacked_weights import stack_weights
+from lsrdecomp.targets.weights import NormWeights
 
 
 def stacked_norms(targets: Sequence[LowRank], weights: Sequence[NormWeights] | None) -> NormWeights:

@@ -1,0 +1,78 @@
+"""Which solver: the usual one for a target, one by its name, one with another seed or start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from lsrdecomp.errors import BudgetError, ShapeError, unknown
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import PRECISIONS
+from lsrdecomp.solvers.base import Decomposition, Solver
+from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.targets.base import Target
+
+DENSE_SVD_LIMIT = 64
+"""Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
+
+
+SOLVERS: dict[str, Callable[[], Solver]] = {
+    "svd": SVD,
+    "gram": Gram,
+    "golub_kahan": BlockGolubKahan,
+    "krylov": BlockGolubKahan,
+    "als": ALS,
+}
+"""Solvers by name, with their usual settings; "krylov" is another word for block Golub–Kahan."""
+
+
+def named_solver(solver: Any) -> Solver:
+    """A solver from its name or its class; a value stays as it is.
+
+    Raises `BudgetError`, with the names there are, for anything without ``solve``.
+    """
+    if isinstance(solver, type) and hasattr(solver, "solve"):
+        return solver()  # type: ignore[no-any-return]
+    if isinstance(solver, str):
+        name = solver.lower().replace("-", "_").replace("blockgolubkahan", "golub_kahan")
+        if name not in SOLVERS:
+            raise BudgetError(f"solver: no solver {unknown(solver, SOLVERS)}, or a value of lsrdecomp.solvers")
+        return SOLVERS[name]()
+    if not callable(getattr(solver, "solve", None)):
+        raise BudgetError(f"solver: {type(solver).__name__} has no method solve; see lsrdecomp.solvers.base.Solver")
+    return solver  # type: ignore[no-any-return]
+
+
+def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = None) -> Solver:
+    """The solver that `decompose` takes when none is given.
+
+    Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, above that block
+    Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Its error may
+    exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
+    squares, with the penalty of the storage type.
+    """
+    if shape.order != 2:
+        return ALS(storage=storage if storage in PRECISIONS else "float32")
+    return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
+
+
+def with_start(
+    solver: Solver, seed: int | None, init: SeparatedMatrix | Decomposition | None, shape: KroneckerShape
+) -> Solver:
+    """The solver with the seed and the start asked for, where it has such settings."""
+    start = init.approximation if isinstance(init, Decomposition) else init
+    if start is not None and not isinstance(start, SeparatedMatrix):
+        raise ShapeError(f"init: expected a SeparatedMatrix or a Decomposition, got {type(start).__name__}")
+    if start is not None and start.kronecker_shape != shape:
+        raise ShapeError(f"init has the shape {start.kronecker_shape}, but the factors are {shape}")
+    changes: dict[str, Any] = {}
+    if seed is not None and hasattr(solver, "seed"):
+        changes["seed"] = seed
+    if start is not None and hasattr(solver, "init"):
+        changes["init"] = start
+    return replace(cast(Any, solver), **changes) if changes else solver
