@@ -25,7 +25,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.allocate import Options, within_cost
 from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.fit import make_layers
@@ -33,6 +32,7 @@ from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.training.tasks import TASKS
 
 RATIOS = (96.0, 48.0, 19.2, 9.6, 4.36)

@@ -29,11 +29,11 @@ from safetensors.numpy import load_file
 
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.allocate import Options, within_cost
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.targets.base import LowRank
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144

@@ -38,7 +38,6 @@ def square(rng):
         (3, 1e-6, None),
         (3, 1e-10, None),
         (4, 1e-2, "bfloat16"),
-        (4, 1e-6, "float32"),
     ],
 )
 def test_a_tolerance_that_some_number_of_terms_can_keep_is_kept_with_three_and_more_factors(order, rtol, storage):

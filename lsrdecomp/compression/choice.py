@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.compression.allocate import Choice, Options, total_loss, within_cost, within_loss
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Structure
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
 
 PLAIN = (Structure.DROP, Structure.LOW_RANK, Structure.KEEP)
 """What truncated SVD alone can do."""

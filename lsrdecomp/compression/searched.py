@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lsrdecomp.compression.allocate import Choice
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import (
     Candidate,
@@ -40,6 +39,7 @@ from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.solve import Answer, Effort, Request, Task, run
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import unrotated_candidates, water_filled_candidates
+from lsrdecomp.formats.allocation import Choice
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights

@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
-from lsrdecomp.compression.allocate import Options, within_cost
 from lsrdecomp.compression.candidates import Direct, direct_candidates, drop
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.fit import HasWeights, make_layers
@@ -25,6 +24,7 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.experiments.recover_plan import Structure
+from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.weights import NormWeights
 from lsrdecomp.training.record import Scores

@@ -30,7 +30,7 @@ from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.targets.operator import as_target
+from lsrdecomp.targets.convert import as_target
 
 ROUNDS = 500
 """Most rounds of an alternating iteration for one term."""

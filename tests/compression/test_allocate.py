@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp.compression.allocate import Options, total_cost, total_loss, within_cost, within_loss
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.formats.allocation import Options, total_cost, total_loss, within_cost, within_loss
 
 
 @st.composite
