@@ -1,0 +1,345 @@
+"""Many LSR adapters in one process: all of them packed in memory, the asked ones expanded into PEFT's LoRA slots.
+
+A thousand adapters are kept as the numbers of their files and nothing else. The few that are in use at a time live in
+``slots`` LoRA adapters of one PEFT model, each layer at its adapter's own rank; a name that is asked for and not in a
+slot takes the one least recently used. What several names need is formed in one launch per shape class.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lsrdecomp.adapters.errors import UnsupportedLayerError
+from lsrdecomp.adapters.kernels.grouped import expand_all
+from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
+from lsrdecomp.checkpoints.readers import lsr
+from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, StoredTensor
+from lsrdecomp.errors import CheckpointError, LsrError
+
+Pair = tuple[list[Tensor], list[Tensor], float]
+"""Factors of B, factors of A, and the scale of their product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One factor: its dtype and its shape (s, m, n)."""
+
+    dtype: str
+    shape: tuple[int, int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """Where one layer lies in an adapter's numbers: its factors one after the other, those of B before those of A."""
+
+    name: str
+    scale: float
+    left: tuple[Piece, ...]
+    right: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """One adapter: its numbers as stored, and what they mean, compressed; equal layouts are held once.
+
+    The layout of an adapter in floats lists its layers. That of one with layers in integer codes is its config and the
+    list of its tensors, from which the reader of LSR directories makes layers again.
+    """
+
+    layout: bytes
+    numbers: NDArray[np.uint8]
+    coded: bool
+
+
+class AdapterBank:
+    """Thousands of LSR adapters of one base model, a few of them ready to use.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The base model. It is wrapped by PEFT when the first adapter is asked for; call `model`, not it, from then on.
+    slots : int
+        How many adapters are ready at a time: each takes the memory of a LoRA of its own ranks.
+
+    Examples
+    --------
+    >>> bank = AdapterBank(base, slots=8)                            # doctest: +SKIP
+    >>> for folder in folders:
+    ...     bank.add(folder.name, folder)
+    >>> bank.activate("customer-7")
+    >>> bank.model.generate(**inputs)
+    >>> bank.model(**inputs, adapter_names=bank.load(["customer-7", "customer-9"]))
+    """
+
+    def __init__(self, model: nn.Module, slots: int = 4) -> None:
+        if slots < 1:
+            raise ValueError(f"a bank needs at least one slot, got {slots}")
+        self.base, self.slots = model, slots
+        self.shapes = {name: shape for name, module in model.named_modules() if (shape := _matrix_shape(module))}
+        self._words = "\n".join(self.shapes).encode()[-32768:]
+        self._held: dict[str, PackedAdapter] = {}
+        self._layouts: dict[bytes, bytes] = {}
+        self._targets: set[str] = set()
+        self._ready: OrderedDict[str, str] = OrderedDict()  # name to slot, the least recently used first
+        self._model: PeftModel | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all packed adapters, layouts among them, without the slots."""
+        return sum(each.numbers.nbytes for each in self._held.values()) + sum(map(len, self._layouts))
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Names of the adapters in slots, the least recently used first."""
+        return tuple(self._ready)
+
+    @property
+    def model(self) -> PeftModel:
+        """The PEFT model with the slots."""
+        if self._model is None:
+            if not self._targets:
+                raise LsrError("the bank holds no adapter yet; add one first")
+            config = LoraConfig(r=1, lora_alpha=1, target_modules=sorted(self._targets), inference_mode=True)
+            base: Any = self.base
+            self._model = made = get_peft_model(base, config, adapter_name=_slot(0))
+            for slot in range(1, self.slots):
+                made.add_adapter(_slot(slot), copy.copy(config))
+            made.eval()
+        return self._model
+
+    def add(self, name: str, folder: str | Path) -> None:
+        """Take up the adapter of an LSR directory; an adapter of that name is replaced.
+
+        Raises
+        ------
+        CheckpointError
+            For a directory that is damaged, no LSR adapter, or made for layers of other names or sizes.
+        UnsupportedLayerError
+            For layers that are not linear, and for anything beside factors: modules saved whole, biases, token rows.
+        """
+        packed, names = self._packed(Path(folder))
+        if not names <= self._targets:
+            self._targets |= names
+            self._unload()
+        self.remove(name)
+        layout_bytes = self._layouts.setdefault(packed.layout, packed.layout)
+        self._held[name] = replace(packed, layout=layout_bytes)
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; nothing happens if there is none of that name."""
+        self._held.pop(name, None)
+        slot = self._ready.pop(name, None)
+        if slot is not None and self._model is not None:
+            self._fill({slot: {}})
+        used = {each.layout for each in self._held.values()}
+        self._layouts = {layout: layout for layout in self._layouts if layout in used}
+
+    def load(self, names: Sequence[str]) -> list[str]:
+        """Have adapters ready, and say in which slots: for PEFT's ``adapter_names=`` of a batch.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Names of adapters, repeated at will; ``"__base__"`` stays as it is.
+
+        Raises
+        ------
+        LsrError
+            For unknown names, or more different ones than there are slots.
+        """
+        wanted = dict.fromkeys(name for name in names if name != "__base__")
+        unknown = [name for name in wanted if name not in self._held]
+        if unknown:
+            raise LsrError(f"no adapter {', '.join(map(repr, unknown[:3]))} among the {len(self)} of this bank")
+        if len(wanted) > self.slots:
+            raise LsrError(f"{len(wanted)} adapters at once, but the bank has {self.slots} slots; make it with more")
+        if not wanted:
+            return list(names)
+        self._ensure_slots()
+        for name in wanted:
+            if name in self._ready:
+                self._ready.move_to_end(name)
+        missing = [name for name in wanted if name not in self._ready]
+        free = [slot for slot in map(_slot, range(self.slots)) if slot not in self._ready.values()]
+        while len(free) < len(missing):
+            free.append(self._ready.popitem(last=False)[1])
+        placed = dict(zip(missing, free, strict=False))
+        if placed:
+            self._fill({slot: self._pairs_of(name) for name, slot in placed.items()})
+            self._ready.update(placed)
+        return [self._ready.get(name, name) for name in names]
+
+    def activate(self, name: str) -> str:
+        """Make one adapter the active one of `model`, and say in which slot it is."""
+        (slot,) = self.load([name])
+        if self.model.active_adapter != slot:
+            self.model.set_adapter(slot, inference_mode=True)
+        return slot
+
+    def _ensure_slots(self) -> None:
+        if self._model is None:
+            self._fill({_slot(slot): {} for slot in range(self.slots)})
+
+    def _unload(self) -> None:
+        """Back to the bare base: the next `load` makes slots for all layers that are targeted by then."""
+        if self._model is not None:
+            self.base, self._model = self._model.unload(), None
+            self._ready.clear()
+
+    def _packed(self, folder: Path) -> tuple[PackedAdapter, set[str]]:
+        """An adapter in few bytes, and the names of its layers."""
+        bundle = open_bundle(folder)
+        if not lsr.matches(bundle):
+            raise CheckpointError("is no LSR adapter; `lsrdecomp compress` makes one of a LoRA", path=folder)
+        checkpoint = lsr.read(bundle)
+        if checkpoint.extras:
+            first = next(iter(checkpoint.extras))
+            raise UnsupportedLayerError(f"{folder}: a bank holds Kronecker factors alone, but there is also {first}")
+        layers: tuple[LsrLayer, ...] = checkpoint.layers
+        for layer in layers:
+            self._check(layer, folder)
+        coded = any(layer.dtype not in FLOATS for layer in layers)
+        if coded:
+            tensors = list(bundle.tensors.values())
+            layout: Any = [bundle.config, dict(bundle.metadata), [[t.name, t.dtype, t.shape] for t in tensors]]
+        else:
+            tensors = [tensor for layer in layers for tensor in (*layer.left, *layer.right)]
+            layout = [[each.name, each.scale, _listed(each.left), _listed(each.right)] for each in layers]
+        parts = [np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]
+        written = _write(layout, self._words)
+        return PackedAdapter(written, np.concatenate(parts), coded), {layer.name for layer in layers}
+
+    def _check(self, layer: LsrLayer, folder: Path) -> None:
+        shape = self.shapes.get(layer.name)
+        if shape is None:
+            raise CheckpointError(f"the base model has no linear layer {layer.name}", path=folder)
+        if layer.kind not in ("linear", "conv1d"):
+            raise UnsupportedLayerError(f"{folder}: {layer.name} is of kind {layer.kind}; a bank holds linear layers")
+        if shape != layer.shape.matrix_shape:
+            ours, theirs = (" x ".join(map(str, each)) for each in (layer.shape.matrix_shape, shape))
+            raise CheckpointError(f"{layer.name} is {ours}, but {theirs} in the base model", path=folder)
+
+    def _pairs_of(self, name: str) -> dict[str, Pair]:
+        """Factors of B and A of every layer of an adapter, and its scale."""
+        packed, device = self._held[name], next(self.base.parameters()).device
+        if packed.coded:
+            return {
+                layer.name: (
+                    *([torch.from_numpy(each).to(device) for each in side] for side in layer.load()),
+                    layer.scale,
+                )
+                for layer in self._reopened(name, packed).layers
+            }
+        found: dict[str, Pair] = {}
+        place, numbers = 0, torch.from_numpy(packed.numbers).to(device)
+        for layer in _layers(packed.layout, self._words):
+            factors = []
+            for piece in (*layer.left, *layer.right):
+                held = numbers[place : place + piece.nbytes]
+                held = held.clone() if place % 8 else held  # other dtypes want to begin at multiples of their size
+                factors.append(held.view(getattr(torch, piece.dtype)).view(piece.shape))
+                place += piece.nbytes
+            found[layer.name] = factors[: len(layer.left)], factors[len(layer.left) :], layer.scale
+        return found
+
+    def _reopened(self, name: str, packed: PackedAdapter) -> Checkpoint:
+        """The checkpoint that an adapter with integer codes was taken up from, its tensors in memory."""
+        config, metadata, listed = _read(packed.layout, self._words)
+        path, place, tensors = Path(name), 0, {}
+        for key, dtype, shape in listed:
+            size = prod(shape) * DTYPES[dtype].itemsize
+            array = packed.numbers[place : place + size].copy().view(DTYPES[dtype]).reshape(shape)
+            tensors[key] = StoredTensor(key, tuple(shape), dtype, path, partial(np.asarray, array))
+            place += size
+        return lsr.read(Bundle(path, path, tensors, metadata, config))
+
+    @torch.no_grad()
+    def _fill(self, slots: dict[str, dict[str, Pair]]) -> None:
+        """Form what goes into these slots, all in one go, and put it there; a layer that is left out gets rank 0."""
+        tuner: Any = self.model.base_model.model
+        dtype = next(parameter.dtype for parameter in self.base.parameters() if parameter.is_floating_point())
+        wide = torch.promote_types(dtype, torch.float32)
+        given = [(slot, name, *pair) for slot, pairs in slots.items() for name, pair in pairs.items()]
+        lists = [[factor.to(wide) for factor in side] for _, _, left, right, _ in given for side in (left, right)]
+        formed = iter(expand_all(lists))
+        for slot in slots:
+            for name in self._targets:
+                out, into = self.shapes[name]
+                empty = torch.empty(out, 0, dtype=dtype), torch.empty(0, into, dtype=dtype)
+                _put(tuner.get_submodule(name), slot, *empty)
+        for slot, name, _, _, scale in given:
+            left, right = next(formed), next(formed)
+            _put(tuner.get_submodule(name), slot, (scale * left).to(dtype), right.to(dtype))
+
+
+def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:
+    """Hand a pair to a LoRA layer, at its own rank; the scale is in the pair."""
+    device = layer.get_base_layer().weight.device
+    layer.lora_B[slot].weight.data, layer.lora_A[slot].weight.data = left.to(device), right.to(device)
+    layer.r[slot] = layer.lora_alpha[slot] = right.shape[0]
+    layer.scaling[slot] = 1.0
+
+
+def _slot(number: int) -> str:
+    return f"slot-{number}"
+
+
+def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
+    if isinstance(module, Conv1D):
+        return module.weight.shape[1], module.weight.shape[0]
+    return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
+
+
+def _listed(tensors: Sequence[StoredTensor]) -> list[Any]:
+    return [[tensor.dtype, *tensor.shape] for tensor in tensors]
+
+
+def _write(layout: Any, words: bytes) -> bytes:
+    """A layout in few bytes; ``words``, the names of the base's layers, are what zlib begins with."""
+    packer = zlib.compressobj(9, zdict=words)
+    return packer.compress(json.dumps(layout, separators=(",", ":")).encode()) + packer.flush()
+
+
+def _read(written: bytes, words: bytes) -> Any:
+    return json.loads(zlib.decompressobj(zdict=words).decompress(written))
+
+
+@lru_cache(maxsize=64)
+def _layers(written: bytes, words: bytes) -> tuple[StoredLayer, ...]:
+    return tuple(
+        StoredLayer(name, scale, *(tuple(Piece(dtype, tuple(shape)) for dtype, *shape in side) for side in sides))
+        for name, scale, *sides in _read(written, words)
+    )
+
+
+__all__ = ["AdapterBank"]

@@ -1,0 +1,169 @@
+"""Our files in a real diffusers pipeline, tiny and random: what a user of Stable Diffusion does with a LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+diffusers = pytest.importorskip("diffusers")
+
+from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+
+from lsrdecomp.checkpoints import open_checkpoint, write_diffusers, write_kohya  # noqa: E402
+from lsrdecomp.compression.compress import compress  # noqa: E402
+from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+
+UNET = ["to_q", "to_k", "to_v", "to_out.0"]
+TEXT = ["q_proj", "k_proj", "v_proj", "out_proj"]
+
+
+def pipeline() -> diffusers.StableDiffusionPipeline:
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=24,
+        attention_head_dim=4,
+    )
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = CLIPTextModel(CLIPTextConfig(vocab_size=64, max_position_embeddings=16, **sizes))
+    parts = {"vae": None, "tokenizer": None, "feature_extractor": None, "safety_checker": None}
+    scheduler = diffusers.DDIMScheduler(steps_offset=1, clip_sample=False)
+    made = diffusers.StableDiffusionPipeline(
+        unet=unet.eval(), text_encoder=text.eval(), scheduler=scheduler, requires_safety_checker=False, **parts
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@torch.no_grad()
+def outputs(pipe: diffusers.StableDiffusionPipeline) -> torch.Tensor:
+    """What the text encoder and, after it, the UNet say: every adapted layer takes part."""
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(1, 60, (2, 9), generator=generator)
+    noise = torch.randn(2, 4, 8, 8, generator=generator)
+    text = pipe.text_encoder(words).last_hidden_state
+    picture = pipe.unet(noise, torch.tensor([3, 500]), encoder_hidden_states=text).sample
+    return torch.cat([text.flatten(), picture.flatten()])
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """Two LoRAs as diffusers itself saves them, each written again by us, and one compressed without loss."""
+    folder = tmp_path_factory.mktemp("diffusers")
+    found = {}
+    for number, rank in enumerate((4, 2)):
+        pipe = pipeline()
+        torch.manual_seed(10 + number)
+        pipe.unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=UNET))
+        pipe.text_encoder.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=TEXT))
+        diffusers.StableDiffusionPipeline.save_lora_weights(
+            folder / f"source-{number}",
+            unet_lora_layers=get_peft_model_state_dict(pipe.unet),
+            text_encoder_lora_layers=get_peft_model_state_dict(pipe.text_encoder),
+        )
+        path = folder / f"source-{number}" / "pytorch_lora_weights.safetensors"
+        checkpoint = open_checkpoint(path)
+        assert {layer.name.partition(".")[0] for layer in checkpoint.layers} == {"unet", "text_encoder"}
+        layers = [(layer.name, *scaled(layer)) for layer in checkpoint.layers]
+        found[f"source-{number}"] = path
+        for form, write in (("diffusers", write_diffusers), ("kohya", write_kohya)):
+            found[f"{form}-{number}"] = write(folder / f"{form}-{number}.safetensors", layers=layers, source=checkpoint)
+    exact = compress(open_checkpoint(found["source-0"]), CompressionPlan(rtol=1e-7, storage="float32"))
+    exact.save(folder / "lsr")
+    again = open_checkpoint(folder / "lsr")
+    found["lsr-0"] = write_diffusers(folder / "lsr.safetensors", layers=map(expanded, again.layers), source=again)
+    return found
+
+
+def scaled(layer):
+    up, down = layer.load()
+    return layer.scale * up, down
+
+
+def expanded(layer):
+    if not hasattr(layer, "left"):
+        return layer.name, *scaled(layer)
+    from lsrdecomp.adapters.kernels import expand
+
+    left, right = ([torch.from_numpy(factor).double() for factor in side] for side in layer.load())
+    return layer.name, (layer.scale * expand(left)).float().numpy(), expand(right).float().numpy()
+
+
+@pytest.fixture(scope="module")
+def bare() -> torch.Tensor:
+    return outputs(pipeline())
+
+
+@pytest.mark.parametrize("form", ["diffusers", "kohya", "lsr"])
+def test_one_adapter_through_its_life(files, bare, form):
+    """Load, weight, fuse, unfuse, unload: after each step our file and the source are the same."""
+    states = []
+    for name in ("source-0", f"{form}-0"):
+        pipe, seen = pipeline(), []
+        pipe.load_lora_weights(files[name].parent, weight_name=files[name].name, adapter_name="a")
+        seen.append(outputs(pipe))
+        pipe.set_adapters("a", 0.5)
+        seen.append(outputs(pipe))
+        pipe.fuse_lora(components=["unet", "text_encoder"], lora_scale=1.5)
+        seen.append(outputs(pipe))
+        pipe.unfuse_lora(components=["unet", "text_encoder"])
+        pipe.set_adapters("a", -1.0)
+        seen.append(outputs(pipe))
+        pipe.unload_lora_weights()
+        seen.append(outputs(pipe))
+        states.append(seen)
+    source, ours = states
+    for step, (mine, theirs) in enumerate(zip(ours, source, strict=True)):
+        assert close(mine, theirs), step
+    assert all((state - bare).norm() / bare.norm() > 1e-2 for state in source[:4]), "every state is one of its own"
+    assert close(ours[4], bare)
+
+
+@pytest.mark.parametrize("form", ["diffusers", "kohya"])
+def test_two_adapters_with_weights(files, form):
+    states = []
+    for kind in ("source", form):
+        pipe = pipeline()
+        for number, name in enumerate("ab"):
+            path = files[f"{kind}-{number}"]
+            pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+        pipe.set_adapters(["a", "b"], [0.75, -0.5])
+        both = outputs(pipe)
+        pipe.delete_adapters("a")
+        states.append((both, outputs(pipe)))
+    for ours, theirs in zip(*reversed(states), strict=True):
+        assert close(ours, theirs)
+    assert not close(states[0][0], states[0][1])
+
+
+def test_our_own_layers_take_the_weights_that_a_pipeline_sets():
+    """An LSR adapter injected into a UNet: `set_adapters` scales it as it scales a LoRA."""
+    from diffusers.utils.peft_utils import set_weights_and_activate_adapters
+    from peft import inject_adapter_in_model
+
+    from lsrdecomp.adapters import LsrConfig
+
+    pipe = pipeline()
+    plain = outputs(pipe)
+    torch.manual_seed(2)
+    inject_adapter_in_model(LsrConfig(r=4, separation_rank=2, init_weights=False, target_modules=UNET), pipe.unet, "a")
+    states = {}
+    for weight in (1.0, 0.0, 0.5):
+        set_weights_and_activate_adapters(pipe.unet, ["a"], [weight])
+        states[weight] = outputs(pipe)
+    assert close(states[0.0], plain)
+    assert not close(states[0.5], states[1.0])
+    assert not close(states[0.5], plain)
