@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import (
     Candidate,
@@ -39,7 +41,7 @@ from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.solve import Answer, Effort, Request, Task, run
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import unrotated_candidates, water_filled_candidates
-from lsrdecomp.formats.allocation import Choice
+from lsrdecomp.formats.allocation import Choice, Options
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
@@ -471,21 +473,12 @@ def _worth_trying(entries: Sequence[_Entry], near_hull: bool) -> list[_Entry]:
         if entry.exact.squared_error < least:
             kept.append(entry)
             least = entry.exact.squared_error
-    if near_hull:
-        kept = [e for e in kept if e.exact.squared_error <= NEAR * _hull_at(kept, e.exact.parameters)]
+    if near_hull and kept:
+        sizes, errors = [e.exact.parameters for e in kept], [e.exact.squared_error for e in kept]
+        corners = Options.of(sizes, errors).hull()
+        limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
+        kept = [e for e, limit in zip(kept, limits, strict=True) if e.exact.squared_error <= limit]
     return [*(e for e in entries if not isinstance(e.exact, Lsr)), *kept]
-
-
-def _hull_at(kept: Sequence[_Entry], size: int) -> float:
-    """The lower convex hull of errors over parameters, at one size."""
-    least = math.inf
-    for a in kept:
-        for b in kept:
-            x, y = a.exact, b.exact
-            if x.parameters <= size <= y.parameters:
-                share = 0.0 if x is y else (size - x.parameters) / max(1, y.parameters - x.parameters)
-                least = min(least, x.squared_error + share * (y.squared_error - x.squared_error))
-    return least
 
 
 def _around(ranks: Ranks) -> tuple[Ranks, ...]:
