@@ -54,7 +54,7 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
     part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
     lock = None
     try:
-        _remove_leftovers(out.absolute())
+        remove_leftovers(out.absolute())
         part.mkdir()
         lock = _lock(part)
         yield part
@@ -235,13 +235,16 @@ def _lock(directory: Path) -> int | None:
     return handle
 
 
-def _remove_leftovers(out: Path) -> None:
-    """Clear what killed runs left: hidden directories of ours that nobody holds a lock on any more."""
+def remove_leftovers(out: Path, age: float = LEFTOVER_AGE) -> None:
+    """Clear what killed runs left: hidden directories of ours that nobody holds a lock on any more.
+
+    Those made or dated within ``age`` seconds of now stay: a run may be about to take its lock.
+    """
     for left in map(
         Path, glob.glob(str(Path(glob.escape(str(out.parent))) / f".{glob.escape(out.name[:180])}.*.partial"))
     ):
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime < LEFTOVER_AGE:
+            if abs(time.time() - left.stat().st_mtime) < age:
                 continue
             handle = _lock(left)
             if handle is not None:

@@ -13,6 +13,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import REPORT, compress
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -145,6 +146,8 @@ def run_fleet(
             if on_outcome is not None:
                 on_outcome(outcome, total)
         pending = broken
+    for name in names:  # what workers that were killed, in this run or an earlier one, left half written
+        remove_leftovers(out / name, age=0.0)
     return [manifest.outcomes[name] for name in names]
 
 
