@@ -330,6 +330,7 @@ TABLES = {
     "three-seeds": ("functional.json", three_seeds),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
+    "operators-million": ("operators-million.json", operator_tables.million),
     "operators-galerkin": ("operators-galerkin.json", operator_tables.galerkin),
 }
 """Name on a page: file of results, and what makes a table of it."""
