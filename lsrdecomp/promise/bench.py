@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 
-from lsrdecomp.calibration.base_model import Base, Text, adapted_modules, batches, load_base
+from lsrdecomp.calibration.base_model import Base, adapted_modules, batches, load_base, prompt_batches
+from lsrdecomp.calibration.dataset import PromptExample
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.promise.texts import split
+from lsrdecomp.promise.texts import Texts, length, split
 
 Say = Callable[[str], object]
 NO_EFFECT = 1e-9
@@ -52,7 +54,7 @@ class Bench:
         self,
         base: str | Path,
         lora: str | Path,
-        texts: Sequence[Text],
+        texts: Texts,
         *,
         held_out: int = 128,
         batch: int | None = None,
@@ -84,14 +86,19 @@ class Bench:
                 "no effect to keep; give texts of the task it was trained for"
             )
 
-    def batches(self, texts: Sequence[Text], size: int | None = None) -> Iterator[Batch]:
+    def batches(self, texts: Texts, size: int | None = None) -> Iterator[Batch]:
         """Texts of like length together, as the model reads them; the same texts give the same batches."""
         size = size or self.size
-        order = sorted(texts, key=lambda text: len(text[0]) + len(text[1] or ""))
+        order = sorted(texts, key=length)
         for start in range(0, len(order), size):
-            yield from batches(
-                self.source, order[start : start + size], size=size, max_length=self.max_length, seed=self.seed
-            )
+            some = order[start : start + size]
+            prompts = [item for item in some if isinstance(item, PromptExample)]
+            pairs = [item for item in some if not isinstance(item, PromptExample)]
+            settings: dict[str, Any] = {"size": size, "max_length": self.max_length, "seed": self.seed}
+            if prompts:
+                yield from prompt_batches(self.source, prompts, **settings)
+            if pairs:
+                yield from batches(self.source, pairs, **settings)
 
     def open(self, written: Path) -> Base:
         """The base with another adapter of the same task; its large weights are shared with the LoRA's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.calibration.base_model import Base, Text
+from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.distill import Distillation, distill
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
@@ -25,7 +25,7 @@ from lsrdecomp.promise.bench import Bench, Say
 from lsrdecomp.promise.publish import publish
 from lsrdecomp.promise.record import Promise
 from lsrdecomp.promise.rewrite import Statistics, check_pair, rewrite
-from lsrdecomp.promise.texts import data_name, read_data
+from lsrdecomp.promise.texts import Texts, data_name, read_data
 
 TEACHER_SHARE = 0.2
 """Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""
@@ -79,7 +79,7 @@ def distil(
     directory: str | Path,
     *,
     base: str | Path,
-    data: str | Path | Sequence[Text],
+    data: str | Path | Texts,
     teacher: str | Path,
     steps: int = 200,
     out: str | Path | None = None,

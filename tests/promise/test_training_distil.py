@@ -186,6 +186,16 @@ def test_texts_that_begin_alike_are_held_out_together():
     assert split(texts, 40, seed=1) == (held, rest)
 
 
+def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
+    rows = [{"prompt": text, "completion": f" w{i % 30} w{i % 7}"} for i, (text, _) in enumerate(TEXTS)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    done = run(language_model, language_model / "lsr", data=file, out=tmp_path / "out", max_length=32)
+    assert done.promise.answers == 2 * done.promise.examples
+    assert done.promise.unit == "token"
+    assert done.trial.after.kept > done.trial.before.kept
+
+
 def test_too_few_texts_are_refused_before_the_base_is_opened(classifier):
     with pytest.raises(LsrError, match="10 different texts are too few: a promise needs 32"):
         run(classifier, classifier / "lsr", data=TEXTS[:10], base="no-such-base")
