@@ -13,6 +13,7 @@ from peft.utils.peft_types import PeftType
 
 from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.register import add_member
+from lsrdecomp.checkpoints.packed import read_index
 from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -116,6 +117,9 @@ class LsrConfig(TargetConfig):
         Module name or regular expression to ``r``, ``lsr_alpha``, ``separation_rank`` of those layers.
     shape_pattern : dict
         Module name or regular expression to ``{"out": [m1, ...], "inner": [r1, ...], "into": [n1, ...]}``.
+    layers : str, optional
+        The patterns above for every layer of an adapter that `lsrdecomp` wrote, and what its weight file holds, in one
+        text; see `lsrdecomp.checkpoints.packed`. It is not saved again: PEFT saves factors and patterns one by one.
 
     Raises
     ------
@@ -142,8 +146,12 @@ class LsrConfig(TargetConfig):
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     separation_rank_pattern: dict[str, Any] = field(default_factory=dict)
     shape_pattern: dict[str, Any] = field(default_factory=dict)
+    layers: str | None = None
 
     def __post_init__(self) -> None:
+        if self.layers is not None:
+            for name, value in read_index(self.layers).config_fields().items():
+                setattr(self, name, value)
         super().__post_init__()
         self.peft_type = add_member(PeftType, "LSR")
         if self.bias not in ("none", "all", "lsr_only"):
@@ -162,6 +170,13 @@ class LsrConfig(TargetConfig):
             separation_ranks(f"separation_rank_pattern[{name!r}]", pair)
         for name, sizes in self.shape_pattern.items():
             product_shape(f"shape_pattern[{name!r}]", sizes)
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        packed, self.layers = self.layers, None
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            self.layers = packed
 
     def _settle_inner_shape(self) -> None:
         if self.order is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError
 from lsrdecomp.adapters.geometry import NOT_LINEAR
-from lsrdecomp.checkpoints.packed import PACKED, decode, named_factors
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors, read_index, read_packed
 from lsrdecomp.errors import CheckpointError
 
 
@@ -193,7 +193,7 @@ class KroneckerTuner(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         remapped: dict[str, Tensor] = super()._remap_adapter_state_dict_for_load(
-            model, config, adapter_name, unpacked(state_dict)
+            model, config, adapter_name, unpacked(state_dict, getattr(config, "layers", None))
         )
         for name, module in model.named_modules():
             if isinstance(module, cls.tuner_layer_cls):
@@ -209,17 +209,22 @@ class KroneckerTuner(BaseTuner):
         return remapped
 
 
-def unpacked(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with quantised layers, stored in one tensor of bytes, as factors of their own."""
-    packed = state_dict.get(PACKED)
-    if packed is None:
-        return state_dict
-    factors = {
-        key: torch.from_numpy(array).float()
-        for name, code in decode(packed.cpu().numpy()).items()
-        for key, array in named_factors(name, code).items()
-    }
-    return {key: value for key, value in state_dict.items() if key != PACKED} | factors
+def unpacked(state_dict: dict[str, Tensor], index: str | None = None) -> dict[str, Tensor]:
+    """The state dict with layers that are stored in one tensor of bytes as factors of their own.
+
+    Parameters
+    ----------
+    state_dict : dict
+    index : str, optional
+        The setting ``layers``: what the bytes of `lsrdecomp.checkpoints.packed.NUMBERS` mean.
+    """
+    layers = {} if PACKED not in state_dict else read_packed(state_dict[PACKED].cpu().numpy())
+    if NUMBERS in state_dict:
+        if index is None:
+            raise CheckpointError("the settings lack `layers`, which says what these bytes are", tensor=NUMBERS)
+        layers |= read_index(index).layers(state_dict[NUMBERS].cpu().numpy())
+    factors = {key: torch.from_numpy(array) for key, array in named_factors(layers).items()}
+    return {key: value for key, value in state_dict.items() if key not in (PACKED, NUMBERS)} | factors
 
 
 def _pass_adapter_names(model: nn.Module, adapter_names: list[str]) -> list[torch.utils.hooks.RemovableHandle]:

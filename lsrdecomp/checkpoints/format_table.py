@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lsrdecomp.checkpoints.bundle import open_bundle
-from lsrdecomp.checkpoints.packed import PACKED
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import cloneofsimo, diffusers, kohya, loralib, lsr, lycoris, peft, peft_lycoris
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
@@ -51,7 +51,7 @@ def open_checkpoint(
         For a sound file whose content is not expressed here: it is refused by name, never dropped.
     """
     bundle = open_bundle(path, name, max_memory)
-    packed = bundle.tensors.get(PACKED)
+    packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
     if packed is not None and max_memory is not None and packed.nbytes > max_memory:
         raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
     for form in FORMATS:

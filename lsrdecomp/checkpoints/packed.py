@@ -1,86 +1,136 @@
-"""Quantised layers in one tensor: an entry for each of many small factors would outweigh the factors.
+"""Layers in few bytes: the numbers of all in one tensor, their sizes in one index; the entries of each factor's own
+tensor and pattern would outweigh the factors.
 
-The tensor ``base_model.model.lsr_packed`` holds bytes: the length of an index as four little-endian bytes, the index as
-zlib-compressed JSON, then the codes of each layer in its order. An entry of the index is
+The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index. The index is the field
+``layers`` of adapter_config.json, so that PEFT knows all sizes before it opens the weights: base64 of zlib-compressed
+JSON, ``{"version": 2, "layers": [entry, …], "kinds": {name: [kind, kernel]}, "dropped": [name, …], "exact": true}``,
+the last three where they say something. An entry is
 
+    [name, "floats", out, inner, into, type, terms of the left side, terms of the right side]
     [name, "terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right side]
     [name, "components", [m, n], [bits of each component], exponent]
 
-A side's codes are its float16 scales, then each factor's codes, packed; a component's are its scale, then u and v. See
-`lsrdecomp.formats.quantized` for what they stand for.
+The bytes of floats are its factors one after the other, little-endian, scale folded in. A side of terms is its float16
+scales, then each factor's codes, packed; a component its scale, then u and v; `lsrdecomp.formats.quantized` says what
+they stand for. Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four little-endian
+bytes, the index as a zlib-compressed list of entries, then the codes.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import zero_padded
-from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Reader, parse
+from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Floats, Reader, parse
 from lsrdecomp.checkpoints.readers.peft import PREFIX
+from lsrdecomp.checkpoints.records import Checkpoint
+from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import check_name
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.bit_packing import pack
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct
 from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.shape import ProductShape
 
+NUMBERS = f"{PREFIX}lsr_numbers"
+FIELD = "layers"
 PACKED = f"{PREFIX}lsr_packed"
+"""The tensor of version 0.1."""
+VERSION = 2
 LONGEST_INDEX = 16 * 2**20
+Factors = tuple[NDArray[Any], ...]
 
 
-def encode(layers: Mapping[str, CodedProduct]) -> Bytes:
-    """All layers as one array of bytes."""
-    return np.concatenate([*encoded(layers)[1]])
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What adapter_config.json says of packed layers."""
+
+    entries: Mapping[str, Entry]
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # of layers that are not linear
+    dropped: tuple[str, ...] = ()  # layers of the source that were left out on purpose
+    exact: bool = False  # target_modules of the config names more than these layers, or nothing
+
+    def config_fields(self) -> dict[str, Any]:
+        """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
+        patterns = {exact_pattern(name): entry for name, entry in self.entries.items()}
+        shapes = {key: entry.shape for key, entry in patterns.items()}
+        fields: dict[str, Any] = {
+            "rank_pattern": {key: shape.inner_rank for key, shape in shapes.items()},
+            "alpha_pattern": {key: shape.inner_rank for key, shape in shapes.items()},
+            "separation_rank_pattern": {key: [terms for terms, _ in entry.sides] for key, entry in patterns.items()},
+            "shape_pattern": {
+                key: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+                for key, shape in shapes.items()
+            },
+        }
+        return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
+
+    def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
+        """The layers with their bytes, not yet unpacked. Raises `CheckpointError` for another number of bytes."""
+        return _sliced(self.entries, numbers, 0, NUMBERS)
 
 
-def encoded(layers: Mapping[str, CodedProduct]) -> tuple[int, Iterator[Bytes]]:
-    """The number of bytes, and the bytes in pieces, so that only one layer is held: each is asked for twice."""
-    index, size = [], 0
-    for name, layer in layers.items():
-        entry = _entry(layer)
-        index.append([name, *entry])
-        size += parse(*entry).size
-    header = zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 9)
-
-    def pieces() -> Iterator[Bytes]:
-        yield np.frombuffer(len(header).to_bytes(4, "little"), np.uint8)
-        yield np.frombuffer(header, np.uint8)
-        for layer in layers.values():
-            yield from _body(layer)
-
-    return 4 + len(header) + size, pieces()
+def index_text(
+    entries: Mapping[str, Sequence[Any]],
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    dropped: Sequence[str] = (),
+    exact: bool = False,
+) -> str:
+    """The field ``layers`` of adapter_config.json."""
+    index: dict[str, Any] = {"version": VERSION, "layers": [[name, *entry] for name, entry in entries.items()]}
+    index |= {"kinds": dict(kinds)} if kinds else {}
+    index |= {"dropped": list(dropped)} if dropped else {}
+    index |= {"exact": True} if exact else {}
+    return base64.b64encode(zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 9)).decode()
 
 
-def decode(packed: Bytes) -> dict[str, CodedProduct]:
-    """The layers of `encode`. Raises `CheckpointError` for bytes that `encode` did not write."""
-    return {name: layer.decode() for name, layer in read_index(packed).items()}
+def read_index(text: Any) -> Index:
+    """The index in a config; `CheckpointError` for a text that `index_text` did not write."""
+    try:
+        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LONGEST_INDEX)
+        index = json.loads(raw)
+        if index["version"] != VERSION:
+            raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION}")
+        entries = _entries(index["layers"])
+        kinds = {
+            str(name): (str(kind), tuple(int(side) for side in kernel))
+            for name, (kind, kernel) in index.get("kinds", {}).items()
+        }
+        dropped = tuple(str(name) for name in index.get("dropped", ()))
+        return Index(entries, kinds, dropped, index.get("exact") is True)
+    except (*DAMAGE, AttributeError, binascii.Error) as error:
+        raise _damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
 
 
-def read_index(packed: Bytes) -> dict[str, PackedLayer]:
-    """The layers of `encode`, their sizes known and checked, their codes not yet unpacked.
-
-    Raises `CheckpointError` for bytes that `encode` did not write.
-    """
+def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
+    """The layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
     try:
         length = int.from_bytes(packed[:4].tobytes(), "little")
-        unzip = zlib.decompressobj()
-        index = json.loads(unzip.decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX))
-        layers: dict[str, PackedLayer] = {}
-        place = 4 + length
-        for name, *entry in index:
-            parsed = parse(*entry)
-            layers[str(name)] = PackedLayer(parsed, packed[place : place + parsed.size])
-            place += parsed.size
-        if len(layers) != len(index) or place != packed.size:
-            raise CheckpointError(f"{place} of {packed.size} bytes belong to {len(index)} layers")
+        index = json.loads(zlib.decompressobj().decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX))
+        entries = _entries(index)
     except DAMAGE as error:
         raise _damaged(error) from None
-    return layers
+    return _sliced(entries, packed, 4 + length, PACKED)
+
+
+def codes_in(checkpoint: Checkpoint) -> dict[str, CodedProduct]:
+    """The layers of an LSR directory that are stored in integer codes, unpacked."""
+    tensors, text = read_header(checkpoint.weights).tensors, checkpoint.config.get(FIELD)
+    layers = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
+    if text is not None:
+        layers |= read_index(text).layers(tensors[NUMBERS].read())
+    return {name: layer.decode() for name, layer in layers.items() if not isinstance(layer.entry, Floats)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +142,7 @@ class PackedLayer:
 
     @property
     def factor_shapes(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, as `factors_of` gives them."""
+        """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, as `factors` gives them."""
         left, right = ([(terms, *size) for size in side] for terms, side in self.entry.sides)
         return left, right
 
@@ -101,32 +151,61 @@ class PackedLayer:
         return self.entry.storage
 
     def decode(self) -> CodedProduct:
-        """The codes, unpacked. Raises `CheckpointError` if they cannot be read."""
+        """The codes, unpacked. Raises `CheckpointError` if they cannot be read, or are floats."""
+        if isinstance(self.entry, Floats):
+            raise CheckpointError("is stored in floating-point numbers, not in codes", tensor=NUMBERS)
         try:
             return self.entry.decode(Reader(self.codes))
         except DAMAGE as error:
             raise _damaged(error) from None
 
+    def factors(self) -> tuple[Factors, Factors]:
+        """Factors of the out side and of the in side: floats as stored, codes in float64."""
+        return self.entry.factors(self.codes) if isinstance(self.entry, Floats) else factors_of(self.decode())
+
 
 DAMAGE = (LsrError, ValueError, TypeError, KeyError, zlib.error, RecursionError, OverflowError)
 
 
-def _damaged(error: BaseException) -> CheckpointError:
+def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
+    entries = {str(name): parse(*entry) for name, *entry in listed}
+    if len(entries) != len(listed):
+        raise CheckpointError("a layer is listed twice")
+    for name in entries:
+        check_name(name, Path(FIELD))
+    return entries
+
+
+def _sliced(entries: Mapping[str, Entry], numbers: Bytes, place: int, tensor: str) -> dict[str, PackedLayer]:
+    end = place + sum(entry.size for entry in entries.values())
+    if end != numbers.size:
+        text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
+        raise CheckpointError(f"packed layers are damaged: {text}", tensor=tensor)
+    layers = {}
+    for name, entry in entries.items():
+        layers[name] = PackedLayer(entry, numbers[place : place + entry.size])
+        place += entry.size
+    return layers
+
+
+def _damaged(
+    error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
+) -> CheckpointError:
     text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
-    return CheckpointError(f"packed layers are damaged: {text}", tensor=PACKED)
+    return CheckpointError(f"{what}: {text}", tensor=tensor)
 
 
-def named_factors(name: str, layer: CodedProduct) -> dict[str, NDArray[np.float64]]:
-    """The factors by the keys they would have in a file of their own."""
-    sides = zip("BA", factors_of(layer), strict=True)
+def named_factors(layers: Mapping[str, PackedLayer]) -> dict[str, NDArray[Any]]:
+    """The factors by the keys they would have in a file of their own, in float32 or, where stored so, float64."""
     return {
-        f"{PREFIX}{name}.lsr_{side}.factor_{i}": np.asarray(factor)
-        for side, factors in sides
+        f"{PREFIX}{name}.lsr_{side}.factor_{i}": factor.astype("float64" if layer.storage == "float64" else "float32")
+        for name, layer in layers.items()
+        for side, factors in zip("BA", layer.factors(), strict=True)
         for i, factor in enumerate(factors, 1)
     }
 
 
-def factors_of(layer: CodedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def factors_of(layer: CodedProduct) -> tuple[Factors, Factors]:
     """Factors (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, in float64, weights folded in.
 
     As many terms as the index says, at least one: a term that rounded to zero stays, as zeros.
@@ -134,22 +213,27 @@ def factors_of(layer: CodedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     product: SeparatedProduct = layer.dequantized()
     terms = [side.scales.size for side in (layer.left, layer.right)] if isinstance(layer, QuantizedProduct) else [1, 1]
     left, right = (
-        tuple(zero_padded(factor, 0, max(1, count)) for factor in side.folded())
+        tuple(np.asarray(zero_padded(factor, 0, max(1, count))) for factor in side.folded())
         for side, count in zip((product.left, product.right), terms, strict=True)
     )
     return left, right
 
 
-def _entry(layer: CodedProduct) -> list[Any]:
-    """What the index says of a layer."""
+def float_entry(shape: ProductShape, ranks: tuple[int, int], storage: str) -> list[Any]:
+    """What the index says of a layer stored in floats."""
+    return ["floats", shape.out, shape.inner, shape.into, storage, *ranks]
+
+
+def code_entry(layer: CodedProduct) -> list[Any]:
+    """What the index says of a layer stored in codes."""
     if isinstance(layer, QuantizedProduct):
         sides = [[side.bits, side.exponent, int(side.scales.size)] for side in (layer.left, layer.right)]
         return ["terms", layer.shape.out, layer.shape.inner, layer.shape.into, *sides]
     return ["components", layer.matrix_shape, layer.bits, layer.exponent]
 
 
-def _body(layer: CodedProduct) -> Iterator[Bytes]:
-    """The bytes of a layer."""
+def code_bytes(layer: CodedProduct) -> Iterator[Bytes]:
+    """The bytes of a layer stored in codes."""
     if isinstance(layer, QuantizedProduct):
         for side in (layer.left, layer.right):
             yield side.scales.astype("<f2").view(np.uint8)

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS
 from lsrdecomp.formats.bit_packing import Codes, packed_size, unpack
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.shape import ProductShape
@@ -68,6 +69,7 @@ class Terms:
 
     left: Side
     right: Side
+    shape: ProductShape
 
     @property
     def size(self) -> int:
@@ -102,9 +104,12 @@ class Components:
         return SpectralCode((), (), np.zeros(0, np.float16), 0, self.bits, self.matrix_shape).storage
 
     @property
+    def shape(self) -> ProductShape:
+        return ProductShape.low_rank(self.matrix_shape, max(1, len(self.bits)))
+
+    @property
     def sides(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        shape = ProductShape.low_rank(self.matrix_shape, max(1, len(self.bits)))
-        return (1, shape.left.factors), (1, shape.right.factors)
+        return (1, self.shape.left.factors), (1, self.shape.right.factors)
 
     def decode(self, reader: Reader) -> CodedProduct:
         m, n = self.matrix_shape
@@ -119,7 +124,37 @@ class Components:
         )
 
 
-Entry: TypeAlias = Terms | Components
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """A layer of factors in a floating type."""
+
+    shape: ProductShape
+    storage: str
+    ranks: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        return (self.ranks[0], self.shape.left.factors), (self.ranks[1], self.shape.right.factors)
+
+    @property
+    def size(self) -> int:
+        return self.shape.parameters(*self.ranks) * DTYPES[self.storage].itemsize
+
+    def factors(self, numbers: Bytes) -> tuple[tuple[NDArray[Any], ...], tuple[NDArray[Any], ...]]:
+        """Factors of the out side and of the in side from their bytes."""
+        dtype, place, found = DTYPES[self.storage], 0, []
+        for terms, sizes in self.sides:
+            side = []
+            for m, n in sizes:
+                end = place + terms * m * n * dtype.itemsize
+                stored = np.frombuffer(numbers[place:end].tobytes(), dtype.newbyteorder("<"))
+                side.append(stored.astype(dtype, copy=False).reshape(terms, m, n))
+                place = end
+            found.append(tuple(side))
+        return found[0], found[1]
+
+
+Entry: TypeAlias = Terms | Components | Floats
 
 
 def parse(kind: str, *entry: Any) -> Entry:
@@ -128,13 +163,19 @@ def parse(kind: str, *entry: Any) -> Entry:
     if kind == "terms":
         out, inner, into, left, right = entry
         shape = ProductShape(tuple(out), tuple(inner), tuple(into))
-        parsed = Terms(_side(left, shape.left.factors), _side(right, shape.right.factors))
+        parsed = Terms(_side(left, shape.left.factors), _side(right, shape.right.factors), shape)
         backed = parsed.left.terms > 0 and parsed.right.terms > 0
     elif kind == "components":
         (m, n), widths, exponent = entry
         parsed = Components((m, n), tuple(_bits(b) for b in widths), _exponent(exponent))
         ProductShape.low_rank((m, n), max(1, len(parsed.bits)))
         backed = bool(parsed.bits)
+    elif kind == "floats":
+        out, inner, into, storage, *ranks = entry
+        shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+        if storage not in FLOATS or len(ranks) != 2 or not all(type(rank) is int and rank > 0 for rank in ranks):
+            raise ValueError(f"floats of type {str(storage)[:40]!r} and terms {str(ranks)[:40]}")
+        parsed, backed = Floats(shape, storage, (ranks[0], ranks[1])), True
     else:
         raise ValueError(f"unknown kind {str(kind)[:40]!r}")
     numbers = sum(terms * m * n for terms, side in parsed.sides for m, n in side)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from lsrdecomp.checkpoints.packed import FIELD, read_index
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.errors import CheckpointError
 
@@ -36,7 +37,10 @@ def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
         record = json.loads(checkpoint.metadata.get(KEY, "{}"))
     except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return {}
+    index = checkpoint.config.get(FIELD)
+    return record if index is None else {**record, "dropped": list(read_index(index).dropped)}
 
 
 def _version(name: str) -> str:

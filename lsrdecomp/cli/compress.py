@@ -59,6 +59,7 @@ def compress(
     workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
     device: SolveDevice = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")] = False,
     report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
     name: Name = None,
     alpha: Alpha = None,
@@ -128,7 +129,7 @@ def compress(
             result = draw(plan)
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
-                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force)
+                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record)
                 tables.show(json, *promise.words(result))
                 if calibrated is None and base is None:
                     _warn_of_wreck(result, adapter)
@@ -183,21 +184,26 @@ def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) 
 
 
 def _write(
-    result: Any, checkpoint: Checkpoint, place: Path | None, report: Path | None, json: Path | None, force: bool
+    result: Any,
+    checkpoint: Checkpoint,
+    place: Path | None,
+    report: Path | None,
+    json: Path | None,
+    force: bool,
+    record: bool,
 ) -> None:
     """The directory, its report and its figures: all appear, or none."""
     curves = () if report is None else compression.adapter_curves(checkpoint)
     pages = {} if report is None else {report: compression.html_report(result, curves)}
     with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
         if place is not None:
-            result.save(place, force=force)
+            result.save(place, force=force, record=record)
         if report is not None:  # again, now with the sizes of the files
             page = compression.html_report(result, curves, out=place)
             waiting[report].write_text(page, encoding="utf-8")
     if place is not None:
-        written = (place / checkpoints.WEIGHTS).stat().st_size
-        text = f"Wrote {place}: {written:,} bytes of weights. Open it with PEFT after `import lsrdecomp.adapters`."
-        tables.show(json, text)
+        tables.show(json, tables.file_sizes(checkpoint, place))
+        tables.show(json, f"Wrote {place}. Open it with PEFT after `import lsrdecomp.adapters`.")
     if report is not None:
         tables.show(json, f"Wrote {report}.")
 

@@ -23,6 +23,7 @@ from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
+    from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.compression import Compression
     from lsrdecomp.fleet import Outcome
 
@@ -178,6 +179,17 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
             bar = "█" * round(24 * min(error, 1.0))
             sheet.add_row(curve.label, str(rank), f"{count:,}", share, f"{error:.3g}", bar)
     return sheet
+
+
+def file_sizes(source: Checkpoint, out: Path) -> str:
+    """Bytes on disk before and after; heads, which are carried along as they are, apart."""
+    heads = sum(tensor.nbytes for tensor in source.extras.values())
+    files = [source.weights, source.weights.parent / checkpoints.CONFIG]
+    before = sum(path.stat().st_size for path in files if path.is_file()) - heads
+    after = sum(path.stat().st_size for path in out.iterdir()) - heads
+    carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
+    times = f", {before / after:.3g} times fewer" if before > after else ""
+    return f"On disk, all files: {after:,} bytes instead of {before:,}{times}{carried}."
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:

@@ -108,6 +108,9 @@ def _complaints(result: compression.Verification, source: Path) -> Iterator[str]
     differing = [layer.name for layer in result.layers if not layer.agrees]
     if differing:
         yield f"{len(differing)} layers are not what the writer measured, the first {differing[0]}"
+    elif not result.agrees:
+        said = "unknown" if result.recorded_error is None else f"{result.recorded_error:.12g}"
+        yield f"the error over all layers is {result.relative_error:.12g}, but {said} when it was written"
     if result.changed_tensors:
         count, first = len(result.changed_tensors), result.changed_tensors[0]
         yield f"{count} other tensors differ from the source's, the first {first}"

@@ -65,8 +65,16 @@ class Compression:
     def _repr_html_(self) -> str:
         return summary_html(self)
 
-    def save(self, out: str | Path, *, force: bool = False) -> Path:
+    def _report_text(self, record: bool) -> str:
+        facts = self.to_json()
+        if record:
+            return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+        return json.dumps({key: value for key, value in facts.items() if key != "layers"}, allow_nan=False) + "\n"
+
+    def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
+
+        With ``record`` its compression.json tells of every layer what `to_json` tells, else the sums alone.
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
         """
@@ -82,11 +90,10 @@ class Compression:
             coded=_ReadWhenAsked({name: one for name, one in named if one.coded}),
             storage=self.plan.float_storage,
             force=force,
-            provenance={
-                "plan": self.plan.to_json(),
-                "dropped": [layer.name for layer in self.layers if layer.structure == "drop"],
-            },
-            files={REPORT: json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"},
+            provenance={"plan": self.plan.to_json()},
+            packed=True,
+            dropped=[layer.name for layer in self.layers if layer.structure == "drop"],
+            files={REPORT: self._report_text(record)},
         )
 
 

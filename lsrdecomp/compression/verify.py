@@ -32,9 +32,7 @@ class LayerCheck:
     @property
     def agrees(self) -> bool:
         """Whether the error is a number, and the writer's figure, if there is one, is what is measured now."""
-        if self.recorded_error is None:
-            return math.isfinite(self.relative_error)
-        return math.isclose(self.relative_error, self.recorded_error, rel_tol=AGREEMENT, abs_tol=1e-12)
+        return _agree(self.relative_error, self.recorded_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +41,19 @@ class Verification:
 
     layers: tuple[LayerCheck, ...]
     relative_error: float  # over all layers together
+    recorded_error: float | None  # the same as the writer measured it, if it said
     source_matches: bool | None  # the source has the bytes it had when this was made; None: not recorded
     changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
     changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
 
     @property
+    def agrees(self) -> bool:
+        """Whether the error over all layers is a number, and the writer's figure if there is one."""
+        return _agree(self.relative_error, self.recorded_error)
+
+    @property
     def passed(self) -> bool:
-        sound = not self.changed_files and not self.changed_tensors
+        sound = not self.changed_files and not self.changed_tensors and self.agrees
         return sound and self.source_matches is not False and all(layer.agrees for layer in self.layers)
 
 
@@ -59,7 +63,7 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     Raises `CheckpointError` if a layer of the source is missing or has another size.
     """
     record = provenance(written)
-    recorded = _recorded_errors(written)
+    recorded, recorded_total = _recorded_errors(written)
     chain = tuple(_chain(record))
     dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
     present = {layer.name for layer in written.layers}
@@ -89,24 +93,32 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
+        recorded_total,
         source_matches=source.source_sha256 in origins if origins else None,
         changed_files=changed_files(written.weights.parent) or (),
         changed_tensors=tuple(_changed_tensors(source, written)),
     )
 
 
-def _recorded_errors(written: Checkpoint) -> dict[str, float]:
-    """Relative errors by layer as the writer measured them; empty without its report."""
+def _agree(measured: float, recorded: float | None) -> bool:
+    if recorded is None:
+        return math.isfinite(measured)
+    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12)
+
+
+def _recorded_errors(written: Checkpoint) -> tuple[dict[str, float], float | None]:
+    """Relative errors by layer and over all as the writer measured them, as far as its report tells."""
     path = written.weights.parent / REPORT
     if not path.is_file():
-        return {}
-    layers = read_json(path).get("layers")
+        return {}, None
+    report = read_json(path)
+    layers, total = report.get("layers"), _mapping(report.get("totals")).get("relative_error")
     found = {}
     for layer in layers if isinstance(layers, list) else []:
         name, error = _mapping(layer).get("name"), _mapping(layer).get("relative_error")
         if isinstance(name, str) and isinstance(error, int | float):
             found[name] = float(error)
-    return found
+    return found, float(total) if isinstance(total, int | float) else None
 
 
 def _changed_tensors(source: Checkpoint, written: Checkpoint) -> Iterator[str]:

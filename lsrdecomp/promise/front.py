@@ -72,9 +72,10 @@ class Promised:
         """The report of the compression, and the promise."""
         return {**self.compression.to_json(), **self.facts, "promise": self.promise.to_json()}
 
-    def save(self, out: str | Path, *, force: bool = False) -> Path:
+    def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
-        return publish(self.made, out, self.promise, facts=self.facts, inputs=(self.source.path,), force=force)
+        facts = {**self.facts, **({"layers": self.to_json()["layers"]} if record else {})}
+        return publish(self.made, out, self.promise, facts=facts, inputs=(self.source.path,), force=force)
 
 
 def compress_measured(

@@ -11,9 +11,8 @@ from typing import Any
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.packed import PACKED, decode
+from lsrdecomp.checkpoints.packed import codes_in
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.compression.compress import REPORT
 from lsrdecomp.compression.layer import layer_pair, layer_product, stored_factors
 from lsrdecomp.compression.layers import HasWeights, Layer
@@ -68,8 +67,7 @@ def rewrite(
     """
     old = open_checkpoint(written)
     check_pair(old, source)
-    packed = read_header(old.weights).tensors.get(PACKED)
-    codes = dict(decode(packed.read())) if packed is not None else {}
+    codes = codes_in(old)
     floats: dict[str, SeparatedProduct] = {}
     storage = "float32"
     for layer in old.layers:
@@ -87,7 +85,9 @@ def rewrite(
         layers=((name, *stored_factors(product), 1.0) for name, product in floats.items()),
         coded=codes,
         storage=storage,
-        provenance={key: record[key] for key in ("plan", "dropped") if key in record},
+        provenance={key: record[key] for key in ("plan",) if key in record},
+        packed=True,
+        dropped=record.get("dropped", ()),
         files=_record(old, source, floats, codes, statistics),
     )
 
@@ -123,19 +123,55 @@ def _record(
     if not path.is_file():
         return {}
     facts: dict[str, Any] = dict(read_json(path))
+    detailed = "layers" in facts
     before = {str(row.get("name")): _row(row, path) for row in facts.get("layers", [])}
     reports = []
     for layer in source.layers:
-        row = before.get(layer.name)
-        if row is None:
-            raise CheckpointError(f"has no line of layer {layer.name!r}; write the adapter again", path=path)
         code = codes.get(layer.name)
         product = code.dequantized() if code is not None else floats.get(layer.name)
         norms = _norms(statistics, layer.name)
+        row = before.get(layer.name)
+        if row is None and detailed:
+            raise CheckpointError(f"has no line of layer {layer.name!r}; write the adapter again", path=path)
+        row = row or _fresh(source, layer, product, code, norms)
         reports.append(row if product is None else _measured(row, source, layer, product, norms))
     summary = totals(reports, source.extra_parameters, facts.get("totals", {}).get("low_rank_error"))
     kept = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
-    return {REPORT: json.dumps(to_json(reports, summary, **kept), indent=1, allow_nan=False) + "\n"}
+    written = to_json(reports, summary, **kept)
+    if not detailed:
+        written.pop("layers")
+    return {REPORT: json.dumps(written, indent=1 if detailed else None, allow_nan=False) + "\n"}
+
+
+def _fresh(
+    source: Checkpoint,
+    given: Any,
+    product: SeparatedProduct | None,
+    code: CodedProduct | None,
+    norms: NormWeights | None,
+) -> LayerReport:
+    """The line of a layer whose directory records sums alone; its errors are those of leaving it out."""
+    layer = Layer(given.name, layer_pair(source, given), norms)
+    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
+    return LayerReport(
+        name=given.name,
+        kind=given.kind,
+        rows=given.out_features,
+        columns=given.in_features,
+        source_rank=given.rank,
+        structure="drop" if product is None else "LSR",
+        shape="–" if product is None else str(product.product_shape),
+        separation_ranks=(0, 0) if product is None else product.separation_ranks,
+        parameters_before=given.parameters,
+        parameters=parameters,
+        bytes=4 * parameters if code is None else code.bytes,
+        norm=layer.pair.norm,
+        relative_error=1.0 if layer.pair.norm > 0.0 else 0.0,
+        functional_norm=None if norms is None else layer.squared_norm**0.5,
+        functional_error=None if norms is None else 1.0,
+        condition=1.0,
+        storage="" if code is None else code.storage,
+    )
 
 
 def _measured(

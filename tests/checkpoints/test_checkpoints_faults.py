@@ -190,7 +190,7 @@ def test_the_ceiling_counts_what_a_small_file_expands_to(tmp_path: Path) -> None
     assert open_checkpoint(out, max_memory=8 * (4096 + 64)).layers[0].parameters == 2 * (64 + 8)
     with pytest.raises(CheckpointError, match=r"q: its 4160 numbers take 33280 bytes, above the 33279 allowed"):
         open_checkpoint(out, max_memory=8 * (4096 + 64) - 1)
-    with pytest.raises(CheckpointError, match=r"lsr_packed: its \d+ bytes are read whole, above the 50 allowed"):
+    with pytest.raises(CheckpointError, match=r"lsr_numbers: its \d+ bytes are read whole, above the 50 allowed"):
         open_checkpoint(out, max_memory=50)
 
 

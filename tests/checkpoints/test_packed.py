@@ -1,5 +1,6 @@
-"""Packed integer layers: every code comes back, PEFT sees the factors, and damaged bytes are one clear error."""
+"""Packed layers: every number and code comes back, PEFT sees the factors, damaged bytes are one clear error."""
 
+import base64
 import json
 import tracemalloc
 import zlib
@@ -11,12 +12,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp import CheckpointError, LowRank, ProductShape
-from lsrdecomp.checkpoints.packed import decode, encode, factors_of, named_factors, read_index
+from lsrdecomp.checkpoints.packed import (
+    Index,
+    code_bytes,
+    code_entry,
+    factors_of,
+    float_entry,
+    index_text,
+    named_factors,
+    read_index,
+    read_packed,
+)
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product
 from lsrdecomp.compression.water_filling import bit_ladder, spectral_code
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.targets.weighted import weighted_svd
+
+
+def packed(layers, kinds=None):
+    """Index and numbers of coded layers."""
+    pieces = [piece for code in layers.values() for piece in code_bytes(code)]
+    text = index_text({name: code_entry(code) for name, code in layers.items()}, kinds)
+    return text, np.concatenate([np.zeros(0, np.uint8), *pieces])
+
+
+def packed_by_01(layers):
+    """The one tensor of version 0.1."""
+    index = json.dumps([[name, *code_entry(code)] for name, code in layers.items()]).encode()
+    header = zlib.compress(index, 9)
+    return np.concatenate([np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]])
+
+
+def read(text, numbers):
+    return read_index(text).layers(numbers)
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +64,83 @@ def layers():
 
 
 def test_every_code_comes_back(layers):
-    again = decode(encode(layers))
-    assert list(again) == list(layers)
-    for name, code in layers.items():
-        ours, theirs = again[name].dequantized(), code.dequantized()
-        assert np.array_equal(ours.to_matrix(), theirs.to_matrix())
-        assert (again[name].storage, again[name].bytes) == (code.storage, code.bytes)
+    for again in (read(*packed(layers)), read_packed(packed_by_01(layers))):
+        assert list(again) == list(layers)
+        for name, code in layers.items():
+            found = again[name].decode()
+            assert np.array_equal(found.dequantized().to_matrix(), code.dequantized().to_matrix())
+            assert (found.storage, found.bytes) == (code.storage, code.bytes)
 
 
 def test_size_is_the_codes_and_a_small_index(layers):
-    assert encode(layers).size - sum(code.bytes for code in layers.values()) < 60 + 30 * len(layers)
+    text, numbers = packed(layers)
+    assert numbers.size <= sum(code.bytes for code in layers.values())
+    assert len(text) < 200 + 48 * len(layers)
+    many = {f"model.layers.{i}.self_attn.{x}_proj": layers["a.q"] for i in range(30) for x in "qkvo"}
+    assert len(packed(many)[0]) < 8 * len(many)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
+def test_floats_keep_their_bits(dtype):
+    shape, ranks = ProductShape((4, 3), (2, 2), (5, 4)), (3, 1)
+    rng = np.random.default_rng(1)
+    sides = [
+        tuple(rng.standard_normal((terms, *size)).astype(dtype) for size in side.factors)
+        for terms, side in zip(ranks, (shape.left, shape.right), strict=True)
+    ]
+    numbers = np.concatenate([factor.reshape(-1).view(np.uint8) for side in sides for factor in side])
+    layer = read(index_text({"q": float_entry(shape, ranks, dtype)}), numbers)["q"]
+    assert (layer.storage, layer.codes.size) == (dtype, numbers.size)
+    for ours, theirs in zip(layer.factors(), sides, strict=True):
+        assert [factor.tobytes() for factor in ours] == [factor.tobytes() for factor in theirs]
+        assert [factor.dtype for factor in ours] == [dtype] * 2
+    named = named_factors({"q": layer})
+    assert {factor.dtype.name for factor in named.values()} == {"float64" if dtype == "float64" else "float32"}
+    with pytest.raises(CheckpointError, match="not in codes"):
+        layer.decode()
+
+
+def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
+    text = index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, ["a.v"], exact=True)
+    index = read_index(text)
+    assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
+    fields = index.config_fields()
+    assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
+    assert fields["separation_rank_pattern"] == {"^a\\.q": [3, 2]}
+    assert fields["rank_pattern"] == fields["alpha_pattern"] == {"^a\\.q": 4}
+    assert fields["target_modules"] == ["a.q"]
+    assert "target_modules" not in Index(index.entries).config_fields()
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        None,
+        7,
+        [],
+        {},
+        {"version": 3, "layers": []},
+        {"version": 2, "layers": 1},
+        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "complex64", 1, 1]]},
+        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 0, 1]]},
+        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 1]]},
+        {"version": 2, "layers": [["q", "floats", [2], [1], [2], "float32", 1, 1]] * 2},
+        {"version": 2, "layers": [], "kinds": [1]},
+        {"version": 2, "layers": [], "dropped": 3},
+    ],
+)
+def test_a_damaged_index_is_one_line(index):
+    text = index if index is None else base64.b64encode(zlib.compress(json.dumps(index).encode())).decode()
+    with pytest.raises(CheckpointError, match="index of packed layers .layers. is damaged") as error:
+        read_index(text)
+    assert "\n" not in str(error.value)
 
 
 def test_factors_expand_to_the_same_product(layers):
     for name, code in layers.items():
         left, right = factors_of(code)
         assert {f.shape[0] for f in left} == {max(1, code.dequantized().left.separation_rank)}
-        keys = named_factors(name, code)
+        keys = named_factors(read(*packed({name: code})))
         assert f"base_model.model.{name}.lsr_B.factor_1" in keys
         assert len(keys) == len(left) + len(right)
 
@@ -62,9 +151,9 @@ def test_a_term_that_rounded_to_zero_stays(layers):
     scales = code.left.scales.copy()
     scales[1] = 0.0
     code = replace(code, left=replace(code.left, scales=scales))
-    (packed,) = read_index(encode({"q": code})).values()
-    left, right = factors_of(packed.decode())
-    assert ([f.shape for f in left], [f.shape for f in right]) == packed.factor_shapes
+    (layer,) = read(*packed({"q": code})).values()
+    left, right = layer.factors()
+    assert ([f.shape for f in left], [f.shape for f in right]) == layer.factor_shapes
     assert [int(np.count_nonzero(np.any(f, axis=(1, 2)))) for f in left] == [2, 2]
 
 
@@ -76,12 +165,12 @@ def test_opening_unpacks_no_code(layers):
         return np.frombuffer(len(squeezed).to_bytes(4, "little") + squeezed, np.uint8)
 
     with pytest.raises(CheckpointError, match="a layer of 1125899906842624 numbers"):
-        read_index(index_of("components", [2**49, 2**49], [], 0))
+        read_packed(index_of("components", [2**49, 2**49], [], 0))
     side = [4, 0, 0]
     with pytest.raises(CheckpointError, match="numbers"):
-        read_index(index_of("terms", [2**20, 2**20], [1, 1], [2**20, 2**20], side, [4, 0, 2**40]))
+        read_packed(index_of("terms", [2**20, 2**20], [1, 1], [2**20, 2**20], side, [4, 0, 2**40]))
     tracemalloc.start()
-    (layer,) = read_index(index_of("components", [2**24, 2**24], [], 0)).values()
+    (layer,) = read_packed(index_of("components", [2**24, 2**24], [], 0)).values()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert layer.factor_shapes == ([(1, 2**24, 1)], [(1, 1, 2**24)])
@@ -90,14 +179,14 @@ def test_opening_unpacks_no_code(layers):
 
 @given(st.data())
 def test_damaged_bytes_are_an_error_of_one_line_or_still_numbers(layers, data):
-    packed = encode(layers).copy()
+    content = packed_by_01(layers).copy()
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, packed.size - 1))
-        packed[place] = data.draw(st.integers(0, 255))
-    packed = packed[: data.draw(st.integers(0, packed.size))]
+        place = data.draw(st.integers(0, content.size - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(0, content.size))]
     found, message = {}, "lsr_packed"
     try:
-        found = decode(packed)
+        found = {name: layer.decode() for name, layer in read_packed(content).items()}
     except CheckpointError as error:
         message = str(error)
     assert "lsr_packed" in message

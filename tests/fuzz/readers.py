@@ -5,6 +5,7 @@ A reader may answer or raise `LsrError` with one printable line. Anything else i
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -12,7 +13,7 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,16 @@ from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import parse_json
-from lsrdecomp.checkpoints.packed import encode, factors_of, read_index
+from lsrdecomp.checkpoints.packed import (
+    PackedLayer,
+    code_bytes,
+    code_entry,
+    float_entry,
+    index_text,
+    read_index,
+    read_packed,
+)
+from lsrdecomp.checkpoints.packed_entries import Floats
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -37,6 +47,7 @@ from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet.batch import MANIFEST, Manifest
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.kronecker.shape import ProductShape
 
 Read = Callable[[bytes, Path], Any]
 MOST_BYTES = 2048
@@ -223,18 +234,49 @@ def _codes() -> dict[str, Any]:
 
 def sound_packed() -> list[bytes]:
     codes = _codes()
-    return [encode(codes).tobytes(), *(encode({name: code}).tobytes() for name, code in codes.items())]
+    return [_by_01(codes), *(_by_01({name: code}) for name, code in codes.items())]
+
+
+def _by_01(codes: dict[str, Any]) -> bytes:
+    """The tensor of version 0.1."""
+    index = zlib.compress(json.dumps([[name, *code_entry(code)] for name, code in codes.items()]).encode())
+    return len(index).to_bytes(4, "little") + index + _numbers(codes)
+
+
+def _numbers(codes: dict[str, Any]) -> bytes:
+    return b"".join(piece.tobytes() for code in codes.values() for piece in code_bytes(code))
 
 
 @reader(sound_packed)
 def packed(content: bytes, folder: Path) -> None:
-    """Packed integer layers."""
-    for layer in read_index(np.frombuffer(content, np.uint8)).values():
+    """Packed integer layers of version 0.1."""
+    _unpack(read_packed(np.frombuffer(content, np.uint8)))
+
+
+def _unpack(layers: Mapping[str, PackedLayer]) -> None:
+    for layer in layers.values():
         sizes = [shape for side in layer.factor_shapes for shape in side]
         if 8 * sum(math.prod(size) for size in sizes) <= CEILING:
-            factors = [factor for side in factors_of(layer.decode()) for factor in side]
+            factors = [factor for side in layer.factors() for factor in side]
             assert [factor.shape for factor in factors] == sizes
-            assert all(np.isfinite(factor).all() for factor in factors)
+            assert isinstance(layer.entry, Floats) or all(np.isfinite(factor).all() for factor in factors)
+
+
+def sound_numbers() -> list[bytes]:
+    codes, shape = _codes(), ProductShape((2, 2), (1, 2), (3, 1))
+    entries = {name: code_entry(code) for name, code in codes.items()}
+    floats = index_text({"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, ["v"], exact=True)
+    texts = {index_text(entries): _numbers(codes), floats: bytes(2 * shape.parameters(2, 1))}
+    return [zlib.decompress(base64.b64decode(text)) + b"\0" + numbers for text, numbers in texts.items()]
+
+
+@reader(sound_numbers)
+def numbers(content: bytes, folder: Path) -> None:
+    """The index of packed layers, as JSON, and their numbers."""
+    index, _, body = content.partition(b"\0")
+    found = read_index(base64.b64encode(zlib.compress(index)).decode())
+    found.config_fields()
+    _unpack(found.layers(np.frombuffer(body, np.uint8)))
 
 
 def sound_indices() -> list[bytes]:

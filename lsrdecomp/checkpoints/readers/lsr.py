@@ -14,7 +14,7 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
 from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
-from lsrdecomp.checkpoints.packed import PACKED, factors_of, read_index
+from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, PACKED, Index, PackedLayer, read_index, read_packed
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
@@ -46,7 +46,9 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     if bundle.config is None:
         raise CheckpointError("has no adapter_config.json", path=bundle.path)
     register_with_peft()
-    config = Config(bundle.config, bundle.config_path)
+    index = _index(bundle)
+    raw = dict(bundle.config) | ({} if index is None else index.config_fields())
+    config = Config(raw, bundle.config_path)
     if alpha is not None:
         raise bundle.config_error("alpha is in the config; leave alpha= out")
     for field, what in REFUSED.items():
@@ -54,9 +56,9 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
             raise UnsupportedError(f"{field} is set: {what}", path=config.path)
     check_carried(config)
     expected = _Expected(config)
-    kinds = provenance_kinds(bundle)
+    kinds = provenance_kinds(bundle) if index is None else index.kinds
     linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
-    tensors, widths = _unpacked(bundle)
+    tensors, widths = _unpacked(bundle, index)
     sides, extras = _split(tensors)
     layers = []
     for name in sorted(sides, key=natural):
@@ -66,9 +68,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     if not layers:
         raise CheckpointError(f"holds no lsr_A and lsr_B among {len(bundle.tensors)} tensors", path=bundle.weights)
     notes = missing_modules(bundle.config, extras)
-    return Checkpoint(
-        bundle.path, "lsr", dict(bundle.config), tuple(layers), extras, bundle.weights, dict(bundle.metadata), notes
-    )
+    return Checkpoint(bundle.path, "lsr", raw, tuple(layers), extras, bundle.weights, dict(bundle.metadata), notes)
 
 
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -173,19 +173,36 @@ class _Expected:
             raise CheckpointError(f"{field}: {error}", path=self.config.path) from None
 
 
-def _unpacked(bundle: Bundle) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _index(bundle: Bundle) -> Index | None:
+    text = (bundle.config or {}).get(FIELD)
+    if text is None and NUMBERS in bundle.tensors:
+        raise bundle.config_error(f"lacks {FIELD}, the index of the numbers in {bundle.weights.name}; copy both again")
+    if text is not None and NUMBERS not in bundle.tensors:
+        reason = f"is missing, of which {bundle.config_path.name} has the index ({FIELD}); copy both again"
+        raise CheckpointError(reason, path=bundle.weights, tensor=NUMBERS)
+    try:
+        return None if text is None else read_index(text)
+    except CheckpointError as error:
+        raise bundle.config_error(str(error)) from None
+
+
+def _unpacked(bundle: Bundle, index: Index | None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """All tensors by name, factors of packed layers among them, and what the packed layers are stored in."""
     tensors = dict(bundle.tensors)
-    packed = tensors.pop(PACKED, None)
     widths = {}
-    if packed is not None:
+    for key, read in ((PACKED, read_packed), (NUMBERS, None if index is None else index.layers)):
+        packed = tensors.pop(key, None)
+        if packed is None or read is None:
+            continue
         if packed.dtype != "uint8" or len(packed.shape) != 1:
             raise packed.error(f"shape {packed.shape} of {packed.dtype}, expected a row of bytes")
-        layers = read_index(packed.read())
+        layers = read(packed.read())
 
         @lru_cache(maxsize=1)
-        def factors(name: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-            return factors_of(layers[name].decode())
+        def factors(
+            name: str, layers: Mapping[str, PackedLayer] = layers
+        ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+            return layers[name].factors()
 
         for name, layer in layers.items():
             widths[name] = layer.storage
@@ -195,7 +212,8 @@ def _unpacked(bundle: Bundle) -> tuple[dict[str, StoredTensor], dict[str, str]]:
                     if key in tensors:
                         raise packed.error(f"{key} is stored twice, packed and alone")
                     fetch = partial(_factor, factors, name, side, i)
-                    tensors[key] = StoredTensor(key, shape, "float64", packed.path, fetch)
+                    dtype = layer.storage if layer.storage in FLOATS else "float64"
+                    tensors[key] = StoredTensor(key, shape, dtype, packed.path, fetch)
     return tensors, widths
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
-from lsrdecomp.checkpoints.packed import PACKED, encoded, factors_of
+from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text
+from lsrdecomp.checkpoints.packed_entries import parse
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
+from lsrdecomp.checkpoints.writing import IN_MEMORY, WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -37,6 +40,8 @@ def write_lsr(
     files: Mapping[str, str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     config_extra: Mapping[str, Any] | None = None,
+    packed: bool = False,
+    dropped: Sequence[str] = (),
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
@@ -59,6 +64,11 @@ def write_lsr(
         Texts of further files of the directory.
     provenance, config_extra : Mapping, optional
         JSON values for the header's record, and config fields that override ours.
+    packed : bool
+        All numbers in one tensor and all sizes in one text, as with ``coded`` layers in any case; see
+        `lsrdecomp.checkpoints.packed`. Else a tensor for each factor and patterns in the config, as PEFT itself saves.
+    dropped : sequence of str
+        Layers that were left out on purpose.
 
     Returns
     -------
@@ -70,8 +80,14 @@ def write_lsr(
         text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
         raise UnsupportedError(text, path=source.path)
     given = {layer.name: layer for layer in source.layers}
+    packed = packed or bool(coded)
+    entries: dict[str, list[Any]] = {}
     shapes: dict[str, tuple[ProductShape, int, int]] = {}
-    with new_directory(out, inputs=(source.path,), force=force) as part, TensorWriter(part) as writer:
+    with (
+        new_directory(out, inputs=(source.path,), force=force) as part,
+        TensorWriter(part) as writer,
+        SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(part)) as numbers,
+    ):
         for name, left, right, scale in layers:
             shape, ranks = _factor_shape(name, left, right)
             known = given.get(name)
@@ -79,32 +95,61 @@ def write_lsr(
                 size = f"{known.out_features} x {known.in_features}"
                 raise CheckpointError(f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out)
             shapes[name] = (shape, *ranks)
+            entries[name] = float_entry(shape, ranks, storage)
             for side, factors, factor in (("B", left, scale), ("A", right, 1.0)):
                 for position, array in enumerate(factors, 1):
                     key = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
                     scaled = array if position > 1 or factor == 1.0 else np.asarray(array, np.float64) * factor
-                    writer.add(key, cast(scaled, storage, key))
+                    stored = cast(scaled, storage, key)
+                    if packed:
+                        numbers.write(np.ascontiguousarray(stored, stored.dtype.newbyteorder("<")).tobytes())
+                    else:
+                        writer.add(key, stored)
         for name, code in (coded or {}).items():
-            shape, ranks = _factor_shape(name, *factors_of(code))
-            shapes[name] = (shape, *ranks)
-        if coded:
-            writer.add_pieces(PACKED, "uint8", *encoded(coded))
-        if not shapes:
+            entries[name] = code_entry(code)
+            numbers.writelines(piece.tobytes() for piece in code_bytes(code))
+        if not entries:
             raise CheckpointError("no layers to write", path=out)
-        for key, tensor in source.extras.items():
-            writer.add(key, tensor.read())
         kinds = {
-            name: [given[name].kind, list(given[name].kernel)]
-            for name in shapes
+            name: (given[name].kind, given[name].kernel)
+            for name in entries
             if name in given and given[name].kind != "linear"
         }
-        writer.write(part / WEIGHTS, metadata(source, provenance, kinds=kinds, storage=storage))
-        config = {**_config(source, shapes), **(config_extra or {})}
+        if packed:
+            length = numbers.tell()
+            numbers.seek(0)
+            writer.add_pieces(NUMBERS, "uint8", length, _pieces(numbers))
+        for key, tensor in source.extras.items():
+            writer.add(key, tensor.read())
+        facts = {"storage": storage} if packed else {"storage": storage, "kinds": kinds, "dropped": list(dropped)}
+        writer.write(part / WEIGHTS, metadata(source, provenance, **facts))
+        config = _packed_config(source, entries, kinds, dropped) if packed else _config(source, shapes)
+        config |= config_extra or {}
         write_json(part / CONFIG, config)
         (part / "README.md").write_text(_card(config), encoding="utf-8")
         for file, text in (files or {}).items():
             (part / file).write_text(text, encoding="utf-8")
     return out
+
+
+def _pieces(file: IO[bytes]) -> Iterator[Array]:
+    while piece := file.read(2**20):
+        yield np.frombuffer(piece, np.uint8)
+
+
+def _packed_config(
+    source: Checkpoint, entries: Mapping[str, Sequence[Any]], kinds: Mapping[str, Any], dropped: Sequence[str]
+) -> dict[str, Any]:
+    names, targets = {layer.name for layer in source.layers}, source.config.get("target_modules")
+    rank = Counter(parse(*entry).shape.inner_rank for entry in entries.values()).most_common(1)[0][0]
+    return {
+        **carried_fields(source.config, names, set(source.extras), source, "lsr_only"),
+        "target_modules": targets,  # as in the source; where that is not what is held, the index says so
+        "peft_type": "LSR",
+        "r": rank,
+        "lsr_alpha": rank,
+        FIELD: index_text(entries, kinds, dropped, exact=targets is None or names != set(entries)),
+    }
 
 
 def _factor_shape(name: str, left: Factors, right: Factors) -> tuple[ProductShape, tuple[int, int]]:
