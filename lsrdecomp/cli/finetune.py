@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lsrdecomp.training.record import Record
 
 
+LISTS = ("target_modules", "layers", "report_to")
+"""Settings that are lists: on the command line one value is a list of one."""
+
+
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
     model: Annotated[
@@ -71,6 +75,7 @@ def finetune(
         "device": device,
     }
     more = dict(assignment(text, "--set") for text in settings or ())
+    more |= {name: [more[name]] for name in LISTS if isinstance(more.get(name), str | int)}
     chosen = training.FinetuneSettings.from_mapping(
         _table(config) | {name: value for name, value in given.items() if value is not None} | more
     )

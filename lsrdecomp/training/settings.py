@@ -184,8 +184,6 @@ class FinetuneSettings:
         value = getattr(self, name)
         if value is None or isinstance(value, tuple):
             return
-        if isinstance(value, str | int) and not isinstance(value, bool):
-            value = [value]  # a list of one
         if not isinstance(value, list):
             raise SettingsError(f"{name} must be a list, got {value!r}")
         object.__setattr__(self, name, tuple(value))
