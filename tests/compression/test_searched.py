@@ -1,0 +1,182 @@
+"""One search for many budgets: errors as measured, bounds kept, nothing solved twice after a kill, workers agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lsrdecomp.compression import solve
+from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.ladder import ladder, neighbours, parameters
+from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.compression.searched import Fitted, Resources, search_layers
+from lsrdecomp.errors import CheckpointError
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.solvers.pair.leading_norm import leading_norms
+from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
+
+M, N, RANK, COUNT = 24, 36, 4, 3
+QUICK = Search(orders=(2,), rounds=0, refine=JointALS(sweeps=3, cg_steps=4))
+
+
+def weight(rng: np.random.Generator, size: int) -> LowRankPlusIdentity:
+    """Falling eigenvalues with a flat tail, as layers have."""
+    basis = np.linalg.qr(rng.standard_normal((size, size)))[0]
+    return LowRankPlusIdentity(basis, 0.6 ** np.arange(size) + 1e-4, 0.0)
+
+
+@pytest.fixture
+def layers(rng: np.random.Generator) -> list[Layer]:
+    return [
+        Layer(
+            f"l.{i}",
+            LowRank(rng.standard_normal((M, RANK)), rng.standard_normal((RANK, N))),
+            NormWeights(weight(rng, M), weight(rng, N)),
+        )
+        for i in range(COUNT)
+    ]
+
+
+def error(layers: Sequence[Layer], fitted: Fitted) -> float:
+    """From the factors themselves, in the whole norm."""
+    lost = [
+        layer.squared_norm if (form := one.form) is None else layer.squared_error(form)
+        for layer, one in zip(layers, fitted.chosen, strict=True)
+    ]
+    return math.sqrt(sum(lost) / sum(layer.squared_norm for layer in layers))
+
+
+def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer]) -> None:
+    budgets = [Budget(ratio=ratio) for ratio in (20.0, 8.0)]
+    searched = search_layers(layers, budgets, search=QUICK)
+    errors = []
+    for budget in budgets:
+        fitted = searched.fit(budget)
+        assert sum(one.candidate.parameters for one in fitted.chosen) <= budget.cost_limit(layers)
+        measured = error(layers, fitted)
+        recorded = math.sqrt(sum(one.candidate.squared_error for one in fitted.chosen))
+        assert recorded == pytest.approx(measured * math.sqrt(sum(x.squared_norm for x in layers)), rel=1e-9)
+        assert fitted.low_rank_error is not None
+        assert measured < 0.95 * fitted.low_rank_error
+        errors.append(measured)
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_a_budget_drawn_without_solving_solves_nothing(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = search_layers(layers, [Budget(ratio=12.0)], search=QUICK)
+    solved = error(layers, searched.fit(Budget(ratio=12.0)))
+    monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
+    for ratio in (12.0, 9.0):
+        drawn = searched.fit(Budget(ratio=ratio), solve=False)
+        assert sum(one.candidate.parameters for one in drawn.chosen) <= Budget(ratio=ratio).cost_limit(layers)
+        assert error(layers, drawn) <= 1.02 * solved
+
+
+def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
+    searched = search_layers(layers, [Budget(ratio=3.0)], search=QUICK)
+    free, bound = (
+        searched.fit(Budget(ratio=3.0), allowed=allowed) for allowed in (None, lambda one: one.served_rank <= 1)
+    )
+    assert max(one.candidate.served_rank for one in free.chosen) > 1
+    assert max(one.candidate.served_rank for one in bound.chosen) == 1
+
+
+def test_a_killed_search_goes_on_where_it_was(
+    layers: list[Layer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = solve.solve, []
+
+    def counted(task: solve.Task) -> list[solve.Answer]:
+        seen.append(solve._key(task))
+        return real(task)
+
+    def killed(task: solve.Task) -> list[solve.Answer]:
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return counted(task)
+
+    place, budget = tmp_path / ".out.search", Budget(ratio=12.0)
+    monkeypatch.setattr(solve, "solve", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search_layers(layers, [budget], search=QUICK, resources=Resources(store=SearchStore(place))).fit(budget)
+    monkeypatch.setattr(solve, "solve", counted)
+    store = SearchStore(place)
+    resumed = search_layers(layers, [budget], search=QUICK, resources=Resources(store=store)).fit(budget)
+    assert store.reused == 2
+    assert len(seen) == len(set(seen))
+    calm = search_layers(layers, [budget], search=QUICK).fit(budget)
+    assert error(layers, resumed) == pytest.approx(error(layers, calm), rel=1e-6)
+    store.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("something else, long enough to be taken for a header of a database file")
+    with pytest.raises(CheckpointError, match="remove it or choose another output"):
+        SearchStore(tmp_path / "x").get("key")
+
+
+def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:
+    steps: list[Step] = []
+    budget = Budget(ratio=12.0)
+    search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)).fit(budget)
+    stages = dict.fromkeys(step.stage for step in steps)
+    assert next(iter(stages)) == "solving shapes"
+    for stage in stages:
+        last = [step for step in steps if step.stage == stage][-1]
+        assert last.done == last.total
+
+
+def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Layer]) -> None:
+    for layer in layers:
+        part = leading_norms(layer.norms)
+        assert part.input.values.size < N
+        for whole, few in ((layer.norms.output, part.output), (layer.norms.input, part.input)):
+            assert few.trace == pytest.approx(whole.trace, rel=1e-12)
+    batches = [Batch.of([x.pair for x in layers], norms) for norms in (None, [x.leading for x in layers])]
+    assert batches[0].norms.is_frobenius
+    problem = NestedTerms(batches[1], ProductShape((4, 6), (1, 1), (6, 6)))
+    state = problem.descend(problem.begin((2, 2)), 4)
+    for layer, found, product in zip(layers, problem.errors(state), problem.products(state), strict=True):
+        assert found**2 == pytest.approx(layer.squared_error(product), rel=0.03)
+
+
+def test_more_terms_are_never_farther(layers: list[Layer]) -> None:
+    problem = NestedTerms(
+        Batch.of([x.pair for x in layers], [x.leading for x in layers]), ProductShape((4, 6), (2, 1), (6, 6))
+    )
+    state = problem.descend(problem.begin((1, 1)), 3)
+    for ranks in ((2, 1), (2, 2), (4, 4)):
+        more = problem.grown(state, ranks)
+        assert np.all(problem.errors(more) <= problem.errors(state) * (1 + 1e-9))
+        state = problem.descend(more, 2)
+        assert np.all(problem.errors(state) <= problem.errors(more) * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("size", [(576, 192), (11008, 4096), (7, 1024), (2, 3)])
+def test_the_ladder_tiles_any_matrix_within_its_limit(size: tuple[int, int]) -> None:
+    chains = ladder(size, 8, (2, 3), 8, 900)
+    assert len({chain.shape for chain in chains}) == len(chains)
+    for chain in chains:
+        assert chain.shape.matrix_shape == size
+        assert all(parameters((chain.shape, ranks)) <= 900 for ranks in chain.terms)
+
+
+def test_neighbours_are_one_step_away() -> None:
+    shape = ProductShape((24, 24), (1, 2), (8, 6))
+    found = [other for other, _ in neighbours((shape, (2, 2)), 4)]
+    assert shape not in found
+    assert ProductShape((24, 24), (1, 3), (8, 6)) in found
+    assert ProductShape((12, 48), (1, 2), (8, 6)) in found
+    assert ProductShape((24, 24), (1, 2), (6, 8)) in found
+    assert all(other.matrix_shape == (576, 48) and other.inner_rank <= 4 for other in found)
