@@ -26,7 +26,6 @@ from lsrdecomp.cli.options import (
     JsonFile,
     MaxMemory,
     Name,
-    Storage,
     Wide,
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN
@@ -89,20 +88,27 @@ def export(
     out: Annotated[
         Path,
         UNKNOWN,
-        typer.Option("--out", help="Directory (lora) or file (kohya, diffusers); must not exist."),
+        typer.Option("--out", help="Directory (lora) or file (gguf, kohya, diffusers); must not exist."),
     ],
-    to: Annotated[str, typer.Option(help="Format to write: lora, kohya or diffusers.")] = "lora",
+    to: Annotated[str, typer.Option(help="Format to write: lora, gguf, kohya or diffusers.")] = "lora",
     profile: Annotated[
         str, typer.Option(help="Of lora: peft, or server: one padded rank, scale and no head.")
     ] = "peft",
-    storage: Storage = "float32",
+    storage: Annotated[
+        str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: float32, f16.")
+    ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="Of gguf: the base's GGUF file, model directory or config.json.")
+    ] = None,
     force: Force = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
     checkpoint = checkpoints.open_checkpoint(adapter, max_memory=max_memory)
-    compression.export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force)
-    typer.echo(f"Wrote {out}: a {to} adapter, exact up to rounding to {storage}.")
+    compression.export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force, base=base)
+    typer.echo(
+        f"Wrote {out}: a {to} adapter, exact up to rounding to {storage or ('f16' if to == 'gguf' else 'float32')}."
+    )
 
 
 def demo(

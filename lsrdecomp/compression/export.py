@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lsrdecomp.checkpoints import Checkpoint, StoredTensor, write_diffusers, write_kohya, write_lora
+from lsrdecomp.checkpoints import (
+    Checkpoint,
+    GgufBase,
+    StoredTensor,
+    read_base,
+    write_diffusers,
+    write_gguf,
+    write_kohya,
+    write_lora,
+)
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import SUMS, changed_files
 from lsrdecomp.compression.layer import layer_product
@@ -16,9 +25,10 @@ def export_lora(
     out: str | Path,
     *,
     to: str = "lora",
-    storage: str = "float32",
+    storage: str | None = None,
     profile: str = "peft",
     force: bool = False,
+    base: str | Path | None = None,
 ) -> Path:
     """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
 
@@ -28,12 +38,18 @@ def export_lora(
     ----------
     checkpoint : Checkpoint
     out : path
-        A directory for "lora", a file for "kohya" and "diffusers".
+        A directory for "lora", a file for "kohya", "diffusers" and "gguf".
     to : str
-        "lora" (PEFT), "kohya" or "diffusers".
+        "lora" (PEFT), "kohya", "diffusers" or "gguf" (llama.cpp).
+    storage : str, optional
+        Type of the numbers; absent, float32, or f16 for "gguf", which also takes f32 and q8_0.
     profile : str
         Of "lora": "peft", or "server", padded to one uniform rank with the scale in B and without the head, for servers
         that keep one global scale and load nothing else.
+
+    base : path, optional
+        Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent, the directory that
+        the adapter's config names, if there is one.
 
     Raises
     ------
@@ -55,12 +71,32 @@ def export_lora(
             source=checkpoint,
             layers=layers,
             extras=extras,
-            storage=storage,
+            storage=storage or "float32",
             profile=profile,
             force=force,
             provenance=record,
         )
+    if to == "gguf":
+        like = _base(checkpoint, base)
+        return write_gguf(out, base=like, source=checkpoint, layers=layers, storage=_gguf_storage(storage), force=force)
+    storage = storage or "float32"
     writers = {"kohya": write_kohya, "diffusers": write_diffusers}
     if to not in writers:
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, {', '.join(writers)}")
+        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, gguf, {', '.join(writers)}")
     return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
+
+
+def _gguf_storage(storage: str | None) -> str:
+    return {None: "f16", "float16": "f16", "float32": "f32"}.get(storage, str(storage))
+
+
+def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
+    named = checkpoint.config.get("base_model_name_or_path")
+    if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
+        base = named
+    if base is None:
+        text = f"its base {ascii(named)[:80]} is no directory here, and a GGUF file follows its base's names and heads"
+        raise CheckpointError(
+            f"{text}; name it by --base: a GGUF file, a model directory or its config.json", path=checkpoint.path
+        )
+    return read_base(base)

@@ -133,7 +133,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         (["compress", DEMO, "--out", "o", "--kl", "0.1"], "calibrate first"),
         (["compress", DEMO, "--out", "o", "--ratio", "9", "--calibrated", "none"], "none"),
         (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),
-        (["export", DEMO, "--out", "o", "--to", "gguf"], "cannot write 'gguf'"),
+        (["export", DEMO, "--out", "o", "--to", "onnx"], "cannot write 'onnx'"),
         (["inspect", "."], "adapter"),
         (["inspect", DEMO, "--alpha", "8"], "alpha"),
         (["compress", DEMO, "--out", DEMO, "--rtol", "0.1", "--force"], "demo_adapter"),

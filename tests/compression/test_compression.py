@@ -213,7 +213,7 @@ def test_export_is_exact(demo, tmp_path, to, profile):
         assert exported.extras == {}
 
 
-@pytest.mark.parametrize("to", ["kohya", "diffusers", "gguf"])
+@pytest.mark.parametrize("to", ["kohya", "diffusers"])
 def test_a_format_that_cannot_hold_these_layers_is_refused(demo, tmp_path, to):
     with pytest.raises(UnsupportedError, match=to):
         export_lora(demo, tmp_path / "out.safetensors", to=to)

@@ -1,0 +1,259 @@
+"""GGUF files for llama.cpp: each layer at its own rank under the base's own tensor names, the scale in B.
+
+llama.cpp multiplies by ``adapter.lora.alpha`` / rank of the tensor, or by the user's scale alone where alpha is 0. So
+alpha is 0 and the scale is in B, which is right for mixed ranks too. Names come from the maps of the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.checkpoints.writers.peft import check_pair
+from lsrdecomp.checkpoints.writing import cast, new_file
+from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
+
+STORAGES = {"f32": "float32", "f16": "float16", "q8_0": "float16"}
+"""Types of the numbers; in q8_0 what has rows of a multiple of 32 is in blocks of eight bits, the rest in float16."""
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gemma3": "gemma3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gpt2": "gpt2",
+    "bert": "bert",
+    "roberta": "bert",
+}
+"""transformers' ``model_type`` and llama.cpp's name, where GGUF holds the matrices as they are, but for `PERMUTED`."""
+PERMUTED = {"llama": {"attn_q": "heads", "attn_k": "key_heads"}}
+"""Matrices whose rows GGUF orders otherwise: the two halves of each head's rotary pairs are interleaved."""
+PREFIXES = ("", "bert.", "roberta.", "language_model.", "model.language_model.")
+"""What may stand before a name that llama.cpp's own conversion takes away."""
+
+
+@dataclass(frozen=True)
+class GgufBase:
+    """What must be known of the base: its architecture, its heads, and where known the sizes of its matrices.
+
+    Attributes
+    ----------
+    architecture : str
+        llama.cpp's name.
+    blocks : int
+    heads, key_heads : int
+        Attention heads of the queries, and of keys and values.
+    width : int
+        Of the hidden state.
+    shapes : Mapping of str to (m, n)
+        Matrices by GGUF name without ``.weight``; empty if the base was described by a config.
+    """
+
+    path: Path
+    architecture: str
+    blocks: int
+    heads: int
+    key_heads: int
+    width: int
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def read_base(path: str | Path) -> GgufBase:
+    """The base at a path: a GGUF file, a model's directory with config.json, or such a config.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such file or a number is missing in it.
+    UnsupportedError
+        For an architecture whose names and orders are not known here, by name.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    config = path / "config.json" if path.is_dir() else path
+    raw = read_json(config)
+    raw = {**raw, **(raw["text_config"] if isinstance(raw.get("text_config"), dict) else {})}
+    kind = str(raw.get("model_type"))
+    if kind not in ARCHITECTURES:
+        raise _unknown(kind, config)
+    names = {"blocks": ("num_hidden_layers", "n_layer"), "heads": ("num_attention_heads", "n_head")}
+    names |= {"width": ("hidden_size", "n_embd")}
+    found: dict[str, Any] = {
+        key: next((raw[name] for name in options if name in raw), None) for key, options in names.items()
+    }
+    for key, options in names.items():
+        if type(found[key]) is not int or found[key] < 1:
+            raise CheckpointError(f"{options[0]} is {ascii(found[key])[:40]}, expected a positive integer", path=config)
+    keys = raw.get("num_key_value_heads") or found["heads"]
+    return GgufBase(config, ARCHITECTURES[kind], found["blocks"], found["heads"], int(keys), found["width"])
+
+
+def write_gguf(
+    out_file: str | Path,
+    *,
+    layers: Iterable[tuple[str, Array, Array]],
+    base: GgufBase,
+    source: Checkpoint | None = None,
+    extras: Mapping[str, StoredTensor] | None = None,
+    storage: str = "f16",
+    force: bool = False,
+) -> Path:
+    """Write a LoRA for llama.cpp with ``ΔW = B @ A``; the scale must be in B already.
+
+    Parameters
+    ----------
+    out_file : str or Path
+        Ends in .gguf; must not exist, unless ``force``.
+    layers : iterable of (name, B, A)
+        B (m, r) and A (r, n), taken one at a time; ranks may differ.
+    base : GgufBase
+        As `read_base` gives it.
+    storage : str
+        "f16", "f32" or "q8_0".
+
+    Raises
+    ------
+    UnsupportedError
+        For a layer without a name in such files, a kind of layer or other tensors that llama.cpp does not load.
+    CheckpointError
+        If a layer is not of the size the base has, or ``out_file`` exists.
+    """
+    gguf, out = _gguf(), Path(out_file)
+    if out.suffix != ".gguf":
+        raise CheckpointError("the name must end in .gguf", path=out)
+    if storage not in STORAGES:
+        raise CheckpointError(f"storage {storage!r} is not one of {', '.join(STORAGES)}, what GGUF files hold")
+    extras = extras if extras is not None else (source.extras if source else {})
+    if extras:
+        text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that llama.cpp does not load"
+        raise UnsupportedError(f"{text}; write lora, which keeps them, or pass extras={{}}", path=out)
+    known = {layer.name: layer for layer in source.layers} if source else {}
+    name_of, written = _names(base), 0
+    with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
+        writer = gguf.GGUFWriter(part, base.architecture)
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+        for name, up, down in layers:
+            layer = known.get(name)
+            check_pair(name, up, down, layer)
+            tensor = name_of(name)
+            _check(name, tensor, up, down, layer, base)
+            for end, array in (("lora_a", down), ("lora_b", _ordered(tensor, np.asarray(up), base))):
+                key = f"{tensor}.weight.{end}"
+                stored = np.ascontiguousarray(cast(array, STORAGES[storage], name))
+                if storage == "q8_0" and stored.shape[1] % 32 == 0:
+                    eight = gguf.GGMLQuantizationType.Q8_0
+                    writer.add_tensor(key, gguf.quants.quantize(stored.astype(np.float32), eight), raw_dtype=eight)
+                else:
+                    writer.add_tensor(key, stored)
+            written += 1
+        if not written:
+            raise CheckpointError("no layers to write", path=out)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return out
+
+
+def gguf_names(base: GgufBase) -> Callable[[str], str | None]:
+    """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
+    gguf = _gguf()
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == base.architecture)
+    names = gguf.get_tensor_name_map(architecture, base.blocks)
+
+    def find(name: str) -> str | None:
+        options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+        options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
+        return next((found for found in map(names.get_name, options) if found is not None), None)
+
+    return find
+
+
+def _names(base: GgufBase) -> Callable[[str], str]:
+    find = gguf_names(base)
+
+    def name_of(name: str) -> str:
+        found = find(name)
+        if found is None or (base.shapes and found not in base.shapes):
+            missing = "" if found is None else f" (it would be {found})"
+            text = f"has no tensor in a {base.architecture} model of {base.blocks} blocks{missing}"
+            raise UnsupportedError(f"{name}: {text}; is {base.path} its base?")
+        return found
+
+    return name_of
+
+
+def _check(name: str, tensor: str, up: Array, down: Array, layer: LoraLayer | LsrLayer | None, base: GgufBase) -> None:
+    if layer is not None and layer.kind not in ("linear", "conv1d"):
+        raise UnsupportedError(f"{name}: a layer of kind {layer.kind!r} is not loaded by llama.cpp; write lora instead")
+    size = up.shape[0], down.shape[1]
+    wanted = base.shapes.get(tensor)
+    if wanted is None and tensor.rpartition(".")[2] in ("attn_q", "attn_k", "attn_v", "attn_qkv", "ffn_up", "ffn_gate"):
+        wanted = size[0], base.width
+    if wanted is not None and size != wanted:
+        text = f"{size[0]} x {size[1]}, but {wanted[0]} x {wanted[1]} in the base {base.path}"
+        raise CheckpointError(f"{name}: {text}; export for the base it was trained on")
+
+
+def _ordered(tensor: str, up: Array, base: GgufBase) -> Array:
+    """B with its rows as GGUF orders those of this matrix."""
+    heads = PERMUTED.get(base.architecture, {}).get(tensor.rpartition(".")[2])
+    if heads is None:
+        return up
+    count = int(getattr(base, heads))
+    if up.shape[0] % (2 * count):
+        raise CheckpointError(f"{tensor}: {up.shape[0]} rows are not {count} heads of pairs, as {base.path} says")
+    return up.reshape(count, 2, -1, up.shape[1]).swapaxes(1, 2).reshape(up.shape)
+
+
+FACTS = {"blocks": "block_count", "heads": "attention.head_count", "width": "embedding_length"}
+
+
+def _from_gguf(path: Path) -> GgufBase:
+    gguf = _gguf()
+    try:
+        reader = gguf.GGUFReader(path)
+        architecture = str(reader.fields["general.architecture"].contents())
+        facts = {key: int(reader.fields[f"{architecture}.{name}"].contents()) for key, name in FACTS.items()}
+        keys = reader.fields.get(f"{architecture}.attention.head_count_kv")
+        key_heads = facts["heads"] if keys is None else int(keys.contents())
+        shapes = {
+            tensor.name.removesuffix(".weight"): tuple(int(size) for size in tensor.shape[::-1])
+            for tensor in reader.tensors
+            if tensor.name.endswith(".weight")
+        }
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from None
+    except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"is no GGUF model: {str(error)[:200]}", path=path) from None
+    if architecture not in ARCHITECTURES.values():
+        raise _unknown(architecture, path)
+    return GgufBase(path, architecture, key_heads=key_heads, shapes=shapes, **facts)
+
+
+def _unknown(kind: str, path: Path) -> UnsupportedError:
+    known = ", ".join(sorted(ARCHITECTURES))
+    text = f"architecture {kind[:60]!r}: its names and orders in GGUF are not known here; known: {known}"
+    return UnsupportedError(text, path=path)
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise LsrError("GGUF files need the package gguf: pip install gguf") from error
+    return gguf
