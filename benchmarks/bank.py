@@ -4,7 +4,7 @@
     python benchmarks/bank.py --adapters 20 --tiny  # a dry run on a small random model
 
 Every adapter is made from the seed: random factors for q, k, v and o of every layer, inner rank 4 = 2 · 2 and two
-terms, in bfloat16, which is about 1/48 of the bytes of a LoRA of rank 8 in float32. The time of a switch is from asking
+terms, in bfloat16, which is about 1/45 of the bytes of a LoRA of rank 8 in float32. The time of a switch is from asking
 for an adapter that is in no slot to the logits of the next token of one prompt; beside it, interleaved, PEFT loads the
 same adapter's LoRA (its expansion, in the same 16 bits) from disk, that is from the page cache, and answers the same
 prompt. Writes ``results/bank.json``.
