@@ -303,7 +303,7 @@ class Decomposition:
             f"relative error   {self.relative_error:.3g}, {self.error_kind.value}\n"
             f"condition γ      {self.condition:.3g}\n"
             f"bytes            {self.bytes:,} in {self.storage}, {self.parameters:,} of {rows * columns:,} numbers\n"
-            f"{self.status.value}"
+            f"{self.status.value}{self.remark}"
         )
 
     def _repr_html_(self) -> str:
