@@ -15,6 +15,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -411,7 +412,7 @@ def main() -> None:
         result = {
             **PARTS[part](),
             "seed": SEED,
-            "versions": {"lsrdecomp": "0.1.0", "numpy": np.__version__, "scipy": scipy.__version__},
+            "versions": {"lsrdecomp": version("lsrdecomp"), "numpy": np.__version__, "scipy": scipy.__version__},
             "machine": {
                 "python": platform.python_version(),
                 "system": platform.system(),
