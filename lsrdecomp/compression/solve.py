@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,10 @@ class Answer:
     products: Sequence[SeparatedProduct]
 
 
+AHEAD = 8
+"""Tasks a worker that are read and handed out together, so that not all layers are in memory at once."""
+
+
 def run(
     tasks: Iterable[Task],
     *,
@@ -73,36 +78,30 @@ def run(
     store: SearchStore | None = None,
     on_done: Callable[[Task], Any] | None = None,
 ) -> Iterator[tuple[Task, list[Answer]]]:
-    """Answers to all tasks, as they come; what the store has is not solved again, what it has not is put there.
+    """Answers to all tasks in their order, which what is found depends on; the store is asked first, and told at once.
 
     Raises `LsrError` if several workers are asked for and joblib is missing.
     """
-    waiting: list[tuple[Task, str]] = []
-    keys = {}
-    for task in tasks:
-        key = _key(task) if store is not None else ""
-        known = store.get(key) if store is not None else None
-        if known is not None:
-            if on_done is not None:
-                on_done(task)
-            yield task, _unpacked(task, known)
-        elif workers == 1:
-            answers = solve(task)
+    tasks = iter(tasks)
+    while part := list(islice(tasks, 1 if workers == 1 else AHEAD * workers)):
+        keys = [_key(task) if store is not None else "" for task in part]
+        answers: list[list[Answer] | None] = [None] * len(part)
+        for place, (task, key) in enumerate(zip(part, keys, strict=True)):
+            known = store.get(key) if store is not None else None
+            if known is not None:
+                answers[place] = _unpacked(task, known)
+        missing = [place for place, found in enumerate(answers) if found is None]
+        for place, found in _solved([part[place] for place in missing], workers):
             if store is not None:
-                store.put(key, _packed(answers))
+                store.put(keys[missing[place]], _packed(found))
+            answers[missing[place]] = found
             if on_done is not None:
+                on_done(part[missing[place]])
+        for place, (task, found_or_known) in enumerate(zip(part, answers, strict=True)):
+            assert found_or_known is not None
+            if on_done is not None and place not in missing:
                 on_done(task)
-            yield task, answers
-        else:
-            waiting.append((task, key))
-            keys[id(task)] = key
-    for place, answers in _in_processes([task for task, _ in waiting], workers):
-        task, key = waiting[place]
-        if store is not None:
-            store.put(key, _packed(answers))
-        if on_done is not None:
-            on_done(task)
-        yield task, answers
+            yield task, found_or_known
 
 
 def solve(task: Task) -> list[Answer]:
@@ -130,9 +129,10 @@ def solve(task: Task) -> list[Answer]:
     return answers
 
 
-def _in_processes(tasks: Sequence[Task], workers: int) -> Iterator[tuple[int, list[Answer]]]:
-    """Answers by the places of their tasks, as they come; one thread of linear algebra in each process."""
-    if not tasks:
+def _solved(tasks: Sequence[Task], workers: int) -> Iterator[tuple[int, list[Answer]]]:
+    """Answers by the places of their tasks, as they come; of several processes each has one thread."""
+    if workers == 1 or not tasks:
+        yield from map(_numbered, range(len(tasks)), tasks)
         return
     try:
         from joblib import Parallel, delayed, parallel_config
