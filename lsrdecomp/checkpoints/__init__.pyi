@@ -1,5 +1,6 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .bundle import CONFIG as CONFIG
+from .format import Format as Format
 from .format_table import FORMATS as FORMATS
 from .format_table import open_checkpoint as open_checkpoint
 from .output_paths import check_file as check_file

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 
 from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.format import Format
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
-from lsrdecomp.checkpoints.readers import cloneofsimo, diffusers, kohya, loralib, lsr, lycoris, peft, peft_lycoris
+from lsrdecomp.checkpoints.readers import cloneofsimo, diffusers, kohya, loralib, lsr, lycoris, peft
+from lsrdecomp.checkpoints.readers.peft_lycoris import loha, lokr
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
 from lsrdecomp.errors import CheckpointError
 
 WAY_OUT = "raise max_memory (--max-memory)"
 
-FORMATS: tuple[ModuleType, ...] = (
+# The first format that matches reads, so whoever knows a file best stands before whoever would take it too:
+FORMATS: tuple[Format, ...] = (
+    # with a config, told by its peft_type; `peft` takes every type that is left, and refuses by name what is not LoRA
     lsr,
-    peft_lycoris,
+    loha,
+    lokr,
     peft,
+    # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under kohya's keys
     lycoris,
     kohya,
+    # no file of these is one of another format: among themselves they could stand in any order, and new ones after them
     diffusers,
     cloneofsimo,
     loralib,
 )
+"""What `open_checkpoint` asks, in this order."""
 
 
 def open_checkpoint(
@@ -56,12 +63,13 @@ def open_checkpoint(
         raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
     for form in FORMATS:
         if form.matches(bundle):
-            checkpoint: Checkpoint = form.read(bundle, alpha=alpha)
+            checkpoint = form.read(bundle, alpha=alpha)
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
             return checkpoint
     held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
-    raise CheckpointError(f"no adapter format known here: it holds {held}", path=bundle.weights)
+    known = ", ".join(form.name for form in FORMATS)
+    raise CheckpointError(f"no adapter format known here: it holds {held}; read are {known}", path=bundle.weights)
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:

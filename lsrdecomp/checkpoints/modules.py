@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.readers.peft import PREFIX
+from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 

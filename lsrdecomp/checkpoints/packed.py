@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import zero_padded
 from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Floats, Reader, parse
-from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.tensors import check_name

@@ -209,9 +209,9 @@ def low_rank_layer(name: str, up: StoredTensor, down: StoredTensor, scale: float
     return LoraLayer(name, kind, up.shape[0], inputs, up.shape[1], scale, up.dtype, up, down, tuple(kernel))
 
 
-def rank_notes(layers: tuple[LoraLayer, ...]) -> tuple[str, ...]:
-    """One note if some layers have a rank above what their matrix can have."""
-    above = [layer for layer in layers if layer.rank > min(layer.shape)]
+def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
+    """One note if some low-rank layers have a rank above what their matrix can have."""
+    above = [layer for layer in layers if isinstance(layer, LoraLayer) and layer.rank > min(layer.shape)]
     if not above:
         return ()
     first = above[0]

@@ -224,6 +224,10 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _lock(directory: Path) -> int | None:
+    """Lock the directory itself, so that the lock goes where it goes and ends with the process.
+
+    Not with filelock, which locks regular files only: a lock file of its own would be one more thing a kill leaves.
+    """
     if fcntl is None:
         return None
     handle = os.open(directory, os.O_RDONLY)

@@ -6,8 +6,11 @@ computed from each method's definition.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,14 +18,18 @@ from checkpoint_files import PREFIX, directory, pair
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import (
+    FORMATS,
     Checkpoint,
+    Format,
     LsrLayer,
+    format_table,
     open_checkpoint,
     write_diffusers,
     write_kohya,
     write_lora,
     write_lsr,
 )
+from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -484,3 +491,145 @@ def test_convolutions_go_from_kohya_to_peft_with_their_kernel(kohya: Path, tmp_p
     assert back.layer("lora_unet_conv").kernel == (3, 2)
     for name, update in updates(source).items():
         np.testing.assert_allclose(updates(back)[name], update, rtol=1e-5, atol=1e-6)
+
+
+LOHA = {f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (5, 2)), ("b", (2, 4)))}
+FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = {
+    "peft-lora": (
+        {f"{PREFIX}q.lora_A.weight": (2, 6), f"{PREFIX}q.lora_B.weight": (4, 2)},
+        {"peft_type": "LORA", "r": 2},
+    ),
+    "peft-loha": ({f"{PREFIX}q.{part}": shape for part, shape in LOHA.items()}, {"peft_type": "LOHA", "r": 2}),
+    "peft-lokr": ({f"{PREFIX}q.lokr_w1": (2, 2), f"{PREFIX}q.lokr_w2": (2, 3)}, {"peft_type": "LOKR", "r": 2}),
+    "lycoris": ({f"m.{part}": shape for part, shape in LOHA.items()}, None),
+    "kohya": ({"lora_te_q.lora_down.weight": (2, 6), "lora_te_q.lora_up.weight": (4, 2)}, None),
+    "diffusers": ({"unet.q.lora_A.weight": (2, 6), "unet.q.lora_B.weight": (4, 2)}, None),
+    "cloneofsimo": ({"unet:0:down": (2, 6), "unet:0:up": (4, 2)}, None),
+    "loralib": ({"q.lora_A": (2, 6), "q.lora_B": (4, 2)}, None),
+}
+"""Of each format the smallest file, as shapes, and its config; LSR directories have a test file of their own."""
+
+
+def put(folder: Path, form: str, more: dict[str, tuple[int, ...]] | None = None) -> Path:
+    """A file of this format, with further tensors."""
+    shapes, config = FILES[form]
+    folder.mkdir()
+    tensors = {key: normal(*shape) for key, shape in (shapes | (more or {})).items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    if config is not None:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_format_of_the_table_has_a_file_and_the_signature_of_the_protocol() -> None:
+    assert sorted(form.name for form in FORMATS) == sorted(["lsr", *FILES])
+    for form in FORMATS:
+        for method in ("matches", "read"):
+            own = inspect.signature(getattr(form, method)).parameters.values()
+            promised = [*inspect.signature(getattr(Format, method)).parameters.values()][1:]
+            assert [*own] == promised, f"{form.name}.{method}"
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_a_file_is_taken_by_its_own_format_and_none_before_it(tmp_path: Path, form: str) -> None:
+    bundle = open_bundle(put(tmp_path / "a", form))
+    taking = [other.name for other in FORMATS if other.matches(bundle)]
+    also = ["peft-lora"] if form in ("peft-loha", "peft-lokr") else []
+    assert taking == [form, *also]
+    assert open_checkpoint(tmp_path / "a", alpha=2 if form == "loralib" else None).format == form
+
+
+def test_the_order_decides_where_two_formats_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loha = put(tmp_path / "loha", "peft-loha")
+    mixed = put(tmp_path / "mixed", "lycoris", FILES["kohya"][0])
+    assert [open_checkpoint(path).format for path in (loha, mixed)] == ["peft-loha", "lycoris"]
+    assert len(open_checkpoint(mixed).layers) == 2
+    monkeypatch.setattr(format_table, "FORMATS", FORMATS[::-1])
+    for path in (loha, mixed):
+        with pytest.raises(UnsupportedError):
+            open_checkpoint(path)
+
+
+@pytest.mark.parametrize("form", [name for name in FILES if name != "loralib"])
+def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_path: Path, form: str) -> None:
+    with pytest.raises(CheckpointError, match="leave alpha= out") as refused:
+        open_checkpoint(put(tmp_path / "a", form), alpha=8)
+    file = "adapter_model.safetensors" if FILES[form][1] is None else "adapter_config.json"
+    assert refused.value.path == tmp_path / "a" / file
+
+
+def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
+    save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(
+        CheckpointError, match="it holds 'weight'; read are lsr, peft-loha, peft-lokr, peft-lora, lycoris"
+    ):
+        open_checkpoint(tmp_path)
+
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+@pytest.fixture
+def contributed(monkeypatch: pytest.MonkeyPatch) -> Format:
+    """The format in the text of CONTRIBUTING.md, at the end of the table."""
+    section = CONTRIBUTING.read_text().split("## Adding a format")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    module = ModuleType("contributed")
+    exec(compile(code, str(CONTRIBUTING), "exec"), module.__dict__)
+    monkeypatch.setattr(format_table, "FORMATS", (*FORMATS, module))
+    return module  # type: ignore[return-value]
+
+
+def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path, contributed: Format) -> None:
+    tensors = {
+        "model.layers.10.q_proj.lora_a": normal(6, 2, dtype="float16"),
+        "model.layers.10.q_proj.lora_b": normal(2, 4, dtype="float16"),
+        "model.layers.9.q_proj.lora_a": normal(5, 3),
+        "model.layers.9.q_proj.lora_b": normal(3, 7),
+        "model.embed_tokens.lora_a": normal(9, 2),
+        "model.embed_tokens.lora_b": normal(2, 5),
+        "head.bias": normal(4),
+    }
+    path = tmp_path / "adapters.safetensors"
+    save_file(tensors, path)
+    assert [form.name for form in format_table.FORMATS if form.matches(open_bundle(path))] == [contributed.name]
+    checkpoint = open_checkpoint(path, alpha=6)
+    assert checkpoint.format == "mlx-lm"
+    assert [layer.name[6:] for layer in checkpoint.layers] == ["embed_tokens", "layers.9.q_proj", "layers.10.q_proj"]
+    assert [layer.kind for layer in checkpoint.layers] == ["embedding", "linear", "linear"]
+    assert [(layer.rank, layer.scale, layer.dtype) for layer in checkpoint.layers[1:]] == [
+        (3, 2.0, "float32"),
+        (2, 3.0, "float16"),
+    ]
+    assert list(checkpoint.extras) == [f"{PREFIX}head.bias"]
+    for name, update in updates(checkpoint).items():
+        left, right = (tensors[f"{name}.lora_{half}"].astype(np.float64) for half in "ab")
+        np.testing.assert_allclose(update, 6 / left.shape[1] * (left @ right).T, rtol=1e-5, atol=1e-6)
+    with_peft = write_lora(
+        tmp_path / "out",
+        source=checkpoint,
+        layers=[(x.name, x.scale * x.load()[0], x.load()[1]) for x in checkpoint.layers],
+    )
+    for name, update in updates(open_checkpoint(with_peft)).items():
+        np.testing.assert_allclose(update, updates(checkpoint)[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("word", "shapes"),
+    {
+        "has down without up; the file is incomplete": {"q.lora_a": (6, 2)},
+        "magnitude of DoRA beside up, down": {"q.lora_a": (6, 2), "q.lora_b": (2, 4), "q.m": (4,)},
+        "rank 2 in shape": {"q.lora_a": (6, 3), "q.lora_b": (2, 4)},
+        "expected a matrix": {"q.lora_a": (8, 2, 6), "q.lora_b": (8, 4, 2)},
+        "is part of an adapter": {"q.lora_a": (6, 2), "q.lora_b": (2, 4), "q.lora_a_scales": (6, 1)},
+        "of rank 2: its scale is not in it; pass alpha=": {"q.lora_a": (6, 2), "q.lora_b": (2, 4)},
+    }.items(),
+)
+def test_it_refuses_in_one_line_as_every_format_does(
+    tmp_path: Path, contributed: Format, word: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    save_file({key: normal(*shape) for key, shape in shapes.items()}, tmp_path / "adapters.safetensors")
+    with pytest.raises(CheckpointError, match=word) as refused:
+        open_checkpoint(tmp_path)
+    assert "adapters.safetensors" in str(refused.value)
+    assert "\n" not in str(refused.value)

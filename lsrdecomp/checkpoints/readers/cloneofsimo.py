@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.readers.peft import PREFIX, finish
+from lsrdecomp.checkpoints.format import PREFIX, finish, refuse_alpha
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError
 
+name = "cloneofsimo"
 KEY = re.compile(r"(?P<name>[A-Za-z_]+:[0-9]+):(?P<half>up|down)")
 
 
@@ -23,16 +24,15 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers called by their ordinals, as the format does (``unet:0``; ``layer:0`` in a list); the scale is 1."""
-    if alpha is not None:
-        raise bundle.metadata_error("this format has no alpha, its scale is 1; leave alpha= out")
+    refuse_alpha(bundle, alpha, "this format has no alpha, its scale is 1")
     halves, extras = _list(bundle) if bundle.listed else _named(bundle)
     layers = []
-    for name, both in halves.items():
+    for module, both in halves.items():
         if len(both) == 1:
             held = next(iter(both.values()))
-            raise held.error(f"{name} has one of up and down only; the file is incomplete")
-        layer = low_rank_layer(name, both["up"], both["down"], 1.0)
-        rank = bundle.metadata.get(f"{name}:rank", str(layer.rank))
+            raise held.error(f"{module} has one of up and down only; the file is incomplete")
+        layer = low_rank_layer(module, both["up"], both["down"], 1.0)
+        rank = bundle.metadata.get(f"{module}:rank", str(layer.rank))
         if rank != str(layer.rank):
             raise both["down"].error(
                 f"rank {layer.rank} in shape {both['down'].shape}, but {rank[:20]!r} in the header"
@@ -40,7 +40,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         layers.append(layer)
     if not layers:
         raise CheckpointError(f"holds {len(extras)} token embeddings and no LoRA layer", path=bundle.weights)
-    return finish(bundle, "cloneofsimo", layers, extras)
+    return finish(bundle, name, layers, extras)
 
 
 Halves = dict[str, dict[str, StoredTensor]]

@@ -8,11 +8,13 @@ from typing import Any
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
 from lsrdecomp.checkpoints.files import parse_json
+from lsrdecomp.checkpoints.format import PREFIX, finish, refuse_alpha
 from lsrdecomp.checkpoints.modules import grouped, need, scalar
-from lsrdecomp.checkpoints.readers.peft import PREFIX, check_supported, finish
+from lsrdecomp.checkpoints.readers.peft import check_supported
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.errors import CheckpointError
 
+name = "diffusers"
 SUFFIXES = {
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
@@ -45,22 +47,21 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         raise CheckpointError(
             f"a PEFT file without its {bundle.config_path.name}; put that beside it", path=bundle.weights
         )
-    if alpha is not None:
-        raise bundle.metadata_error("without an alpha in the file its scale is 1; leave alpha= out")
+    refuse_alpha(bundle, alpha, "without an alpha in the file its scale is 1")
     modules, extras = grouped(bundle, SUFFIXES)
     configs = _Configs(bundle)
     layers = []
     for stored, roles in modules.items():
         need(stored, roles, ("up", "down"), ("alpha",))
-        name = _module(stored, roles["down"].name)
-        layer = low_rank_layer(name, roles["up"], roles["down"], 1.0)
-        scale = scalar(roles["alpha"]) / layer.rank if "alpha" in roles else configs.scale(name, layer.rank)
-        layers.append(low_rank_layer(name, roles["up"], roles["down"], scale))
+        module = _module(stored, roles["down"].name)
+        layer = low_rank_layer(module, roles["up"], roles["down"], 1.0)
+        scale = scalar(roles["alpha"]) / layer.rank if "alpha" in roles else configs.scale(module, layer.rank)
+        layers.append(low_rank_layer(module, roles["up"], roles["down"], scale))
     names = [layer.name for layer in layers]
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = next(module for module in names if names.count(module) > 1)
         raise CheckpointError("is held under two names", path=bundle.weights, tensor=twice)
-    return finish(bundle, "diffusers", layers, extras)
+    return finish(bundle, name, layers, extras)
 
 
 def _module(stored: str, key: str) -> str:

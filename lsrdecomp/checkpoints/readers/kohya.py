@@ -7,12 +7,13 @@ import math
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.format import finish, refuse_alpha
 from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
-from lsrdecomp.checkpoints.readers.peft import finish
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.errors import CheckpointError
 
+name = "kohya"
 SUFFIXES = {".lora_up.weight": "up", ".lora_down.weight": "down", ".lora_mid.weight": "mid", ".alpha": "alpha"}
 
 
@@ -24,10 +25,9 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers under the file's own flattened names; without an alpha the scale is 1, as trainers and loaders hold."""
-    if alpha is not None:
-        raise bundle.metadata_error("alpha is in the file; leave alpha= out")
+    refuse_alpha(bundle, alpha)
     modules, extras = grouped(bundle, SUFFIXES)
-    return finish(bundle, "kohya", [lora_layer(name, roles) for name, roles in modules.items()], extras)
+    return finish(bundle, name, [lora_layer(module, roles) for module, roles in modules.items()], extras)
 
 
 def lora_layer(name: str, roles: Roles) -> LoraLayer:

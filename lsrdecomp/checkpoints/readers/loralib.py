@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.format import PREFIX, finish
 from lsrdecomp.checkpoints.modules import grouped, need
-from lsrdecomp.checkpoints.readers.peft import PREFIX, finish
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
+name = "loralib"
 SUFFIXES = {".lora_A": "down", ".lora_B": "up"}
 
 
@@ -20,8 +21,8 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers scaled by ``alpha`` / rank; the tensors beside them are the head, listed as modules to save."""
     modules, extras = grouped(bundle, SUFFIXES)
     layers = []
-    for name, roles in modules.items():
-        need(name, roles, ("up", "down"))
+    for module, roles in modules.items():
+        need(module, roles, ("up", "down"))
         up, down = roles["up"], roles["down"]
         if len(up.shape) == len(down.shape) == 2 and up.shape[1] and down.shape[0] % up.shape[1] == 0:
             groups = down.shape[0] // up.shape[1]
@@ -32,8 +33,8 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
                     f"lora_B with all rows of the layer and {down.shape[0]} columns, zero rows for the other parts, "
                     f"and {groups} times the alpha"
                 )
-                raise UnsupportedError(text, path=up.path, tensor=name)
-        layers.append(low_rank_layer(name, up, down, 1.0))
+                raise UnsupportedError(text, path=up.path, tensor=module)
+        layers.append(low_rank_layer(module, up, down, 1.0))
     if alpha is None:
         ranks = ", ".join(map(str, sorted({layer.rank for layer in layers})))
         raise CheckpointError(
@@ -44,4 +45,4 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     scaled = [low_rank_layer(layer.name, layer.up, layer.down, alpha / layer.rank) for layer in layers]
     saved = sorted({key.removeprefix(PREFIX).partition(".")[0] for key in extras})
     config = {"lora_alpha": alpha, "modules_to_save": saved or None}
-    return finish(bundle, "loralib", scaled, extras, config=config)
+    return finish(bundle, name, scaled, extras, config=config)

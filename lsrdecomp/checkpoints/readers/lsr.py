@@ -13,24 +13,25 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.format import PREFIX, finish, needed_config, refuse_alpha, refuse_fields, without_prefix
 from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
 from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, PACKED, Index, PackedLayer, read_index, read_packed
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
 from lsrdecomp.checkpoints.registration import register_with_peft
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
+name = "lsr"
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
 DORA = (
-    "DoRA rescales every row by the norm of the base weights, which are not in this file; such an adapter is not read "
+    "DoRA rescales every row by the norm of the base weights, which are not in this file "
     "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA, merge_and_unload into the model)"
 )
 REFUSED = {
     "use_dora": DORA,
-    "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked; it is not read",
+    "target_parameters": "it targets bare parameters (experts), whose factors are stored stacked",
 }
 MOST_FACTORS = 16
 LARGEST_SIDE = 2**31  # its divisors are looked for one by one
@@ -43,17 +44,13 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
-    if bundle.config is None:
-        raise CheckpointError("has no adapter_config.json", path=bundle.path)
+    own = needed_config(bundle).raw
     register_with_peft()
     index = _index(bundle)
-    raw = dict(bundle.config) | ({} if index is None else index.config_fields())
+    raw = dict(own) | ({} if index is None else index.config_fields())
     config = Config(raw, bundle.config_path)
-    if alpha is not None:
-        raise bundle.config_error("alpha is in the config; leave alpha= out")
-    for field, what in REFUSED.items():
-        if config.raw.get(field):
-            raise UnsupportedError(f"{field} is set: {what}", path=config.path)
+    refuse_alpha(bundle, alpha)
+    refuse_fields(config, REFUSED)
     check_carried(config)
     expected = _Expected(config)
     kinds = provenance_kinds(bundle) if index is None else index.kinds
@@ -61,14 +58,12 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     tensors, widths = _unpacked(bundle, index)
     sides, extras = _split(tensors)
     layers = []
-    for name in sorted(sides, key=natural):
-        kind, kernel = kinds.get(name, (linear, ()))
-        layer = expected.layer(name, sides[name]["B"], sides[name]["A"], kind, kernel)
-        layers.append(replace(layer, dtype=widths.get(name, layer.dtype)))
-    if not layers:
-        raise CheckpointError(f"holds no lsr_A and lsr_B among {len(bundle.tensors)} tensors", path=bundle.weights)
-    notes = missing_modules(bundle.config, extras)
-    return Checkpoint(bundle.path, "lsr", raw, tuple(layers), extras, bundle.weights, dict(bundle.metadata), notes)
+    for module in sorted(sides, key=natural):  # the first fault in this order is the one that is told
+        kind, kernel = kinds.get(module, (linear, ()))
+        layer = expected.layer(module, sides[module]["B"], sides[module]["A"], kind, kernel)
+        layers.append(replace(layer, dtype=widths.get(module, layer.dtype)))
+    notes = missing_modules(own, extras)
+    return finish(bundle, name, layers, extras, notes, config=raw, parts="lsr_A and lsr_B")
 
 
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -227,12 +222,10 @@ def _split(
     found: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     extras: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
-        if not key.startswith(PREFIX):
-            raise tensor.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
-        match = KEY.fullmatch(key, len(PREFIX))
+        match = KEY.fullmatch(without_prefix(tensor))
         if match is None:
             if key.endswith(".lsr_magnitude_vector"):
-                raise UnsupportedError(DORA, path=tensor.path, tensor=key)
+                raise UnsupportedError(f"{DORA}; such an adapter is not read", path=tensor.path, tensor=key)
             if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
                 raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
             extras[key] = tensor

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.format import finish, refuse_alpha
 from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
 from lsrdecomp.checkpoints.readers import kohya as kohya_format
-from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer, natural
+from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.kronecker.shape import ProductShape
 
+name = "lycoris"
 HADA = {f".hada_{part}": part for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
 LOKR = {f".lokr_{part}": f"kron {part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
 
@@ -25,19 +27,17 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """LoHa modules as `LoraLayer`, LoKr modules as `LsrLayer`, plain LoRA modules among them as kohya's."""
-    if alpha is not None:
-        raise bundle.metadata_error("alpha is in the file; leave alpha= out")
+    refuse_alpha(bundle, alpha)
     modules, extras = grouped(bundle, {**HADA, **LOKR, **kohya_format.SUFFIXES})
     layers: list[Layer] = []
-    for name, roles in modules.items():
+    for module, roles in modules.items():
         if any(role in roles for role in HADA.values()):
-            layers.append(hadamard_layer(name, roles))
+            layers.append(hadamard_layer(module, roles))
         elif any(role in roles for role in LOKR.values()):
-            layers.append(kronecker_layer(name, roles))
+            layers.append(kronecker_layer(module, roles))
         else:
-            layers.append(kohya_format.lora_layer(name, roles))
-    ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
-    return Checkpoint(bundle.path, "lycoris", {}, ordered, extras, bundle.weights, dict(bundle.metadata))
+            layers.append(kohya_format.lora_layer(module, roles))
+    return finish(bundle, name, layers, extras)
 
 
 def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraLayer:

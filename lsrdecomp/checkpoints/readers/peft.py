@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.format import finish, needed_config, refuse_alpha, refuse_fields, without_prefix
 from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
-from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer, natural, rank_notes
+from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.checkpoints.tensors import StoredTensor
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import UnsupportedError
 
-PREFIX = "base_model.model."
+name = "peft-lora"
 
 # What else changes the forward pass or the base weights, so that scale·B·A would not be the update.
 REFUSED = {
@@ -51,11 +50,8 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers with the rank and scale PEFT gives them; what is not ``scale·B·A`` is refused by name."""
-    if bundle.config is None:
-        raise CheckpointError("has no adapter_config.json", path=bundle.path)
-    config = Config(bundle.config, bundle.config_path)
-    if alpha is not None:
-        raise bundle.config_error("alpha is in the config; leave alpha= out")
+    config = needed_config(bundle)
+    refuse_alpha(bundle, alpha)
     notes = check_supported(config)
     check_carried(config)
     default_rank, default_alpha = config.integer("r", 8), config.number("lora_alpha", 8)
@@ -66,31 +62,15 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
 
     pairs, extras = split_pairs(bundle)
     layers = []
-    for name, (up, down, embedding) in pairs.items():
-        rank, scale_alpha = ranks.get(name, default_rank), alphas.get(name, default_alpha)
-        layer = low_rank_layer(name, up, down, scale_alpha / root(rank), kind="embedding" if embedding else linear)
+    for module, (up, down, embedding) in pairs.items():
+        rank, scale_alpha = ranks.get(module, default_rank), alphas.get(module, default_alpha)
+        layer = low_rank_layer(module, up, down, scale_alpha / root(rank), kind="embedding" if embedding else linear)
         if layer.rank != rank:
             text = f"rank {layer.rank} in shape {down.shape}, but the config says r = {rank}"
             raise down.error(f"{text}; correct r or rank_pattern in {bundle.config_path.name}")
         layers.append(layer)
-    if not layers:
-        raise CheckpointError(f"holds no lora_A and lora_B among {len(bundle.tensors)} tensors", path=bundle.weights)
-    return finish(bundle, "peft-lora", layers, extras, (*notes, *missing_modules(bundle.config, extras)))
-
-
-def finish(
-    bundle: Bundle,
-    form: str,
-    layers: list[LoraLayer],
-    extras: Mapping[str, StoredTensor],
-    notes: tuple[str, ...] = (),
-    config: Mapping[str, Any] | None = None,
-) -> Checkpoint:
-    """The record of a LoRA checkpoint, its layers in natural order."""
-    ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
-    raw = dict(config if config is not None else bundle.config or {})
-    notes = (*notes, *rank_notes(ordered))
-    return Checkpoint(bundle.path, form, raw, ordered, dict(extras), bundle.weights, dict(bundle.metadata), notes)
+    notes += missing_modules(config.raw, extras)
+    return finish(bundle, name, layers, extras, notes, parts="lora_A and lora_B")
 
 
 def check_supported(config: Config) -> tuple[str, ...]:
@@ -99,9 +79,7 @@ def check_supported(config: Config) -> tuple[str, ...]:
     if peft_type != "LORA":
         text = f"peft_type {peft_type[:40]!r} is not read; LORA, LOHA, LOKR and LSR are"
         raise UnsupportedError(f"{text} (merge it, or convert it to LoRA with PEFT first)", path=config.path)
-    for field, reason in REFUSED.items():
-        if config.raw.get(field):
-            raise UnsupportedError(f"{field} is set: {reason}; such an adapter is not read", path=config.path)
+    refuse_fields(config, REFUSED)
     init = str(config.raw.get("init_lora_weights")).lower()
     if init.startswith(BASE_CHANGING):
         raise UnsupportedError(
@@ -126,25 +104,23 @@ def split_pairs(
     embeddings: set[str] = set()
     extras: dict[str, StoredTensor] = {}
     for key, tensor in bundle.tensors.items():
-        if not key.startswith(PREFIX):
-            raise tensor.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
-        found = LORA_KEY.fullmatch(key, len(PREFIX))
+        found = LORA_KEY.fullmatch(without_prefix(tensor))
         if found is None or bool(found["embedding"]) == bool(found["weight"]):
             if re.search(r"\.lora_[A-Za-z_]+(\.|$)", key):
                 known = "only lora_A and lora_B weights (and lora_embedding_A and _B) are read"
                 raise UnsupportedError(f"is not plain LoRA; {known}", path=tensor.path, tensor=key)
             extras[key] = tensor
             continue
-        name = found["name"]
-        if found["half"] in halves.setdefault(name, {}):
+        module = found["name"]
+        if found["half"] in halves.setdefault(module, {}):
             raise tensor.error("the module has both lora_ and lora_embedding_ weights")
-        halves[name][found["half"]] = tensor
+        halves[module][found["half"]] = tensor
         if found["embedding"]:
-            embeddings.add(name)
+            embeddings.add(module)
     pairs = {}
-    for name, both in halves.items():
+    for module, both in halves.items():
         if len(both) == 1:
             (half, tensor), other = next(iter(both.items())), "B" if "A" in both else "A"
             raise tensor.error(f"lora_{half} without its lora_{other}; the file is incomplete")
-        pairs[name] = (both["B"], both["A"], name in embeddings)
+        pairs[module] = (both["B"], both["A"], module in embeddings)
     return pairs, extras

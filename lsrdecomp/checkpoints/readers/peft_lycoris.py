@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.config import Patterns
+from lsrdecomp.checkpoints.format import PREFIX, finish, needed_config, refuse_alpha, without_prefix
 from lsrdecomp.checkpoints.layers_config import check_carried
 from lsrdecomp.checkpoints.modules import Roles, grouped
 from lsrdecomp.checkpoints.readers.lycoris import HADA, LOKR, hadamard_layer, kronecker_layer
-from lsrdecomp.checkpoints.readers.peft import PREFIX
-from lsrdecomp.checkpoints.records import Checkpoint, Layer, natural
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.checkpoints.records import Checkpoint, Layer
+from lsrdecomp.errors import UnsupportedError
 
-PARTS = {"LOHA": HADA, "LOKR": LOKR}
 EFFECT_FREE = ("use_effective_conv2d",)  # it shows in the shapes
-LAYERS: dict[str, Callable[[str, Roles, float], Layer]] = {"LOHA": hadamard_layer, "LOKR": kronecker_layer}
 
 
-def matches(bundle: Bundle) -> bool:
-    """peft_type LOHA or LOKR."""
-    return bundle.config is not None and bundle.config.get("peft_type") in ("LOHA", "LOKR")
+@dataclass(frozen=True, slots=True)
+class PeftLycoris:
+    """One of the two formats: what its config calls it, the parts of a module, and the layer they make."""
+
+    name: str
+    peft_type: str
+    parts: Mapping[str, str]
+    layer: Callable[[str, Roles, float], Layer]
+
+    def matches(self, bundle: Bundle) -> bool:
+        """The config has this peft_type."""
+        return bundle.config is not None and bundle.config.get("peft_type") == self.peft_type
+
+    def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
+        """Layers with the rank and scale that PEFT gives them."""
+        config = needed_config(bundle)
+        refuse_alpha(bundle, alpha)
+        check_carried(config)
+        switches = sorted(
+            key for key, value in config.raw.items() if key.startswith("use_") and value and key not in EFFECT_FREE
+        )
+        if switches:
+            raise UnsupportedError(f"{switches[0][:60]!r} is set; such an adapter is not read", path=config.path)
+        default_rank, default_alpha = config.integer("r", 8), config.number("alpha", 8)
+        ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", config.path)
+        alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)
+        modules, rest = grouped(bundle, self.parts)
+        layers: list[Layer] = []
+        for key, roles in modules.items():
+            without_prefix(next(iter(roles.values())))
+            module = key.removeprefix(PREFIX)
+            scale = alphas.get(module, default_alpha) / ranks.get(module, default_rank)
+            layers.append(self.layer(module, roles, scale))
+        extras = {tensor.name: tensor for tensor in rest.values()}
+        return finish(bundle, self.name, layers, extras, parts=f"{self.peft_type} layer")
 
 
-def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-    """LoHa modules as `LoraLayer`, LoKr modules as `LsrLayer`."""
-    if bundle.config is None:
-        raise CheckpointError("has no adapter_config.json", path=bundle.path)
-    config = Config(bundle.config, bundle.config_path)
-    if alpha is not None:
-        raise bundle.config_error("alpha is in the config; leave alpha= out")
-    check_carried(config)
-    switches = sorted(
-        key for key, value in config.raw.items() if key.startswith("use_") and value and key not in EFFECT_FREE
-    )
-    if switches:
-        raise UnsupportedError(f"{switches[0][:60]!r} is set; such an adapter is not read", path=config.path)
-    kind = config.text("peft_type")
-    default_rank, default_alpha = config.integer("r", 8), config.number("alpha", 8)
-    ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", config.path)
-    alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)
-    modules, rest = grouped(bundle, PARTS[kind])
-    layers: list[Layer] = []
-    for key, roles in modules.items():
-        if not key.startswith(PREFIX):
-            held = next(iter(roles.values()))
-            raise held.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
-        name = key.removeprefix(PREFIX)
-        scale = alphas.get(name, default_alpha) / ranks.get(name, default_rank)
-        layers.append(LAYERS[kind](name, roles, scale))
-    if not layers:
-        raise CheckpointError(f"holds no {kind} layer among {len(bundle.tensors)} tensors", path=bundle.weights)
-    extras = {tensor.name: tensor for tensor in rest.values()}
-    ordered = tuple(sorted(layers, key=lambda layer: natural(layer.name)))
-    form = f"peft-{kind.lower()}"
-    return Checkpoint(bundle.path, form, dict(bundle.config), ordered, extras, bundle.weights, dict(bundle.metadata))
+loha = PeftLycoris("peft-loha", "LOHA", HADA, hadamard_layer)
+lokr = PeftLycoris("peft-lokr", "LOKR", LOKR, kronecker_layer)

@@ -1,4 +1,4 @@
-"""Kohya files written: names flattened as kohya-ss's trainer flattens them, alpha equal to the rank."""
+"""Kohya files written: module names flattened as loaders of such files expect them, alpha equal to the rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_kohya(
     """Write a kohya file with ``ΔW = B @ A``: alpha is the rank everywhere, so the scale must be in B already.
 
     Names that start with ``lora_`` are kept; diffusers names (``unet.…``, ``text_encoder.…``) are flattened, those of
-    text encoders with the level ``text_model`` that kohya's own trainer gives them. Other arguments as for
+    text encoders with the level ``text_model`` that such files have. Other arguments as for
     `lsrdecomp.checkpoints.write_lora`; ``out_file`` ends in .safetensors.
 
     Raises
@@ -60,7 +60,7 @@ def write_kohya(
 
 
 def _flat(name: str, sdxl: bool) -> str:
-    """The flattened name, as in networks/lora.py of kohya-ss/sd-scripts (read at 6a584ca)."""
+    """The flattened name, in the key layout published by loaders of kohya files; kohya's trainer was not read."""
     if name.startswith("lora_") and "." not in name:
         return name
     component, _, rest = name.partition(".")

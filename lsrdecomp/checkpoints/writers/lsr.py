@@ -13,11 +13,11 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
 from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text
 from lsrdecomp.checkpoints.packed_entries import parse
 from lsrdecomp.checkpoints.provenance import metadata
-from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.checkpoints.tensors import Array

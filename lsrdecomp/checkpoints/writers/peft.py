@@ -10,9 +10,9 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import module_suffixes
+from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
 from lsrdecomp.checkpoints.provenance import metadata
-from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.provenance import metadata
-from lsrdecomp.checkpoints.readers.peft import PREFIX
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.peft import check_pair
