@@ -92,7 +92,7 @@ def export(
     ],
     to: Annotated[str, typer.Option(help="Format to write: lora, gguf, kohya or diffusers.")] = "lora",
     profile: Annotated[
-        str, typer.Option(help="Of lora: peft, or server: one padded rank, scale and no head.")
+        str, typer.Option(help="Of lora: peft; server: one global scale, no head; lorax: also one padded rank.")
     ] = "peft",
     storage: Annotated[
         str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: float32, f16.")

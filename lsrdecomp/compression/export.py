@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
+
+import numpy as np
 
 from lsrdecomp.checkpoints import (
     Checkpoint,
@@ -16,6 +20,7 @@ from lsrdecomp.checkpoints import (
 )
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import SUMS, changed_files
+from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.compression.layer import layer_product
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
@@ -44,8 +49,8 @@ def export_lora(
     storage : str, optional
         Type of the numbers; absent, float32, or f16 for "gguf", which also takes f32 and q8_0.
     profile : str
-        Of "lora": "peft", or "server", padded to one uniform rank with the scale in B and without the head, for servers
-        that keep one global scale and load nothing else.
+        Of "lora": "peft"; "server", each layer at its own rank under one global scale and without the head; or "lorax",
+        padded to one rank, with zeros for layers that were dropped. See `lsrdecomp.checkpoints.write_lora`.
 
     base : path, optional
         Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent, the directory that
@@ -62,10 +67,14 @@ def export_lora(
     if changed:
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
         raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
-    layers = ((layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers)
+    layers: Iterable[tuple[str, Array, Array]] = (
+        (layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers
+    )
     record = {"derived_from": provenance(checkpoint)}
     if to == "lora":
-        extras: dict[str, StoredTensor] | None = {} if profile == "server" else None
+        extras: dict[str, StoredTensor] | None = None if profile == "peft" else {}
+        if profile == "lorax":
+            layers = chain(layers, _zeros(checkpoint))
         return write_lora(
             out,
             source=checkpoint,
@@ -84,6 +93,20 @@ def export_lora(
     if to not in writers:
         raise UnsupportedError(f"cannot write {to!r}; formats written: lora, gguf, {', '.join(writers)}")
     return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
+
+
+def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
+    """Rank one and zero for each dropped layer: a server that stacks a type of layer misses none."""
+    sizes: dict[str, set[tuple[int, int]]] = {}
+    for layer in checkpoint.layers:
+        sizes.setdefault(layer.name.rpartition(".")[2], set()).add((layer.out_features, layer.in_features))
+    for name in provenance(checkpoint).get("dropped", ()):
+        like = sizes.get(name.rpartition(".")[2], set())
+        if len(like) != 1:
+            text = f"{name} was dropped, and its size is not known from {len(like)} sizes of layers like it"
+            raise UnsupportedError(f"{text}; export with the profile server", path=checkpoint.path)
+        m, n = next(iter(like))
+        yield name, np.zeros((m, 1), np.float32), np.zeros((1, n), np.float32)
 
 
 def _gguf_storage(storage: str | None) -> str:

@@ -204,11 +204,34 @@ def test_every_kind_of_layer_reads_as_out_times_in_and_peft_reads_back_what_is_w
     assert torch.equal(loaded.base_model.model["head"].weight, model["head"].weight)
 
 
-def test_a_server_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
+def test_a_server_gets_each_layer_at_its_rank_and_one_scale_right_for_all(tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from safetensors.numpy import load_file
+
+    sizes = {"small": (6, 5, 2), "large": (7, 9, 5), "tiny": (4, 5, 2)}
+    tensors = {key: value for name, (m, n, r) in sizes.items() for key, value in pair(name, m, n, r).items()}
+    source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"large": 5}, target_modules=[*sizes]))
+    layers = [(layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers]
+    write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
+    config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (5, 5)
+    stored = load_file(tmp_path / "b" / "adapter_model.safetensors")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(n, m) for name, (m, n, _) in sizes.items()})
+    PeftModel.from_pretrained(model, tmp_path / "b")
+    for name, up, down in layers:
+        a, b = (stored[f"{PREFIX}{name}.lora_{end}.weight"] for end in "AB")
+        assert a.shape[0] == down.shape[0]
+        np.testing.assert_allclose(config["lora_alpha"] / config["r"] * b @ a, up @ down, rtol=1e-5, atol=1e-6)
+        seen = model[name].get_delta_weight("default").detach().numpy()
+        np.testing.assert_allclose(seen, up @ down, rtol=1e-5, atol=1e-6)
+
+
+def test_lorax_gets_one_padded_rank_and_no_patterns(tmp_path: Path) -> None:
     tensors = {**pair("layers.1.q", r=2), **pair("layers.11.v", m=7, n=9, r=5, seed=1)}
     source = open_checkpoint(directory(tmp_path / "a", tensors, rank_pattern={"layers.11.v": 5}))
     layers = [(layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in source.layers]
-    write_lora(tmp_path / "b", source=source, layers=layers, profile="server")
+    write_lora(tmp_path / "b", source=source, layers=layers, profile="lorax")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]) == (8, 8, {}, {})
     assert config["target_modules"] == ["q", "v"]

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_files import directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
 from safetensors.numpy import load_file
 
 import lsrdecomp as lsr
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.curves import adapter_curves
@@ -199,7 +200,7 @@ def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
     assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
 
 
-@pytest.mark.parametrize(("to", "profile"), [("lora", "peft"), ("lora", "server")])
+@pytest.mark.parametrize(("to", "profile"), [("lora", "peft"), ("lora", "server"), ("lora", "lorax")])
 def test_export_is_exact(demo, tmp_path, to, profile):
     written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=4)).save(tmp_path / "lsr"))
     out = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
@@ -208,9 +209,25 @@ def test_export_is_exact(demo, tmp_path, to, profile):
     for layer in written.layers:
         (other,) = [value for key, value in names.items() if key.endswith(layer.name.replace(".", "_"))]
         close(layer_product(other).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
-    if profile == "server":
+    if profile == "lorax":
         assert {layer.rank for layer in exported.layers} == {8}
-        assert exported.extras == {}
+    if profile == "server":
+        assert {layer.name: layer.rank for layer in exported.layers} == {x.name: x.rank for x in written.layers}
+    assert (exported.extras == {}) == (profile != "peft")
+
+
+def test_lorax_gets_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
+    q, other = "layers.0.q", "layers.1.q"
+    source = open_checkpoint(directory(tmp_path / "a", {**pair(q, 8, 8), **pair(other, 8, 8)}, target_modules=["q"]))
+    factors = [np.ones((1, 2, 1)), np.ones((1, 4, 1))], [np.ones((1, 1, 4)), np.ones((1, 1, 2))]
+    written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors, 1.0)], packed=True, dropped=[q])
+    out = export_lora(open_checkpoint(written), tmp_path / "c", profile="lorax")
+    made = {layer.name: layer.load() for layer in open_checkpoint(out).layers}
+    assert {name: (up.shape, down.shape) for name, (up, down) in made.items()} == dict.fromkeys(
+        (q, other), ((8, 1), (1, 8))
+    )
+    assert not np.matmul(*made[q]).any()
+    assert np.matmul(*made[other]) == pytest.approx(np.ones((8, 8)))
 
 
 @pytest.mark.parametrize("to", ["kohya", "diffusers"])

@@ -18,8 +18,8 @@ from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 
-SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates
-PROFILES = ("peft", "server")
+SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
+PROFILES = ("peft", "server", "lorax")
 
 
 def write_lora(
@@ -50,10 +50,12 @@ def write_lora(
     storage : str
         Dtype of A and B; arrays already in it keep their bits.
     profile : str
-        ``"peft"``, or ``"server"``: one rank for all layers, padded with zeros up to one of 1, 8, 16, 32, 64, 128,
-        256, 320, 512, no patterns. Servers hold no other tensors, so extras are then refused by name.
+        ``"peft"``. ``"server"``: r = lora_alpha = the largest rank, each layer at its own rank; servers that scale by
+        lora_alpha / r of the config alone read that right, and by its patterns PEFT does. ``"lorax"``: one rank for all
+        layers, padded with zeros up to one of 1, 8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack
+        the layers of a type. Servers hold no other tensors, so extras are refused by name under both.
     rank : int, optional
-        Pad every layer to this rank. Without it the server profile gathers all layers first, to see the largest.
+        Pad every layer to this rank. Without it the lorax profile gathers all layers first, to see the largest.
 
     Returns
     -------
@@ -65,10 +67,10 @@ def write_lora(
         raise CheckpointError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
     config = config if config is not None else (source.config if source else {})
     extras = extras if extras is not None else (source.extras if source else {})
-    if profile == "server" and extras:
+    if profile != "peft" and extras:
         text = f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do not load"
         raise UnsupportedError(text + ": use profile 'peft', or pass extras={} to leave them out", path=out)
-    if profile == "server" and rank is None:
+    if profile == "lorax" and rank is None:
         layers = list(layers)
         rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
     known = {layer.name: layer for layer in source.layers} if source else {}
@@ -85,13 +87,15 @@ def write_lora(
                 writer.add(key, cast(array, storage, key))
         if not ranks:
             raise CheckpointError("no layers to write", path=out)
+        if profile == "server":
+            _server_rank(max(ranks.values()), out)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
         fields = carried_fields(config, set(ranks), set(extras), source, "lora_only")
-        if profile == "server":
+        if profile != "peft":
             fields["target_modules"] = module_suffixes(ranks)
             fields["modules_to_save"] = None
-        common = most_common(ranks)
+        common = max(ranks.values()) if profile == "server" else most_common(ranks)
         fields |= {
             "peft_type": "LORA",
             "r": common,
