@@ -161,7 +161,7 @@ class TensorWriter:
                 begin, left = self._places[name]
                 self._spool.seek(begin)
                 while left:
-                    piece = self._spool.read(min(left, 2**20))
+                    piece = self._spool.read(min(left, IN_MEMORY // 8))
                     file.write(piece)
                     left -= len(piece)
 

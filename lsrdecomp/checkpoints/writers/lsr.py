@@ -133,7 +133,7 @@ def write_lsr(
 
 
 def _pieces(file: IO[bytes]) -> Iterator[Array]:
-    while piece := file.read(2**20):
+    while piece := file.read(IN_MEMORY // 8):
         yield np.frombuffer(piece, np.uint8)
 
 
