@@ -34,7 +34,7 @@ class Structure:
 NEVER = 10**6
 """Evaluations without a smaller loss before a run stops."""
 ONLY_LOW_RANK = Search(orders=())
-ALL_RANKS = {"ratio": 1.0}
+ALL_RANKS = {"parameters": float(2**53)}  # more than there are: every rank
 PAPER = {"separation_rank": 16, "inner_shape": (2, 2)}  # LSR-Adapt, section 4; the most even sizes
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
