@@ -85,11 +85,11 @@ class AdapterBank:
     Examples
     --------
     >>> bank = AdapterBank(base, slots=8)                            # doctest: +SKIP
-    >>> for folder in folders:
+    >>> for folder in folders:                                       # doctest: +SKIP
     ...     bank.add(folder.name, folder)
-    >>> bank.activate("customer-7")
-    >>> bank.model.generate(**inputs)
-    >>> bank.model(**inputs, adapter_names=bank.load(["customer-7", "customer-9"]))
+    >>> bank.activate("customer-7")                                  # doctest: +SKIP
+    >>> bank.model.generate(**inputs)                                # doctest: +SKIP
+    >>> bank.model(**inputs, adapter_names=bank.load(["customer-7", "customer-9"]))  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, slots: int = 4) -> None:

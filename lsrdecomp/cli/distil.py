@@ -9,6 +9,7 @@ import typer
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Force, JsonFile
+from lsrdecomp.cli.outputs import NEW_DIRECTORY
 from lsrdecomp.errors import LsrError
 
 
@@ -18,7 +19,9 @@ def distil(
     base: Annotated[str, typer.Option(help="The base model, by name or directory.")],
     data: Annotated[Path, typer.Option(help="Texts of the task, without labels; some are held out.")],
     steps: Annotated[int, typer.Option(help="Training steps at most, trials of rates among them.", min=1)] = 200,
-    out: Annotated[Path | None, typer.Option(help="Directory to write; absent, ADAPTER is replaced.")] = None,
+    out: Annotated[
+        Path | None, NEW_DIRECTORY, typer.Option(help="Directory to write; absent, ADAPTER is replaced.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(help="Relative change a step; absent, tried out.", min=1e-6)] = None,
     calibrated: Annotated[Path | None, typer.Option(help="Statistics, for codes solved in the K-FAC norm.")] = None,
     held_out: Annotated[int, typer.Option(help="Examples that the promise is measured on.", min=8)] = 128,

@@ -27,7 +27,7 @@ EXAMPLES = {
         "compress my-lora/ --ratio 48 --calibrated statistics/ --out small/",
         "compress my-lora/ --rtol 0.1 --dry-run",
     ),
-    "distil": ("distil small/ --adapter my-lora/ --base smollm2 --data prompts.jsonl --steps 100",),
+    "distil": ("distil small/ --teacher my-lora/ --base smollm2 --data prompts.jsonl --steps 100",),
     "curve": ("curve my-lora/ --out curve.png",),
     "verify": ("verify my-lora/ small/", "verify my-lora/ small/ --base BASE --text lines.txt"),
     "export": ("export small/ --out small-lora/", "export small/ --out small.gguf --to gguf"),

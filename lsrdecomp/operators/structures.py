@@ -27,7 +27,7 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     --------
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
     >>> kronecker_sum(second, second, second)                                   # the Laplacian of a 3 × 3 × 3 grid
-    SeparatedMatrix(27×27 as 3 × [3×3 ⊗ 3×3 ⊗ 3×3], 81 parameters, γ = 0.655)
+    SeparatedMatrix(27×27 as 3 × [3×3 ⊗ 3×3 ⊗ 3×3], 81 parameters, γ = 0.632)
     """
     matrices = [np.asarray(part.toarray() if hasattr(part, "toarray") else part) for part in parts]
     for i, matrix in enumerate(matrices, 1):

@@ -128,7 +128,7 @@ def test_the_benchmark_runs_small(arms: ModuleType, tmp_path: Path) -> None:
             for kind in ("float16", "bits chosen"):
                 name = f"{other}, {kind}" if other == "low rank" else other
                 if (name, budget) in rows:
-                    assert rows[f"ours, {kind}", budget]["error"] <= rows[name, budget]["error"] * (1 + 1e-9)
+                    assert rows[f"ours, {kind}", budget]["error"] <= rows[name, budget]["error"] * (1 + 1e-5)
     assert rows["ours, bits chosen", "LoRA int4"]["error"] < rows["LoRA int4", "LoRA int4"]["error"]
     record["adapters"]["demo_adapter"]["layers"] = "kept"
     out.write_text(json.dumps(record))

@@ -352,12 +352,16 @@ def _lsr_tensors() -> dict[str, np.ndarray]:
 
 
 def sound_statistics() -> list[bytes]:
-    tensors = {}
-    for side, size in (("input", 3), ("output", 2)):
-        tensors |= {f"q.{side}.eigenvectors": np.eye(size, 1), f"q.{side}.eigenvalues": np.ones(1)}
-        tensors[f"q.{side}.rest"] = np.array(0.5)
-    content = save(tensors)
-    return [content[8 : 8 + int.from_bytes(content[:8], "little")]]
+    """Headers for numbers that are all zero: without eigenpairs they are sound, with one they are not orthonormal."""
+    headers = []
+    for kept in (0, 1):
+        tensors = {}
+        for side, size in (("input", 3), ("output", 2)):
+            tensors |= {f"q.{side}.eigenvectors": np.eye(size, kept), f"q.{side}.eigenvalues": np.ones(kept)}
+            tensors[f"q.{side}.rest"] = np.array(0.5)
+        content = save(tensors)
+        headers.append(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return headers
 
 
 @reader(sound_statistics)

@@ -12,6 +12,7 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.precision import tolerance
 from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.stacked_weights import stack_weights
 from lsrdecomp.targets.weighted import (
     weighted_norm,
     weighted_residual_norm,
@@ -26,7 +27,6 @@ from lsrdecomp.targets.weights import (
     LowRankPlusIdentity,
     NormWeights,
     Weight,
-    stack_weights,
 )
 
 N = 12
