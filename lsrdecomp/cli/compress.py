@@ -14,7 +14,7 @@ from lsrdecomp.cli import promise, tables
 from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import BudgetError, CheckpointError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -126,7 +126,12 @@ def compress(
             out=None if dry_run else out,
         )
         for plan, place in zip(plans, places, strict=True):
-            result = draw(plan)
+            try:
+                result = draw(plan)
+            except BudgetError:  # what was asked for cannot be had: nothing is to be gone on with
+                if store is not None:
+                    store.remove()
+                raise
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record)
