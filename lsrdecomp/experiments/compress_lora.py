@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints.packed import read_index
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.candidates import Direct, direct_candidates, drop
 from lsrdecomp.compression.compress import compress
@@ -130,6 +131,8 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | No
 def shape_settings(directory: Path, method: str) -> dict[str, Any]:
     """Settings of a run that trains an adapter of the shapes of this one from scratch."""
     config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    if isinstance(config.get("layers"), str):  # sizes of packed layers stand in an index
+        config |= read_index(config["layers"]).config_fields()
     options = {name: config[name] for name in SHAPES[method] if config.get(name) is not None}
     layers = config.get("layers_to_transform")
     return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}

@@ -204,7 +204,7 @@ class _Maker:
     def make(self, compression: Compression) -> _Made:
         self.count += 1
         self.say(f"measuring form {self.count}, {compression.totals.ratio:.3g} times fewer numbers")
-        path = compression.save(self.folder / f"form-{self.count}")
+        path = compression.save(self.folder / f"form-{self.count}", record=bool(self.steps))
         if not self.steps:
             return _Made(compression, path, self.bench.measure(path))
         trial = distil_form(
