@@ -13,7 +13,7 @@ from accelerate import PartialState
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.distill import Distillation, distill
+from lsrdecomp.calibration.distil import Distillation, distil_factors
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.output_paths import check_output
@@ -220,7 +220,7 @@ def distil_form(
         for start in range(0, len(rest), size)[: max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))]
     ]
     say(f"distilling, at most {steps} steps of {size} examples")
-    training = distill(
+    training = distil_factors(
         bench.source,
         student,
         lessons,

@@ -17,7 +17,7 @@ from tiny_bases import make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
-from lsrdecomp.calibration.distill import distill, soft_divergence, trained  # noqa: E402
+from lsrdecomp.calibration.distil import distil_factors, soft_divergence, trained  # noqa: E402
 from lsrdecomp.calibration.divergence import divergence  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
@@ -122,7 +122,7 @@ def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path
 
 def test_passes_are_what_was_asked_of_the_base(language_model, tmp_path, monkeypatch):
     asked = {"forward": 0, "backward": 0}
-    module = sys.modules[distill.__module__]
+    module = sys.modules[distil_factors.__module__]
     for name in ("ask", "keep_answers"):
         plain = getattr(module, name)
         monkeypatch.setattr(

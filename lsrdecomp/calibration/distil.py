@@ -68,7 +68,7 @@ class _State:
     checks: list[tuple[int, float]] = field(default_factory=list)
 
 
-def distill(
+def distil_factors(
     source: Base,
     student: Base,
     lessons: Sequence[Sequence[Batch]],
