@@ -4,10 +4,11 @@
     ... --parts e2e/r8 --seeds 0 --limit 900 --workers 4 --device cuda
 
 A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, forms are made (in processes beside, by
-search on the CPU) and judged as they come. Every stage leaves its files in --work and is never done again, so the same
-command goes on after a kill; with --limit no stage begins after so many seconds. At the end, or with --table at any
-time, what there is becomes --out: JSON, table and picture. --data holds the tasks' files as
-`benchmarks/language_tasks.py` reads them; --small asks for so little that it ends in minutes on one core.
+search on the CPU) and judged as they come; forms that the suite's table [distilled] names are trained at the end.
+Every stage leaves its files in --work and is never done again, so the same command goes on after a kill; with --limit
+no stage begins after so many seconds. At the end, or with --table at any time, what there is becomes --out: JSON,
+table and picture. --data holds the tasks' files as `benchmarks/language_tasks.py` reads them; --small asks for so
+little that it ends in minutes on one core.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import prompt_text, read_jsonl, token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA
+from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.language import generate
 from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
 SMALL: dict[str, Any] = {"seeds": [0], "samples": 8, "held": 6, "others": 4, "ratios": [48.0], "bytes": [25000]}
+SMALL |= {"distilled": {"structures": ["LSR"], "ratios": [48.0], "steps": 4}}
 SMALL_STEPS = 3
 
 
@@ -103,6 +106,9 @@ class Driver:
                     if not self.options.ahead:
                         self.finish(waiting)
                 self.finish(waiting)
+                for part in self.parts():
+                    self.distil(part)
+                    self.judge(part)
             except OutOfTimeError as error:
                 self.say(f"stopped before {error}; the same command goes on")
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -216,6 +222,38 @@ class Driver:
                 texts = said(form, spoken, new_tokens=task["new_tokens"])
                 facts["own"] |= overlaps(texts, spoken) | {"said": texts[:4]}
             write_json(directory / "judged.json", facts)
+
+    def distil(self, part: Part) -> None:
+        """Forms that the suite names, trained without labels on the LoRA's answers to prompts of the training set."""
+        table = self.suite.get("distilled", {})
+        for structure in table.get("structures", []):
+            for ratio in table["ratios"]:
+                made = forms.place(part.directory / "forms", structure, "ratio", ratio)
+                out = forms.place(part.directory / "forms", f"{structure}, distilled", "ratio", ratio)
+                if not (made / forms.FORM).exists() or (out / forms.FORM).exists():
+                    continue
+                self.stage(f"{part.name}: {made.name}, {table['steps']} steps of distillation")
+                shutil.rmtree(out, ignore_errors=True)
+                begin = time.process_time()
+                done = distil(
+                    made,
+                    base=self.suite["model"],
+                    data=read_jsonl(self.tasks / part.task / "train.jsonl"),
+                    teacher=part.directory / "lora" / ADAPTER,
+                    steps=table["steps"],
+                    out=out,
+                    held_out=32,
+                    max_length=self.suite["max_length"],
+                    dtype=table.get("dtype", "float32"),
+                    device=self.device,
+                    seed=part.seed,
+                    force=True,
+                )
+                known = json.loads((made / forms.FORM).read_text(encoding="utf-8"))
+                facts = {"parameters": known["parameters"], "number_bytes": known["number_bytes"]}
+                facts |= {"cpu_seconds": round(time.process_time() - begin, 1)}
+                facts |= {"distillation": done.trial.to_json()}
+                forms.write_form(out, f"{structure}, distilled", "ratio", ratio, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:
         """The base with the LoRA, and its answers on the task and on the others; those of the latest part are kept."""

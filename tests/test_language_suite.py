@@ -34,9 +34,15 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
     found = driver.main([str(each) for each in arguments])
     assert [lora["task"] for lora in found["loras"]] == ["arithmetic"]
     structures = {form["structure"] for form in found["forms"]}
-    assert {"LSR", "SVD", "SVD, K-FAC", "LoRA int8", "LoRA int4"} <= structures
+    assert {"LSR", "SVD", "SVD, K-FAC", "LoRA int8", "LoRA int4", "LSR, distilled"} <= structures
     (whole,) = (form for form in found["forms"] if form["structure"] == "LoRA int8")
     (four,) = (form for form in found["forms"] if form["structure"] == "LoRA int4")
+    before, after = (
+        next(form for form in found["forms"] if form["structure"] == name and form["kind"] == "ratio")
+        for name in ("LSR", "LSR, distilled")
+    )
+    assert after["parameters"] == before["parameters"]
+    assert after["distillation"]["steps"] == 4
     assert 0.0 < whole["own"]["kl"] < four["own"]["kl"]
     assert whole["number_bytes"] < 2 * four["number_bytes"]
     assert whole["own"]["effect"] > whole["own"]["kl"]
@@ -46,7 +52,7 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
     def refuse(*arguments, **options):
         raise AssertionError("done again")
 
-    for name in ("finetune", "calibrate", "load_judge"):
+    for name in ("finetune", "calibrate", "distil", "load_judge"):
         monkeypatch.setattr(driver, name, refuse, raising=False)
     monkeypatch.setattr(driver, "Judge", refuse)
     again = driver.main([str(each) for each in arguments])

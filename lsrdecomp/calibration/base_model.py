@@ -26,7 +26,9 @@ from lsrdecomp.calibration.dataset import ANSWERS, MAX_LENGTH, DataError, Prompt
 from lsrdecomp.calibration.examples import Example
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import IGNORED, CalibrationError
+from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
 
 Text = tuple[str, str | None]
@@ -51,6 +53,7 @@ class Base:
     head: Head
     modules: tuple[str, ...]  # the adapted layers, by their names in the plain base
     adapter_base: str = ""  # what the adapter's config calls its base
+    adapter_sha256: str = ""  # of the adapter's weight file
 
 
 def load_base(
@@ -144,7 +147,9 @@ def _adapted(base: str, model: PreTrainedModel, adapter: Path, head: Head, devic
     if adapted.config.pad_token_id is None:
         adapted.config.pad_token_id = tokenizer.pad_token_id
     declared = str(adapted.peft_config["default"].base_model_name_or_path or "")
-    return Base(base, adapted, tokenizer, head, adapted_modules(adapted), declared)
+    weights = adapter / WEIGHTS
+    digest = sha256(weights) if weights.is_file() else ""
+    return Base(base, adapted, tokenizer, head, adapted_modules(adapted), declared, digest)
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ def calibrate(
     head: Head = Head.classification,
     base: str = "",
     adapter_base: str = "",
+    adapter: str = "",
     max_full: int = 1024,
     rank: int = 128,
     save_every: int = 50,
@@ -108,6 +109,9 @@ def calibrate(
         Name of the base, kept in the metadata.
     adapter_base : str
         What the adapter's config calls its base, kept in the metadata: adapters of another are refused.
+    adapter : str
+        SHA-256 of the weight file of the active LoRA, so that `compress` knows whether ``effect`` is of what it makes
+        smaller.
     max_full : int
         Layers up to this size add up a whole covariance, larger ones its action on 2·``rank`` random columns.
     rank : int
@@ -146,7 +150,7 @@ def calibrate(
     }
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
     settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
-    settings |= {"adapter_base": adapter_base}
+    settings |= {"adapter_base": adapter_base, "adapter": adapter}
     check_unfinished(out)
     counts = read_partial(out, settings, layers)
 

@@ -154,6 +154,18 @@ class Statistics(Mapping[str, LayerStatistics]):
             text = f"of base {known}, and the adapter is for {declared}; calibrate on that base"
             raise CheckpointError(text, path=self.path.parent)
 
+    def effect(self, adapter: str) -> float | None:
+        """KL(LoRA ‖ no adapter) in nats an answer, as calibration measured it on its examples.
+
+        Parameters
+        ----------
+        adapter : str
+            SHA-256 of the weight file of the LoRA; None is returned for another than the one that was active.
+        """
+        settings = self.metadata.get("settings", {})
+        found = settings.get("effect")
+        return float(found) if found and settings.get("adapter") == adapter else None
+
     def _weight(self, name: str) -> SpectralWeight:
         parts = []
         for part in PARTS:

@@ -57,6 +57,7 @@ def calibrate(
             head=found.head,
             base=base,
             adapter_base=found.adapter_base,
+            adapter=found.adapter_sha256,
             max_full=max_full,
             rank=rank,
             on_batch=lambda progress: show(progress.examples),

@@ -153,9 +153,11 @@ def summary(result: Compression, unit: str = "example") -> Iterator[str]:
         "how close the numbers are."
     )
     if total.functional_error is not None:
+        of_all = "" if total.effect is None else f"of {total.effect:.3g} "
+        how = ", to second order and often several times too low" if total.effect is None else ""
         yield (
             f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are. "
-            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} nats per {unit}."
+            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
         )
     if total.low_rank_error is not None:
         yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."

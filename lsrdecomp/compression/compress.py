@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
+from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate
@@ -48,10 +49,11 @@ class Compression:
     layers: tuple[LayerReport, ...]
     chosen: tuple[Materialized, ...] = field(repr=False)
     low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
+    effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
 
     @property
     def totals(self) -> Totals:
-        return totals(self.layers, self.source.extra_parameters, self.low_rank_error)
+        return totals(self.layers, self.source.extra_parameters, self.low_rank_error, self.effect)
 
     @property
     def met(self) -> bool:
@@ -202,14 +204,15 @@ def search_adapter(
     storages = {plan.storages for plan in plans}
     if len(storages) > 1:
         raise BudgetError("plans that share a search share their storage: search once for each storage")
-    budgets = [plan.budget for plan in plans if plan.separation_rank is None]
+    effect = statistics.effect(checkpoint.source_sha256) if isinstance(statistics, Statistics) else None
+    budgets = [plan.budget_for(effect) for plan in plans if plan.separation_rank is None]
     if any(plan.kl is not None for plan in plans) and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
     searched = None
     if budgets or not plans:
         kinds = storages.pop() if storages else ("float32",)
         searched = search_layers(layers, budgets, search=search, storages=kinds, cache=cache, resources=resources)
-    return SearchedAdapter(checkpoint, layers, searched, search, cache, statistics is not None)
+    return SearchedAdapter(checkpoint, layers, searched, search, cache, statistics is not None, effect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +225,7 @@ class SearchedAdapter:
     search: Search
     cache: SpillCache
     functional: bool  # errors count in the K-FAC norm
+    effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
 
     def compress(self, plan: CompressionPlan, *, solve: bool = True) -> Compression:
         """The adapter under one plan.
@@ -247,7 +251,7 @@ class SearchedAdapter:
             return self._reported(plan, Fitted(tuple(found[i] for i in range(len(self.layers))), None))
         if plan.bytes is not None:
             return self._filled(plan, solve)
-        return self._drawn(plan, plan.budget, solve)
+        return self._drawn(plan, plan.budget_for(self.effect), solve)
 
     def _drawn(self, plan: CompressionPlan, budget: Budget, solve: bool) -> Compression:
         if self.searched is None:
@@ -272,7 +276,7 @@ class SearchedAdapter:
         reports = tuple(_report(source, layer, best, plan, self.functional) for source, layer, best in rows)
         if all(chosen.stored is None for chosen in fitted.chosen):
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error)
+        return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error, self.effect)
 
 
 def _within_rank(most: int, candidate: Candidate) -> bool:

@@ -33,7 +33,8 @@ class CompressionPlan:
     bytes : int, optional
         One budget over all layers: size of the written weight file, heads and header included.
     kl : float, optional
-        One budget over all layers: nats of divergence estimated to second order; needs statistics.
+        One budget over all layers: nats of divergence as estimated by `lsrdecomp.compression.report.totals`; needs
+        statistics.
     inner_shape : tuple of int, optional
         Split (r1, r2, …) of the inner rank, with ``separation_rank``; absent, the most even split of each layer's rank.
     max_rank : int, optional
@@ -90,9 +91,24 @@ class CompressionPlan:
         """The type of whatever is not stored in integers."""
         return next((name for name in self.storages if name.startswith(("float", "bfloat"))), "float16")
 
-    @property
-    def budget(self) -> Budget:
-        """The goal for `fit_layers`; not for ``separation_rank``."""
+    def budget_for(self, effect: float | None = None) -> Budget:
+        """The goal over all layers; not for ``separation_rank``.
+
+        Parameters
+        ----------
+        effect : float, optional
+            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error.
+
+        Raises
+        ------
+        BudgetError
+            If a divergence is asked for that is no less than without the adapter.
+        """
+        if self.kl is not None and effect is not None:
+            if self.kl >= effect:
+                text = f"a divergence of {self.kl:g} nats is no less than that without the adapter, {effect:.3g}"
+                raise BudgetError(f"{text}: ask for less")
+            return Budget(rtol=math.sqrt(self.kl / effect))
         return Budget(parameters=self.parameters, ratio=self.ratio, bytes=self.bytes, kl=self.kl, layer_rtol=self.rtol)
 
     def to_json(self) -> dict[str, Any]:

@@ -44,11 +44,12 @@ class Totals:
     bytes: int  # of the factors, without headers and extras
     relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
     functional_error: float | None  # the same in the K-FAC norm
-    kl: float | None  # ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖²: estimated divergence from the LoRA's answers, nats per answer
+    kl: float | None  # estimated divergence from the LoRA's answers, nats an answer; see `totals`
     worst_error: float  # of a layer, in the norm of the plan
     worst_layer: str
     missed: int  # layers above the tolerance
     low_rank_error: float | None  # the best truncated SVD found for the same budget, in the norm of the plan
+    effect: float | None  # KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it
 
     @property
     def ratio(self) -> float:
@@ -56,11 +57,23 @@ class Totals:
         return self.parameters_before / self.parameters if self.parameters else math.inf
 
 
-def totals(layers: Sequence[LayerReport], extra_parameters: int = 0, low_rank_error: float | None = None) -> Totals:
-    """Sum up; relative errors combine through the absolute ones."""
+def totals(
+    layers: Sequence[LayerReport],
+    extra_parameters: int = 0,
+    low_rank_error: float | None = None,
+    effect: float | None = None,
+) -> Totals:
+    """Sum up; relative errors combine through the absolute ones.
+
+    The divergence is the squared error in the K-FAC norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
+    calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times
+    too low where a LoRA changes much.
+    """
     functional = all(layer.functional_error is not None for layer in layers)
     worst = max(layers, key=plan_error)
     lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
+    error = _share(lost, [layer.functional_norm or 0.0 for layer in layers])
+    kl = 0.5 * math.fsum(value**2 for value in lost) if effect is None else error**2 * effect
     return Totals(
         layers=len(layers),
         dropped=sum(layer.structure == "drop" for layer in layers),
@@ -69,12 +82,13 @@ def totals(layers: Sequence[LayerReport], extra_parameters: int = 0, low_rank_er
         extra_parameters=extra_parameters,
         bytes=sum(layer.bytes for layer in layers),
         relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
-        functional_error=_share(lost, [x.functional_norm or 0.0 for x in layers]) if functional else None,
-        kl=0.5 * math.fsum(value**2 for value in lost) if functional else None,
+        functional_error=error if functional else None,
+        kl=kl if functional else None,
         worst_error=plan_error(worst),
         worst_layer=worst.name,
         missed=sum(not layer.met for layer in layers),
         low_rank_error=low_rank_error,
+        effect=effect,
     )
 
 

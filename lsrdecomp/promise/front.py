@@ -265,6 +265,7 @@ def _calibrated(bench: Bench, out: Path, say: Say) -> Statistics:
     """Statistics of the adapted layers on texts that are not held out; those that a run before finished are taken."""
     source, texts = bench.source, bench.calibration[:SAMPLES]
     asked = {"seed": bench.seed, "samples": len(texts), "base": source.name, "modules": list(source.modules)}
+    asked |= {"adapter": source.adapter_sha256}
     if (out / METADATA).exists():
         settings = read_statistics(out).metadata.get("settings", {})
         if any(settings.get(name) != value for name, value in asked.items()):
@@ -280,5 +281,7 @@ def _calibrated(bench: Bench, out: Path, say: Say) -> Statistics:
             samples=len(texts),
             head=source.head,
             base=source.name,
+            adapter_base=source.adapter_base,
+            adapter=source.adapter_sha256,
         )
     return read_statistics(out)

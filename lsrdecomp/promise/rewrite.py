@@ -135,7 +135,8 @@ def _record(
             raise CheckpointError(f"has no line of layer {layer.name!r}; write the adapter again", path=path)
         row = row or _fresh(source, layer, product, code, norms)
         reports.append(row if product is None else _measured(row, source, layer, product, norms))
-    summary = totals(reports, source.extra_parameters, facts.get("totals", {}).get("low_rank_error"))
+    before = facts.get("totals", {})
+    summary = totals(reports, source.extra_parameters, before.get("low_rank_error"), before.get("effect"))
     kept = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
     written = to_json(reports, summary, **kept)
     if not detailed:

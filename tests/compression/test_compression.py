@@ -1,6 +1,8 @@
 """Compression of one layer and of a checkpoint: tolerances hold as written, and plain SVD is never lost to."""
 
 import json
+import shutil
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 
 import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.curves import adapter_curves
@@ -303,3 +306,26 @@ def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
         result = compress(source, CompressionPlan(separation_rank=4, storage="float16"))
         written = open_checkpoint(result.save(tmp_path / folder.name))
         assert verify(source, written).passed, folder
+
+
+def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(demo, tmp_path):
+    """Second-order values are several times too low; the relative error times the whole effect is not."""
+    shipped = Path(str(files("lsrdecomp.cli") / "demo_statistics"))
+    shutil.copytree(shipped, tmp_path / "of-this")
+    shutil.copytree(shipped, tmp_path / "of-another")
+    for name, digest in (("of-this", demo.source_sha256), ("of-another", "0" * 64)):
+        place = tmp_path / name / "statistics.json"
+        facts = json.loads(place.read_text())
+        facts["settings"] |= {"effect": 0.3, "adapter": digest}
+        place.write_text(json.dumps(facts))
+    ours, other = (read_statistics(tmp_path / name) for name in ("of-this", "of-another"))
+    half = compress(demo, CompressionPlan(kl=0.15), statistics=ours, search=QUICK)
+    assert half.totals.kl == pytest.approx(0.3 * half.totals.functional_error**2, rel=1e-12)
+    assert 0.06 < half.totals.kl <= 0.15 * (1 + 1e-9)
+    assert half.totals.effect == 0.3
+    assert half.to_json()["totals"]["effect"] == 0.3
+    known = compress(demo, CompressionPlan(ratio=half.totals.ratio), statistics=other, search=QUICK)
+    assert known.totals.effect is None
+    assert known.totals.kl < 0.5 * half.totals.kl
+    with pytest.raises(BudgetError, match="no less than that without the adapter, 0.3: ask for less"):
+        compress(demo, CompressionPlan(kl=0.3), statistics=ours, search=QUICK)
