@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -131,6 +132,9 @@ def demo(
         for name in ("lsr", "lora"):
             result = compression.verify(checkpoint, checkpoints.open_checkpoint(out / name))
             typer.echo(f"  {out / name}: relative Frobenius error {result.relative_error:.6f}")
+        if find_spec("matplotlib") is None:
+            typer.echo("\nFor its curves as a picture: pip install 'lsrdecomp[plots]', and again.")
+            return
         _draw(checkpoint, compression.adapter_curves(checkpoint), out / "curves.png")
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 

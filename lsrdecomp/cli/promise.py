@@ -91,7 +91,7 @@ def drawer(
 
     def draw(plan: CompressionPlan | None) -> Compression | Promised:
         with tables.quiet():
-            return compress(
+            measured: Compression | Promised = compress(
                 checkpoint,
                 plan,
                 **asdict(measuring),
@@ -105,6 +105,7 @@ def drawer(
                 on_stage=_stages(resources.on_step),
                 on_step=lambda now, steps, _: resources.on_step(Step("distilling", now, steps, "steps")),
             )
+        return measured
 
     return draw
 

@@ -20,7 +20,7 @@ from lsrdecomp.compression.html_report import summary_html
 from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
 from lsrdecomp.compression.layers import HasWeights, Layer
 from lsrdecomp.compression.materialize import Materialized, as_read
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
 from lsrdecomp.compression.search import Search
@@ -40,7 +40,7 @@ REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Compression:
     """The result of `compress`: a report, and the factors ready to be written."""
 
@@ -63,6 +63,23 @@ class Compression:
     def to_json(self) -> dict[str, Any]:
         """The report with plan and source, as plain values."""
         return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=self.source.path.name)
+
+    def __repr__(self) -> str:
+        """Goal, sizes and errors in a few lines, and what to do next."""
+        total, goal = self.totals, self.plan.to_json()
+        asked = next(name for name in GOALS if name in goal)
+        left_out = f", {total.dropped} of them left out" if total.dropped else ""
+        norm = "Frobenius" if total.functional_error is None else "K-FAC"
+        error = total.relative_error if total.functional_error is None else total.functional_error
+        svd = "" if total.low_rank_error is None else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
+        missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
+        return (
+            f"Compression of {self.source.path.name}, {asked} = {goal[asked]:,}\n"
+            f"   {total.layers} layers{left_out}: {total.parameters:,} of {total.parameters_before:,} parameters "
+            f"({total.ratio:.3g} times fewer), {total.bytes:,} bytes as {self.plan.storage}\n"
+            f"   relative error {error:.3g} in the {norm} norm{svd}{missed}\n"
+            "   not on disk before save(directory)"
+        )
 
     def _repr_html_(self) -> str:
         return summary_html(self)

@@ -1,12 +1,10 @@
 """Sums whose factors are diagonal in common bases: A = U diag(v) Uᴴ with U = ⊗ U_i, from m_i × m_i problems only.
 
 Kronecker sums A ⊗ I + I ⊗ B for any number of factors, finite elements K ⊗ M + M ⊗ K, a covariance plus noise, and any
-A₁ ⊗ B₁ + A₂ ⊗ B₂ of Hermitian factors, one of each pair definite, are of this kind [1]_.
+A₁ ⊗ B₁ + A₂ ⊗ B₂ of Hermitian factors, one of each pair definite, are of this kind.
 
-References
-----------
-.. [1] R. E. Lynch, J. R. Rice and D. H. Thomas, Direct solution of partial difference equations by tensor product
-   methods, Numer. Math. 6 (1964). doi:10.1007/BF01386067
+Source: R. E. Lynch, J. R. Rice and D. H. Thomas, Direct solution of partial difference equations by tensor product
+methods, Numer. Math. 6 (1964). doi:10.1007/BF01386067
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Gaussian process on a grid: the marginal likelihood of K₁ ⊗ … ⊗ K_d + σ² I and its gradient, exact by eigenvalues.
 
-References
-----------
-Y. Saatçi, Scalable inference for structured Gaussian process models, PhD thesis, Cambridge (2011), ch. 5.
+Source: Y. Saatçi, Scalable inference for structured Gaussian process models, PhD thesis, Cambridge (2011), ch. 5.
 """
 
 from __future__ import annotations

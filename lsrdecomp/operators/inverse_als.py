@@ -1,8 +1,6 @@
 """An inverse of few Kronecker terms: alternating least squares on ‖I − A X‖_F, every step exact, so it never rises.
 
-References
-----------
-.. [1] Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023. arXiv:2307.07884
+Source: Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023. arXiv:2307.07884
 """
 
 from __future__ import annotations
@@ -95,6 +93,10 @@ def approximate_inverse(
     -----
     A sweep solves, for each factor, rank·m_i equations for m_i right-hand sides: (rank·m_i)³/3 + rank²·s²·m_i²
     operations. The inverse of a symmetric matrix comes out symmetric up to the residual only: use it with GMRES.
+
+    References
+    ----------
+    .. [1] Y. Voet, Preconditioning techniques for generalized Sylvester matrix equations, 2023. arXiv:2307.07884
     """
     a = _separated(matrix, shape)
     if any(m != n for m, n in a.kronecker_shape.factors):

@@ -1,12 +1,10 @@
 """The nearest single Kronecker product: of a matrix, or of a sum over samples that is never formed; positive if it is.
 
-For a positive semidefinite A the nearest B ⊗ C has positive semidefinite factors [1]_ (theorem 5.8): a contraction of A
+For a positive semidefinite A the nearest B ⊗ C has positive semidefinite factors (theorem 5.8): a contraction of A
 with such a factor is one again, so the iterations here never leave them; rounding is cut off at the end.
 
-References
-----------
-.. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
-   Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
+Source: C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
+Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
 """
 
 from __future__ import annotations

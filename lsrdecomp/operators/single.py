@@ -3,9 +3,8 @@
 Everything follows from the factors: cost Σ m_i³ where a formed matrix would cost Π m_i³. On torch tensors the results
 are differentiable in the factors.
 
-References
-----------
-C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123 (2000). doi:10.1016/S0377-0427(00)00393-9
+Source: C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123
+(2000). doi:10.1016/S0377-0427(00)00393-9
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Sums whose factors are triangular in common bases: any A₁ ⊗ B₁ + A₂ ⊗ B₂ and any Kronecker sum, Hermitian or not.
 
 The generalised Schur form Qᴴ A_k Z of each pair of factors makes the sum block triangular; the solution follows by back
-substitution, as Bartels and Stewart's for the Sylvester equation [1]_ [2]_.
+substitution, as Bartels and Stewart's for the Sylvester equation.
 
-References
-----------
-.. [1] R. H. Bartels and G. W. Stewart, Solution of the matrix equation AX + XB = C, Comm. ACM 15 (1972).
-   doi:10.1145/361573.361582
-.. [2] J. D. Gardiner, A. J. Laub, J. J. Amato and C. B. Moler, Solution of the Sylvester matrix equation
-   AXBᵀ + CXDᵀ = E, ACM Trans. Math. Softw. 18 (1992). doi:10.1145/146847.146929
+Sources: R. H. Bartels and G. W. Stewart, Solution of the matrix equation AX + XB = C, Comm. ACM 15 (1972).
+doi:10.1145/361573.361582; J. D. Gardiner, A. J. Laub, J. J. Amato and C. B. Moler, Solution of the Sylvester matrix
+equation AXBᵀ + CXDᵀ = E, ACM Trans. Math. Softw. 18 (1992). doi:10.1145/146847.146929
 """
 
 from __future__ import annotations

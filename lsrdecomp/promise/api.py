@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.compress import compress as compress_alone
+from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.errors import BudgetError, LsrError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression.plan import CompressionPlan
     from lsrdecomp.promise.distil import Distilled
     from lsrdecomp.promise.front import Promised
     from lsrdecomp.promise.texts import Texts
 
-
-@overload
-def compress(checkpoint: Checkpoint, plan: CompressionPlan, **settings: Any) -> Compression: ...
+FORM = ("storage", "max_rank", "inner_shape")
+"""What goes with a goal."""
 
 
 @overload
 def compress(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | str | Path,
+    plan: CompressionPlan | None = None,
+    *,
+    base: None = None,
+    data: None = None,
+    keep: None = None,
+    ratio: float | None = None,
+    rtol: float | None = None,
+    parameters: float | None = None,
+    bytes: int | None = None,
+    kl: float | None = None,
+    separation_rank: int | None = None,
+    **settings: Any,
+) -> Compression: ...
+
+
+@overload
+def compress(
+    checkpoint: Checkpoint | str | Path,
     plan: CompressionPlan | None = None,
     *,
     base: str | Path,
     data: str | Path | Texts,
     keep: float | None = None,
+    ratio: float | None = None,
+    rtol: float | None = None,
+    parameters: float | None = None,
+    bytes: int | None = None,
+    kl: float | None = None,
+    separation_rank: int | None = None,
     **settings: Any,
 ) -> Promised: ...
 
 
 def compress(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | str | Path,
     plan: CompressionPlan | None = None,
     *,
     base: str | Path | None = None,
@@ -43,24 +66,27 @@ def compress(
     keep: float | None = None,
     **settings: Any,
 ) -> Compression | Promised:
-    """Turn a LoRA into an LSR adapter: under a plan, or, with a base and texts, to what it keeps as measured.
+    """Turn a LoRA into an LSR adapter: to a size or an error, or, with a base and texts, to what it keeps as measured.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-        As returned by `open_checkpoint`.
+    checkpoint : str, path or Checkpoint
+        A directory or file that `open_checkpoint` reads, or what it returned.
     plan : CompressionPlan, optional
-        A size or an error.
+        A size or an error, to be used more than once. Otherwise one goal by name, as `CompressionPlan` takes it:
+        ``ratio``, ``rtol``, ``parameters``, ``bytes``, ``kl`` or ``separation_rank``; with it ``storage``, ``max_rank``
+        and ``inner_shape``.
     base : str or path, optional
         The base model, by name or directory. What is kept is then measured, and stands in ``result.promise``.
     data : path or sequence of texts, optional
         With ``base``: texts of the task, without labels.
     keep : float, optional
-        With ``base`` and in place of a plan: the least share of what the adapter does, such as 0.95; the smallest form
+        With ``base`` and in place of a size: the least share of what the adapter does, such as 0.95; the smallest form
         that was found to keep it is the result.
     **settings
-        Of `lsrdecomp.compression.compress.compress`, or with a base of `lsrdecomp.promise.front.compress_measured`
-        (``distil=200``, ``statistics``, ``storage``, ``dtype``, ``device``, ``seed``, …).
+        Of `lsrdecomp.compression.compress` (``statistics``, ``search``, ``workers``, …), or with a base of
+        `lsrdecomp.promise.front.compress_measured` (``distil=200``, ``statistics``, ``dtype``, ``device``, …).
+        ``statistics`` may be a directory that `lsrdecomp calibrate` wrote.
 
     Returns
     -------
@@ -70,17 +96,35 @@ def compress(
     Raises
     ------
     BudgetError
-        If the goal cannot be met, or no goal is given.
+        If the goal cannot be met, if none is given, or more than one.
     CheckpointError, LsrError
         If files or base cannot be used; if torch, transformers or peft are missing and a base is given.
 
     Examples
     --------
-    ``lsr.compress(lora, base="smollm2", data="prompts.jsonl", keep=0.95).save("adapter-lsr/")``
+    >>> import lsrdecomp as lsr
+    >>> from importlib.resources import files
+    >>> lsr.compress(files("lsrdecomp.cli") / "demo_adapter", ratio=10)
+    Compression of demo_adapter, ratio = 10
+       12 layers, 3 of them left out: 7,368 of 73,728 parameters (10 times fewer), 29,472 bytes as float32
+       relative error 0.51... in the Frobenius norm; best truncated SVD of that size 0.52...
+       not on disk before save(directory)
+
+    With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl", keep=0.95).save("small/")``.
     """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    goals = {name: settings.pop(name) for name in GOALS if settings.get(name) is not None}
+    if goals and plan is not None:
+        raise BudgetError(f"a plan was given, and {' and '.join(goals)} beside it: one of the two")
+    if goals and keep is not None:
+        raise BudgetError(f"one goal is needed, got keep and {' and '.join(goals)}")
+    if plan is None and (goals or (base is None and keep is None)):
+        plan = CompressionPlan(**goals, **{name: settings.pop(name) for name in FORM if name in settings})
+    if isinstance(settings.get("statistics"), str | Path):
+        settings["statistics"] = read_statistics(settings["statistics"])
     if base is None:
         if plan is None or keep is not None or data is not None:
-            raise BudgetError("a share to keep is measured: give base= and data= with it, or a plan instead")
+            raise BudgetError("a share to keep is measured: give base= and data= with it, or a size such as ratio=48")
         return compress_alone(checkpoint, plan, **settings)
     if data is None:
         raise BudgetError("what is kept is measured on texts of the task: give data=")

@@ -1,0 +1,59 @@
+"""`lsr.compress` as it is typed at a prompt: a path, one goal by name, and a result that can be read there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lsrdecomp as lsr
+from lsrdecomp.compression import Search
+
+DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+QUICK = Search(probes=6, kept=2)
+
+
+def test_a_path_and_a_ratio_are_a_checkpoint_and_a_plan(tmp_path):
+    plain = lsr.compress(str(DEMO), ratio=40, storage="float16", search=QUICK)
+    named = lsr.compress(lsr.open_checkpoint(DEMO), lsr.CompressionPlan(ratio=40, storage="float16"), search=QUICK)
+    assert plain.layers == named.layers
+    assert plain.plan == named.plan
+    opened = lsr.open_checkpoint(plain.save(tmp_path / "small"))
+    assert opened.adapter_parameters == plain.totals.parameters
+
+
+def test_statistics_are_opened_by_path():
+    statistics = DEMO.parent / "demo_statistics"
+    result = lsr.compress(DEMO, separation_rank=1, statistics=statistics, search=QUICK)
+    assert result.totals.functional_error is not None
+    assert np.isfinite(result.totals.functional_error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "one goal is needed, got none"),
+        ({"ratio": 10, "rtol": 0.1}, "rtol and ratio"),
+        ({"ratio": 10, "keep": 0.9}, "keep and ratio"),
+        ({"plan": lsr.CompressionPlan(ratio=4), "ratio": 4}, "one of the two"),
+        ({"keep": 0.9}, "a share to keep is measured"),
+    ],
+)
+def test_goals_that_disagree_are_refused_in_words(settings, words):
+    with pytest.raises(lsr.BudgetError, match=words):
+        lsr.compress(DEMO, **settings)
+
+
+def test_what_is_no_checkpoint_is_told_by_name(tmp_path):
+    with pytest.raises(lsr.CheckpointError, match=r"absent: no such file"):
+        lsr.compress(tmp_path / "absent", ratio=10)
+
+
+@pytest.mark.parametrize("statistics", [None, DEMO.parent / "demo_statistics"])
+def test_a_compression_prints_on_a_few_lines(statistics):
+    result = lsr.compress(DEMO, separation_rank=1, statistics=statistics)
+    lines = repr(result).splitlines()
+    assert len(lines) <= 6
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "Compression of demo_adapter, separation_rank = 1"
+    assert f"{result.totals.parameters:,} of 73,728 parameters" in lines[1]
+    assert ("K-FAC" if statistics else "Frobenius") in lines[2]
