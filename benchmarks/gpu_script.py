@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         options.model,
         options.task,
         options.data,
-        rate=options.rate,
+        learning_rate=options.rate,
         batch=options.batch,
         steps=options.steps,
         seed=options.seed,
@@ -102,13 +102,13 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     lora = run(common.replace(measure_start=True), work / "lora")
     compression = compressed(common, options, work)
     further = common.replace(steps=options.recover, train_head=False, warmup=0.1)
-    lsr = further.replace(method="lsr", init=str(work / "compressed"), rate=options.lsr_rate)
+    lsr = further.replace(method="lsr", init=str(work / "compressed"), learning_rate=options.lsr_rate)
     arms = {
         "LoRA": arm(lora),
         "compressed to LSR": compression | scored(evaluate(lsr)),
         "LSR, trained on": arm(run(lsr, work / "lsr")),
         "LoRA, trained on": arm(run(further.replace(init=str(work / "lora" / ADAPTER)), work / "lora-on")),
-        "LSR from scratch": arm(run(common.replace(method="lsr", rate=options.lsr_rate), work / "scratch")),
+        "LSR from scratch": arm(run(common.replace(method="lsr", learning_rate=options.lsr_rate), work / "scratch")),
     }
     cuda = lora.device == "cuda"
     return {

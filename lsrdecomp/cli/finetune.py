@@ -12,46 +12,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from lsrdecomp import training
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, assignment
-from lsrdecomp.cli.outputs import PLACE, Input
+from lsrdecomp.cli.outputs import PLACE
+from lsrdecomp.cli.settings import options_of
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.training.fields import SettingsError
+from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.training.record import Record
 
 
-LISTS = ("target_modules", "layers", "report_to")
-"""Settings that are lists: on the command line one value is a list of one."""
-
-
+@options_of(FinetuneSettings, elsewhere=("options",))
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
-    model: Annotated[
-        str | None, Input, typer.Option(help="The base: a name, a directory, a GGUF file, smollm2, or embedded.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="A GLUE or SuperGLUE task by name, or embedded.")] = None,
-    data: Annotated[
-        str | None, Input, typer.Option(help="JSON lines for a language model, or directory of the tasks' files.")
-    ] = None,
+    *,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
-    method: Annotated[str | None, typer.Option(help="lora, lsr, dora, krona, …; a wrong one shows all.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as r=4; repeat it.")] = None,
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other setting, such as patience=3; repeat it. A wrong one shows all."),
+        list[str] | None, typer.Option("--set", help="Any other setting, such as patience=3; repeat it.")
     ] = None,
-    init: Annotated[str | None, Input, typer.Option(help="Adapter directory to train on from.")] = None,
-    rate: Annotated[float | None, typer.Option(help="Largest learning rate; 1e-3 if absent.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Examples per step; 32 if absent, for a language model 8.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the training set; 3 if absent.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the start and the order of examples.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
     json: JsonFile = None,
     force: ForceFile = False,
+    **given: Any,
 ) -> None:
     """Fine-tune a base on a task by LoRA, LSR or another adapter, and judge it on the task's dev set.
 
@@ -60,25 +45,16 @@ def finetune(
     where it was.
     For several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
     """
-    given: dict[str, Any] = {
-        "model": model,
-        "task": task,
-        "data": data,
-        "method": method,
-        "options": dict(assignment(text, "--option") for text in option) if option else None,
-        "init": init,
-        "rate": rate,
-        "batch": batch,
-        "epochs": epochs,
-        "steps": steps,
-        "seed": seed,
-        "device": device,
-    }
-    more = dict(assignment(text, "--set") for text in settings or ())
-    more |= {name: [more[name]] for name in LISTS if isinstance(more.get(name), str | int)}
-    chosen = training.FinetuneSettings.from_mapping(
-        _table(config) | {name: value for name, value in given.items() if value is not None} | more
-    )
+    named = FinetuneSettings.named
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if option:
+        chosen["options"] = dict(assignment(text, "--option") for text in option)
+    more = named(dict(assignment(text, "--set") for text in settings or ()))
+    lists = [name for name, field in FinetuneSettings.fields.items() if field.type is tuple]
+    more |= {
+        name: [more[name]] for name in lists if isinstance(more.get(name), str | int)
+    }  # one value is a list of one
+    run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **chosen, **more})
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     with tables.quiet(), _progress() as show:
@@ -88,7 +64,7 @@ def finetune(
             raise LsrError(
                 f"training runs the model; without {error.name}: pip install 'lsrdecomp[finetune]'"
             ) from error
-        record = run(chosen, out, resume=not fresh, on_step=lambda step: show(step.step, step.steps))
+        record = run(run_settings, out, resume=not fresh, on_step=lambda step: show(step.step, step.steps))
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks
     if json is not None:
@@ -128,7 +104,7 @@ def _show(record: Record, out: Path) -> None:
         f"{record.wall_seconds:.1f} s."
     )
     if record.dev.loss is None:
-        output.print("The outputs are no longer finite: try a smaller --rate.")
+        output.print("The outputs are no longer finite: try a smaller --learning-rate.")
     output.print(f"Wrote {out}.")
 
 
@@ -138,7 +114,7 @@ def _table(config: Path | None) -> dict[str, Any]:
     try:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:  # bad TOML or bad UTF-8
-        raise training.SettingsError(f"{config}: {error}") from error
+        raise SettingsError(f"{config}: {error}") from error
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from lsrdecomp.training.record import Record
 class Cell:
     """One method on one task."""
 
-    arm: MethodSpec
+    spec: MethodSpec
     task: str
     rate: float | None  # the chosen one; None before there is one
     records: Mapping[int, Record]  # by seed, at that rate
@@ -78,14 +78,14 @@ def compare(
     out = Path(out)
     skipped = suite.missing()
     tasks = [task for task in suite.tasks if task not in skipped]
-    cells = [(arm, task) for task in tasks for arm in suite.arms]
-    tuning = [run for arm, task in cells for run in tuning_runs(suite, out, arm, task).values()]
+    cells = [(spec, task) for task in tasks for spec in suite.specs]
+    tuning = [run for spec, task in cells for run in tuning_runs(suite, out, spec, task).values()]
     do_runs(tuning, workers=workers, retry=retry, on_run=on_run)
     further: list[Run] = []
-    for arm, task in cells:
-        rate = chosen_rate(suite, out, arm, task)
+    for spec, task in cells:
+        rate = chosen_rate(suite, out, spec, task)
         if rate is not None:
-            further += (a_run(suite, out, arm, task, rate, seed) for seed in suite.seeds[suite.tune_seeds :])
+            further += (a_run(suite, out, spec, task, rate, seed) for seed in suite.seeds[suite.tune_seeds :])
     do_runs(further, workers=workers, retry=retry, on_run=on_run)
     return read_results(suite, out)
 
@@ -96,32 +96,32 @@ def read_results(suite: Suite, out: str | Path) -> Results:
     skipped = {
         task: why for task, why in suite.missing().items() if not any((out / slug(task)).glob("*/*/*/record.json"))
     }
-    cells = tuple(_cell(suite, out, arm, task) for task in suite.tasks if task not in skipped for arm in suite.arms)
+    cells = tuple(_cell(suite, out, spec, task) for task in suite.tasks if task not in skipped for spec in suite.specs)
     planned = len(cells) * (suite.tune_seeds * len(suite.rates) + len(suite.seeds) - suite.tune_seeds)
     return Results(suite, cells, skipped, planned, sum(cell.finished for cell in cells))
 
 
-def a_run(suite: Suite, out: Path, arm: MethodSpec, task: str, rate: float, seed: int) -> Run:
+def a_run(suite: Suite, out: Path, spec: MethodSpec, task: str, rate: float, seed: int) -> Run:
     """One run and its place."""
-    place = out / slug(task) / arm.slug / f"rate-{rate:g}" / f"seed-{seed}"
-    return Run(suite.settings(arm, task, rate, seed), place)
+    place = out / slug(task) / spec.slug / f"rate-{rate:g}" / f"seed-{seed}"
+    return Run(suite.settings(spec, task, rate, seed), place)
 
 
-def tuning_runs(suite: Suite, out: Path, arm: MethodSpec, task: str) -> dict[tuple[float, int], Run]:
+def tuning_runs(suite: Suite, out: Path, spec: MethodSpec, task: str) -> dict[tuple[float, int], Run]:
     """The runs by which a rate is chosen, by rate and seed."""
     return {
-        (rate, seed): a_run(suite, out, arm, task, rate, seed)
+        (rate, seed): a_run(suite, out, spec, task, rate, seed)
         for rate in suite.rates
         for seed in suite.seeds[: suite.tune_seeds]
     }
 
 
-def chosen_rate(suite: Suite, out: Path, arm: MethodSpec, task: str) -> float | None:
+def chosen_rate(suite: Suite, out: Path, spec: MethodSpec, task: str) -> float | None:
     """The rate of least mean validation loss; None while a tuning run is left, or if every rate failed.
 
     A rate at which a run failed is out of question. Of equal rates the smaller one.
     """
-    outcomes = {key: outcome(run) for key, run in tuning_runs(suite, out, arm, task).items()}
+    outcomes = {key: outcome(run) for key, run in tuning_runs(suite, out, spec, task).items()}
     if any(found is None for found in outcomes.values()):
         return None
     losses: dict[float, float] = {}
@@ -140,25 +140,25 @@ def _validation_loss(found: Outcome | None) -> float:
     return found.validation.loss
 
 
-def _cell(suite: Suite, out: Path, arm: MethodSpec, task: str) -> Cell:
-    rate = chosen_rate(suite, out, arm, task)
-    runs = tuning_runs(suite, out, arm, task)
+def _cell(suite: Suite, out: Path, spec: MethodSpec, task: str) -> Cell:
+    rate = chosen_rate(suite, out, spec, task)
+    runs = tuning_runs(suite, out, spec, task)
     if rate is not None:
-        runs |= {(rate, seed): a_run(suite, out, arm, task, rate, seed) for seed in suite.seeds}
+        runs |= {(rate, seed): a_run(suite, out, spec, task, rate, seed) for seed in suite.seeds}
     outcomes = {key: outcome(run) for key, run in runs.items()}
     finished = {key: found for key, found in outcomes.items() if isinstance(found, Record)}
     records = {seed: finished[tried, seed] for tried, seed in sorted(finished) if tried == rate}
     failures = {key: found for key, found in outcomes.items() if isinstance(found, Failure)}
     edge = rate is not None and len(suite.rates) > 2 and rate in (min(suite.rates), max(suite.rates))
-    return Cell(arm, task, rate, records, failures, len(finished), edge)
+    return Cell(spec, task, rate, records, failures, len(finished), edge)
 
 
 def check_options(suite: Suite) -> None:
     """Raise `SettingsError` if a method of the suite has no such option."""
     from lsrdecomp.training.methods import adapter_config
 
-    for arm in suite.arms:
+    for spec in suite.specs:
         for task in suite.tasks:
-            settings = suite.settings(arm, task, suite.rates[0], suite.seeds[0])
+            settings = suite.settings(spec, task, suite.rates[0], suite.seeds[0])
             if settings.init is None:
                 adapter_config(settings.method, settings.options, target_modules=settings.target_modules)

@@ -92,8 +92,8 @@ class Line:
 
 def lines(results: Results) -> list[Line]:
     """One line for every method and task that has a finished run at its rate."""
-    by_place = {(cell.arm.label, cell.task): cell for cell in results.cells}
-    return [_line(cell, by_place.get((cell.arm.against or "", cell.task))) for cell in results.cells if cell.records]
+    by_place = {(cell.spec.label, cell.task): cell for cell in results.cells}
+    return [_line(cell, by_place.get((cell.spec.against or "", cell.task))) for cell in results.cells if cell.records]
 
 
 def _line(cell: Cell, other: Cell | None) -> Line:
@@ -105,7 +105,7 @@ def _line(cell: Cell, other: Cell | None) -> Line:
     losses = [r.dev.loss for r in records if r.dev.loss is not None]
     assert cell.rate is not None
     return Line(
-        method=cell.arm.label,
+        method=cell.spec.label,
         task=cell.task,
         metric=metric,
         score=metrics[metric],
@@ -131,12 +131,12 @@ def difference(cell: Cell, other: Cell, metric: str) -> Difference:
     gaps = [cell.records[s].dev.metrics[metric] - other.records[s].dev.metrics[metric] for s in both]
     mean = fmean(gaps) if gaps else math.nan
     if len(gaps) < 2:
-        return Difference(other.arm.label, mean, None, "one seed" if gaps else "no common seed")
+        return Difference(other.spec.label, mean, None, "one seed" if gaps else "no common seed")
     from scipy.stats import t
 
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1)) * stdev(gaps) / math.sqrt(len(gaps))
     verdict = "better" if mean - half > 0 else "worse" if mean + half < 0 else "equal"
-    return Difference(other.arm.label, mean, (mean - half, mean + half), verdict)
+    return Difference(other.spec.label, mean, (mean - half, mean + half), verdict)
 
 
 def overview(rows: Sequence[Line]) -> Table:
@@ -190,7 +190,7 @@ def notes(results: Results, rows: Sequence[Line]) -> list[str]:
     if edges:
         said.append(f"The chosen rate is at an end of the grid for: {'; '.join(edges)}.")
     said += [
-        f"{cell.arm.label} on {cell.task}, rate {rate:g}, seed {seed} failed: {failure.kind}: {failure.message[:200]}"
+        f"{cell.spec.label} on {cell.task}, rate {rate:g}, seed {seed} failed: {failure.kind}: {failure.message[:200]}"
         for cell in results.cells
         for (rate, seed), failure in cell.failures.items()
     ]
@@ -238,7 +238,7 @@ def to_json(results: Results) -> dict[str, Any]:
         "tune_seeds": suite.tune_seeds,
         "common": suite.public_settings,
         "tasks": {task: dict(settings) for task, settings in suite.tasks.items()},
-        "methods": {arm.label: dict(arm.settings) for arm in suite.arms},
+        "methods": {spec.label: dict(spec.settings) for spec in suite.specs},
         "skipped": dict(results.skipped),
         "runs": {"planned": results.planned, "done": results.done},
         "versions": dict(records[-1].versions) if records else {},

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from lsrdecomp.compression.search import Search
-from lsrdecomp.experiments.suite import Suite, SuiteError
-from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+from lsrdecomp.experiments.suite import Suite, SuiteError, merged
+from lsrdecomp.training.fields import POSITIVE, Check, Settings, each, one_of, settings, whole
+from lsrdecomp.training.settings import FinetuneSettings
 from lsrdecomp.training.tasks import TASKS
 
 
@@ -51,68 +52,62 @@ STRUCTURES: Mapping[str, Structure] = MappingProxyType(
 """`lsr` is what `lsrdecomp compress` makes: truncated SVD is among its candidates, layer by layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecoverPlan:
-    """The table [recover].
+def _counts(least: int = 0) -> Check:
+    return each(whole(1), "a list of whole numbers of 1 or more", least=least)
 
-    Parameters
-    ----------
-    budgets : tuple of int
-        Parameters per adapted matrix, on average over them.
-    steps : int
-        Of recovery, and of training from scratch.
-    lora : mapping
-        Settings of the LoRA that is compressed, over those of the suite; its rate too.
-    lora_of : mapping
-        Some of them for single tasks, by the task.
-    head : mapping
-        Settings of the head alone, trained first and then kept.
-    structures, scratch : tuple of str
-        Keys of `STRUCTURES`; those that are also trained from scratch.
-    tune_budget : int, optional
-        The budget at which the rates of recovery and of training from scratch are chosen; the middle one if absent.
-    judged : tuple of int
-        Further budgets, at which each structure is judged as compressed and not trained on.
-    samples : int
-        Training examples for calibration.
-    least_gain : float
-        A LoRA that gains fewer nats on dev over its head alone is not compressed: shares of that would mean nothing.
-    """
 
-    budgets: tuple[int, ...]
-    steps: int
-    lora: Mapping[str, Any] = field(default_factory=dict)
-    head: Mapping[str, Any] = field(default_factory=dict)
-    lora_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    structures: tuple[str, ...] = ("lsr", "svd-kfac", "svd", "lora-int8")
-    scratch: tuple[str, ...] = ("lsr", "svd-kfac")
-    tune_budget: int | None = None
-    judged: tuple[int, ...] = ()
-    samples: int = 512
-    least_gain: float = 0.01
+KEYS = each(one_of(tuple(STRUCTURES)), f"a list of structures, which are {', '.join(STRUCTURES)}")
 
-    def __post_init__(self) -> None:
-        for name in ("budgets", "judged", "structures", "scratch"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, list | tuple):
-                raise SuiteError(f"recover.{name} must be a list, got {value!r}")
-            object.__setattr__(self, name, tuple(value))
-        counts = {"steps": [self.steps], "budgets": list(self.budgets), "samples": [self.samples]}
-        for name, values in counts.items():
-            if not values or not _counts(values):
-                raise SuiteError(f"recover.{name}: whole numbers of 1 or more, got {values}")
-        if not _counts(self.judged) or set(self.judged) & set(self.budgets):
-            raise SuiteError(f"recover.judged: whole numbers of 1 or more beside the budgets, got {list(self.judged)}")
-        if isinstance(self.least_gain, bool) or not isinstance(self.least_gain, int | float) or self.least_gain <= 0:
-            raise SuiteError(f"recover.least_gain must be a number above 0, got {self.least_gain!r}")
-        unknown = [name for name in (*self.structures, *self.scratch) if name not in STRUCTURES]
-        if unknown:
-            raise SuiteError(f"recover: no structure is called {unknown[0]!r}; there are: {', '.join(STRUCTURES)}")
+
+@settings
+class RecoverPlan(Settings):
+    """The table [recover]."""
+
+    where = "recover"
+    error = SuiteError
+    budgets: Annotated[tuple[int, ...], _counts(least=1), "Parameters per adapted matrix, on average over them."]
+    steps: Annotated[int, whole(1), "Of recovery, and of training from scratch."]
+    lora: Annotated[Mapping[str, Any], "Settings of the LoRA that is compressed, over those of the suite."] = field(
+        default_factory=dict
+    )
+    head: Annotated[Mapping[str, Any], "Settings of the head alone, trained first and then kept."] = field(
+        default_factory=dict
+    )
+    lora_of: Annotated[Mapping[str, Any], "Some of the LoRA's for single tasks, in a table by the task."] = field(
+        default_factory=dict
+    )
+    structures: Annotated[tuple[str, ...], KEYS, "What the LoRA is compressed to: keys of `STRUCTURES`."] = (
+        "lsr",
+        "svd-kfac",
+        "svd",
+        "lora-int8",
+    )
+    scratch: Annotated[tuple[str, ...], KEYS, "Those that are also trained from scratch."] = ("lsr", "svd-kfac")
+    tune_budget: Annotated[
+        int | None, "Budget at which the learning rates of both trainings are chosen; the middle one if absent."
+    ] = None
+    judged: Annotated[
+        tuple[int, ...], _counts(), "Further budgets, at which structures are judged as compressed, not trained on."
+    ] = ()
+    samples: Annotated[int, whole(1), "Training examples for calibration."] = 512
+    least_gain: Annotated[
+        float,
+        POSITIVE,
+        "A LoRA that gains fewer nats on dev over its head alone is not compressed: shares of that would mean nothing.",
+    ] = 0.01
+
+    def check_together(self) -> None:
+        """Lists against each other."""
+        if set(self.judged) & set(self.budgets):
+            raise SuiteError(f"recover.judged must be budgets beside {list(self.budgets)}, got {list(self.judged)}")
         odd = [name for name in self.scratch if name not in self.structures or not STRUCTURES[name].trained]
         if odd:
             raise SuiteError(f"recover.scratch: {odd[0]} is not among the structures that are trained here")
         if self.tune_budget is not None and self.tune_budget not in self.budgets:
             raise SuiteError(f"recover.tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}")
+        strange = [task for task in self.lora_of if task not in TASKS]  # the suite may have been cut to some of its own
+        if strange:
+            raise SuiteError(f"recover.lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
 
     @property
     def tuned_at(self) -> int:
@@ -129,16 +124,7 @@ def recover_plan(suite: Suite) -> RecoverPlan:
     SuiteError
         If there is no table [recover], a key of it is unknown or missing, or a setting is impossible.
     """
-    known = [entry.name for entry in fields(RecoverPlan)]
-    unknown = [name for name in suite.recover if name not in known]
-    missing = [name for name in ("budgets", "steps") if name not in suite.recover]
-    if unknown or missing:
-        what = f"no key is called {unknown[0]}" if unknown else f"{' and '.join(missing)} must be given"
-        raise SuiteError(f"[recover]: {what}; known: {', '.join(known)}")
-    plan = RecoverPlan(**suite.recover)
-    strange = [task for task in plan.lora_of if task not in TASKS]  # the suite may have been cut to some of its own
-    if strange:
-        raise SuiteError(f"recover.lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
+    plan = RecoverPlan.from_mapping(suite.recover)
     for task in suite.tasks:
         for seed in suite.seeds:
             head_settings(suite, plan, task, seed)
@@ -147,24 +133,20 @@ def recover_plan(suite: Suite) -> RecoverPlan:
 
 
 def head_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int) -> FinetuneSettings:
-    """Of the head alone, which all arms of a seed then share."""
-    return _held_out(_settings(suite, task, {"method": "head", **plan.head, "seed": seed}))
+    """Of the head alone, which all runs of a seed then share."""
+    return _held_out(_settings(suite, task, {"method": "head"}, plan.head, {"seed": seed}))
 
 
 def lora_settings(suite: Suite, plan: RecoverPlan, task: str, seed: int, head: str) -> FinetuneSettings:
     """Of the LoRA that is compressed."""
-    own = {"method": "lora", **plan.lora, **plan.lora_of.get(task, {}), "seed": seed, "head": head, "train_head": False}
-    return _held_out(_settings(suite, task, own))
+    fixed = {"seed": seed, "head": head, "train_head": False}
+    return _held_out(_settings(suite, task, {"method": "lora"}, plan.lora, plan.lora_of.get(task, {}), fixed))
 
 
 def further_settings(suite: Suite, plan: RecoverPlan, task: str, **changes: Any) -> FinetuneSettings:
     """Of ``plan.steps`` more steps from an adapter, or from scratch; judged on the validation split at their end."""
     own = {"steps": plan.steps, "evaluate_every": plan.steps, "patience": 1, "train_head": False}
-    return _settings(suite, task, {**own, **changes}, plain="init" in changes)
-
-
-def _counts(values: Iterable[Any]) -> bool:
-    return all(isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in values)
+    return _settings(suite, task, own, changes, plain="init" in changes)
 
 
 def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
@@ -174,13 +156,10 @@ def _held_out(settings: FinetuneSettings) -> FinetuneSettings:
     return settings.replace(patience=NEVER, evaluate_every=settings.steps)
 
 
-def _settings(suite: Suite, task: str, own: Mapping[str, Any], *, plain: bool = False) -> FinetuneSettings:
-    merged = {**suite.common, **suite.tasks[task], "task": task, **own}
-    if plain:  # an adapter brings its own layers
-        merged = {name: value for name, value in merged.items() if name not in ("target_modules", "layers", "options")}
-    if "steps" in own:
-        merged.pop("epochs", None)
-    try:
-        return FinetuneSettings.from_mapping(merged)
-    except SettingsError as error:
-        raise SuiteError(f"[common], [tasks.{task}] and [recover] together: {error}") from error
+def _settings(suite: Suite, task: str, *own: Mapping[str, Any], plain: bool = False) -> FinetuneSettings:
+    tables = [suite.common, suite.tasks[task], {"task": task}, *own]
+    left: set[str] = {"target_modules", "layers", "options"} if plain else set()  # an adapter brings its own layers
+    if any("steps" in table for table in own):
+        left |= {"epochs"}
+    tables = [{name: value for name, value in table.items() if name not in left} for table in tables]
+    return merged(tables, f"[common], [tasks.{task}] and [recover] together")

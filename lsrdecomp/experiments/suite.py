@@ -1,21 +1,19 @@
-"""A suite of fine-tuning runs: methods × tasks × seeds × one grid of rates for all, read from TOML without torch."""
+"""A suite of fine-tuning runs: methods × tasks × seeds × one grid of learning rates for all, read without torch."""
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from lsrdecomp.training.fields import POSITIVE, Check, Settings, each, settings, whole
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS
 
-TABLES = ("common", "tasks", "methods", "recover")
-VALUES = ("title", "seeds", "rates", "tune_seeds")
-GIVEN_BY_THE_GRID = ("task", "rate", "seed")
+GIVEN_BY_THE_GRID = ("task", "learning_rate", "rate", "seed")
 
 
 class SuiteError(SettingsError):
@@ -28,7 +26,7 @@ class MethodSpec:
 
     label: str
     settings: Mapping[str, Any]
-    against: str | None = None  # the arm it is to be judged by
+    against: str | None = None  # the method it is to be judged by
 
     @property
     def slug(self) -> str:
@@ -36,59 +34,68 @@ class MethodSpec:
         return slug(self.label)
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
-    """What is to be run.
+@settings
+class Suite(Settings):
+    """What is to be run. A method's settings go over its task's, and those over the common ones."""
 
-    Parameters
-    ----------
-    tasks : mapping
-        Name of the task to settings of its own, over ``common`` and under those of a method.
-    seeds : tuple of int
-        Each method is reported over all of them.
-    rates : tuple of float
-        The learning rates tried, the same for every method.
-    tune_seeds : int
-        So many of the seeds see every rate, by which the rate is chosen; the others see the chosen one.
-    common : mapping
-        Settings of every run.
-    recover : mapping
-        The table of `lsrdecomp.experiments.recover`.
-    """
+    error = SuiteError
+    title: Annotated[str, Check(lambda value: isinstance(value, str), lambda: "a text"), "Of the tables."] = ""
+    seeds: Annotated[
+        tuple[int, ...],
+        each(whole(0), "different whole numbers of 0 or more, at least one", least=1, distinct=True),
+        "Each method is reported over all of them.",
+    ] = (0,)
+    rates: Annotated[
+        tuple[float, ...],
+        each(POSITIVE, "different numbers above 0, at least one", least=1, distinct=True),
+        "The learning rates tried, the same for every method.",
+    ] = (1e-3,)
+    tune_seeds: Annotated[
+        int, "So many of the seeds see every rate, by which the rate is chosen; the others see the chosen one."
+    ] = 1
+    common: Annotated[Mapping[str, Any], "Settings of every run."] = field(default_factory=dict)
+    tasks: Annotated[Mapping[str, Any], "Settings of a task, in a table under its name."] = field(default_factory=dict)
+    methods: Annotated[
+        Mapping[str, Any], "Settings of a method, in a table under a label; against is the label it is judged by."
+    ] = field(default_factory=dict)
+    recover: Annotated[Mapping[str, Any], "The table of `lsrdecomp.experiments.recover_plan.RecoverPlan`."] = field(
+        default_factory=dict
+    )
 
-    arms: tuple[MethodSpec, ...]
-    tasks: Mapping[str, Mapping[str, Any]]
-    seeds: tuple[int, ...] = (0,)
-    rates: tuple[float, ...] = (1e-3,)
-    tune_seeds: int = 1
-    common: Mapping[str, Any] = field(default_factory=dict)
-    title: str = ""
-    recover: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, numbers in (("seeds", self.seeds), ("rates", self.rates)):
-            if not numbers or len(set(numbers)) < len(numbers):
-                raise SuiteError(f"{name} must be different numbers, at least one, got {list(numbers)}")
+    def check_together(self) -> None:
+        """Every table and every run that would come of it."""
         if not 1 <= self.tune_seeds <= len(self.seeds):
             raise SuiteError(f"tune_seeds must be 1 to {len(self.seeds)}, the number of seeds, got {self.tune_seeds}")
         if not self.tasks:
             raise SuiteError("a suite needs tables [tasks.…]")
-        labels = [arm.label for arm in self.arms]
-        for arm in self.arms:
-            if sum(other.slug == arm.slug for other in self.arms) > 1:
-                raise SuiteError(f"two methods would share the directory {arm.slug!r}; give them other names")
-            if arm.against is not None and arm.against not in labels:
-                raise SuiteError(f"methods.{arm.label}: against {arm.against!r}, which is not one of: {labels}")
-        for arm in self.arms:
+        _check_table("common", self.common)
+        for kind in ("tasks", "methods"):
+            for name, table in getattr(self, kind).items():
+                _check_table(f"{kind}.{name}", table)
+        for spec in self.specs:
+            if "method" not in spec.settings:
+                raise SuiteError(f"methods.{spec.label} must say which method it is")
+            if sum(other.slug == spec.slug for other in self.specs) > 1:
+                raise SuiteError(f"two methods would share the directory {spec.slug!r}; give them other names")
+            if spec.against is not None and spec.against not in self.methods:
+                raise SuiteError(f"methods.{spec.label}: against {spec.against!r}, not one of: {list(self.methods)}")
             for task in self.tasks:
-                settings = self.settings(arm, task, self.rates[0], self.seeds[0])
-                if len(self.rates) > 1 and settings.patience is None:
+                first = self.settings(spec, task, self.rates[0], self.seeds[0])
+                if len(self.rates) > 1 and first.patience is None:
                     raise SuiteError(
-                        f"methods.{arm.label}, tasks.{task}: several rates are compared on a split of the training "
+                        f"methods.{spec.label}, tasks.{task}: several rates are compared on a split of the training "
                         "set, never on dev: give patience, so that there is one"
                     )
 
-    def settings(self, arm: MethodSpec, task: str, rate: float, seed: int) -> FinetuneSettings:
+    @property
+    def specs(self) -> tuple[MethodSpec, ...]:
+        """The methods, in their order."""
+        return tuple(
+            MethodSpec(label, {name: value for name, value in table.items() if name != "against"}, table.get("against"))
+            for label, table in self.methods.items()
+        )
+
+    def settings(self, spec: MethodSpec, task: str, rate: float, seed: int) -> FinetuneSettings:
         """The settings of one run.
 
         Raises
@@ -96,11 +103,9 @@ class Suite:
         SuiteError
             Naming the tables they come from, if they are impossible.
         """
-        merged = {**self.common, **self.tasks[task], **arm.settings, "task": task, "rate": rate, "seed": seed}
-        try:
-            return FinetuneSettings.from_mapping(merged)
-        except SettingsError as error:
-            raise SuiteError(f"[common], [tasks.{task}] and [methods.{arm.label!r}] together: {error}") from error
+        grid = {"task": task, "learning_rate": rate, "seed": seed}
+        tables = (self.common, self.tasks[task], spec.settings, grid)
+        return merged(tables, f"[common], [tasks.{task}] and [methods.{spec.label!r}] together")
 
     @property
     def public_settings(self) -> dict[str, Any]:
@@ -122,6 +127,22 @@ class Suite:
         return found
 
 
+def merged(tables: Sequence[Mapping[str, Any]], where: str) -> FinetuneSettings:
+    """Settings from tables of which each goes over those before it, whatever spelling of a name each has.
+
+    Raises
+    ------
+    SuiteError
+        If they are impossible; ``where`` says which tables they are.
+    """
+    try:
+        return FinetuneSettings.from_mapping(
+            {name: value for table in tables for name, value in FinetuneSettings.named(table).items()}
+        )
+    except SettingsError as error:
+        raise SuiteError(f"{where}: {error}") from error
+
+
 def read_suite(
     path: str | Path, overrides: Mapping[str, Any] | None = None, tasks: Sequence[str] | None = None
 ) -> Suite:
@@ -130,8 +151,8 @@ def read_suite(
     Parameters
     ----------
     path : path
-        With ``title``, ``seeds``, ``rates``, ``tune_seeds`` at the top; settings of every run in ``[common]``, of a
-        task in ``[tasks.NAME]``, of a method in ``[methods.LABEL]``.
+        The fields of `Suite`: settings of every run in ``[common]``, of a task in ``[tasks.NAME]``, of a method in
+        ``[methods.LABEL]``.
     overrides : mapping, optional
         Settings for ``[common]`` from elsewhere, such as the command line.
     tasks : sequence of str, optional
@@ -145,67 +166,25 @@ def read_suite(
     path = Path(path)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+        if overrides and isinstance(table.get("common", {}), dict):
+            table["common"] = {**FinetuneSettings.named(table.get("common", {})), **overrides}
+        suite = Suite.from_mapping(table)
     except (OSError, ValueError) as error:
-        raise SuiteError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        suite = _suite(table, dict(overrides or {}))
-    except (SettingsError, TypeError, ValueError) as error:
-        raise SuiteError(f"{path}: {error}") from error
+        raise SuiteError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if tasks is None:
         return suite
     unknown = [task for task in tasks if task not in suite.tasks]
     if unknown:
         raise SuiteError(f"{path}: has no task {unknown[0]!r}; its tasks are: {', '.join(suite.tasks)}")
-    return replace(suite, tasks={task: suite.tasks[task] for task in tasks})
+    return suite.replace(tasks={task: suite.tasks[task] for task in tasks})
 
 
-def _suite(table: Mapping[str, Any], overrides: Mapping[str, Any]) -> Suite:
-    unknown = [key for key in table if key not in (*TABLES, *VALUES)]
-    if unknown:
-        raise SuiteError(f"unknown key {unknown[0]!r}; known: {', '.join((*VALUES, *TABLES))}")
-    for name in TABLES:
-        if not isinstance(table.get(name, {}), dict):
-            raise SuiteError(f"{name} must be a table")
-    tasks, methods = table.get("tasks", {}), table.get("methods", {})
-    _check_table("common", table.get("common", {}))
-    for kind, group in (("tasks", tasks), ("methods", methods)):
-        for name, settings in group.items():
-            _check_table(f"{kind}.{name}", settings)
-    arms = []
-    for label, settings in methods.items():
-        own = dict(settings)
-        against = own.pop("against", None)
-        if "method" not in own:
-            raise SuiteError(f"methods.{label} must say which method it is")
-        arms.append(MethodSpec(label, own, against))
-    return Suite(
-        arms=tuple(arms),
-        tasks=tasks,
-        seeds=tuple(_numbers(table.get("seeds", [0]), "seeds", whole=True)),
-        rates=tuple(_numbers(table.get("rates", [1e-3]), "rates")),
-        tune_seeds=next(_numbers([table.get("tune_seeds", 1)], "tune_seeds", whole=True)),
-        common={**table.get("common", {}), **overrides},
-        title=str(table.get("title", "")),
-        recover=table.get("recover", {}),
-    )
-
-
-def _check_table(name: str, settings: Any) -> None:
-    if not isinstance(settings, dict):
+def _check_table(name: str, table: Any) -> None:
+    if not isinstance(table, Mapping):
         raise SuiteError(f"{name} must be a table of settings")
-    fixed = [key for key in GIVEN_BY_THE_GRID if key in settings]
+    fixed = [key for key in GIVEN_BY_THE_GRID if key in table]
     if fixed:
         raise SuiteError(f"{name}: {fixed[0]} is the suite's: rates and seeds are one grid for every method")
-
-
-def _numbers(values: Any, name: str, *, whole: bool = False) -> Iterator[Any]:
-    if not isinstance(values, list):
-        raise SuiteError(f"{name} must be a list, got {values!r}")
-    for value in values:
-        sound = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not (sound and math.isfinite(value) and value >= 0):
-            raise SuiteError(f"{name}: {value!r} is not a {'whole ' if whole else ''}number of 0 or more")
-        yield value
 
 
 def slug(text: str) -> str:

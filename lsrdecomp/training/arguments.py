@@ -70,7 +70,7 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
             **common_arguments(settings, run / CHECKPOINTS),
             max_steps=steps,
             per_device_train_batch_size=settings.batch // processes,
-            learning_rate=settings.rate,
+            learning_rate=settings.learning_rate,
             lr_scheduler_type="linear",
             warmup_steps=round(settings.warmup * steps),
             logging_strategy="steps" if settings.log_every else "no",

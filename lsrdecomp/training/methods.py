@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peft import (
-    C3AConfig,
-    FourierFTConfig,
-    LoKrConfig,
-    LoraConfig,
-    PeftConfig,
-    TaskType,
-    VBLoRAConfig,
-    VeraConfig,
-)
-from peft.utils.constants import DUMMY_TARGET_MODULES
+from lsrdecomp.training.fields import SettingsError
 
-from lsrdecomp.adapters import DirectConfig, KAdaptationConfig, KronAConfig, LsrConfig
-from lsrdecomp.training.settings import FOUR_BIT_METHODS, SettingsError
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 NOT_OPTIONS = (
     "task_type",
@@ -44,10 +35,17 @@ NOT_OPTIONS = (
 class Method:
     """One way to fine-tune: its PEFT config, what that is given always, and what it is given unless told otherwise."""
 
-    config: type[PeftConfig]
+    home: str  # the module and class of its config, loaded when it is first wanted
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     four_bit: bool = False  # the base is held in 4 bits
+
+    @property
+    def config(self) -> type[PeftConfig]:
+        """The class of its config."""
+        module, _, name = self.home.partition(":")
+        found: type[PeftConfig] = getattr(importlib.import_module(module), name)
+        return found
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -65,30 +63,30 @@ class Method:
 LORA = {"r": 8, "lora_alpha": 16}
 # r = 2·2 with 4 terms, scaled by 2 as LoRA's default is: docs/fine-tune.md has the comparison.
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
-HEAD = {"target_modules": DUMMY_TARGET_MODULES, "r": 1}  # PEFT's own way to say that no layer is adapted
+HEAD = {"target_modules": "dummy-target-modules", "r": 1}  # PEFT's DUMMY_TARGET_MODULES: no layer is adapted
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        "lora": Method(LoraConfig, LORA),
-        "rslora": Method(LoraConfig, LORA, {"use_rslora": True}),
-        "dora": Method(LoraConfig, LORA, {"use_dora": True}),
-        "qlora": Method(LoraConfig, LORA, four_bit=True),
-        "lokr": Method(LoKrConfig, {"r": 8, "alpha": 16}),
-        "vera": Method(VeraConfig),
+        "lora": Method("peft:LoraConfig", LORA),
+        "rslora": Method("peft:LoraConfig", LORA, {"use_rslora": True}),
+        "dora": Method("peft:LoraConfig", LORA, {"use_dora": True}),
+        "qlora": Method("peft:LoraConfig", LORA, four_bit=True),
+        "lokr": Method("peft:LoKrConfig", {"r": 8, "alpha": 16}),
+        "vera": Method("peft:VeraConfig"),
         # Sizes that divide the layers of small models too; PEFT's 256 does not divide 384.
-        "vblora": Method(VBLoRAConfig, {"num_vectors": 90, "vector_length": 64}),
-        "fourierft": Method(FourierFTConfig),
-        "c3a": Method(C3AConfig, {"block_size": 64}),
-        "krona": Method(KronAConfig),
-        "kadaptation": Method(KAdaptationConfig),
-        "direct": Method(DirectConfig),
-        "lsr": Method(LsrConfig, LSR),
-        "qlsr": Method(LsrConfig, LSR, four_bit=True),
-        "lsr-dora": Method(LsrConfig, LSR, {"use_dora": True}),
-        "head": Method(LoraConfig, fixed=HEAD),
+        "vblora": Method("peft:VBLoRAConfig", {"num_vectors": 90, "vector_length": 64}),
+        "fourierft": Method("peft:FourierFTConfig"),
+        "c3a": Method("peft:C3AConfig", {"block_size": 64}),
+        "krona": Method("lsrdecomp.adapters:KronAConfig"),
+        "kadaptation": Method("lsrdecomp.adapters:KAdaptationConfig"),
+        "direct": Method("lsrdecomp.adapters:DirectConfig"),
+        "lsr": Method("lsrdecomp.adapters:LsrConfig", LSR),
+        "qlsr": Method("lsrdecomp.adapters:LsrConfig", LSR, four_bit=True),
+        "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}),
+        "head": Method("peft:LoraConfig", fixed=HEAD),
     }
 )
-assert {name for name, method in METHODS.items() if method.four_bit} == set(FOUR_BIT_METHODS)
+"""What ``--method`` may be; a method is all here in its row."""
 
 
 def find_method(name: str) -> Method:
@@ -135,6 +133,8 @@ def adapter_config(
     SettingsError
         If the method or an option is unknown, or the config refuses a value; the message lists what there is.
     """
+    from peft import TaskType
+
     chosen = find_method(method)
     unknown = [str(name) for name in options if name not in chosen.options]
     if unknown:
@@ -142,7 +142,7 @@ def adapter_config(
             f"{method} has no option {', '.join(unknown)}; its options are: {', '.join(chosen.options) or 'none'}"
         )
     own = {**chosen.defaults, **options}
-    if chosen.config is LsrConfig and "r" in options and "inner_shape" not in options:
+    if chosen.defaults is LSR and "r" in options and "inner_shape" not in options:
         del own["inner_shape"]  # an inner rank of its own gets its most even split
     places: dict[str, Any] = {"target_modules": None if target_modules is None else list(target_modules)}
     if layers is not None:

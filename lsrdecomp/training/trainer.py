@@ -20,8 +20,9 @@ from lsrdecomp.training.settings import FinetuneSettings
 class AdapterTrainer(Trainer):
     """Trains what a loaded model leaves trainable.
 
-    AdamW without decay; parameters of the adapter that start as all zeros have ``zero_rate`` times the rate, the head
-    its own. The loss is the mean of an example: cross-entropy over classes or choices, squared error for scores.
+    AdamW without decay; parameters of the adapter that start as all zeros have ``zero_init_lr_factor`` times the
+    learning rate, the head its own. The loss is the mean of an example: cross-entropy over classes or choices, squared
+    error for scores.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def rates(loaded: LoadedModel, settings: FinetuneSettings) -> dict[str, float]:
     for name, parameter, adapters in trained(loaded):
         if adapters:
             zero = not bool(parameter.detach().any())
-            found[name] = settings.rate * (settings.zero_rate if zero else 1.0)
+            found[name] = settings.learning_rate * (settings.zero_init_lr_factor if zero else 1.0)
         else:
-            found[name] = settings.rate if settings.head_rate is None else settings.head_rate
+            found[name] = settings.learning_rate if settings.head_learning_rate is None else settings.head_learning_rate
     return found

@@ -51,12 +51,12 @@ def runs(monkeypatch):
     done = []
 
     def run(settings, out, *, resume, on_step=None):
-        if (settings.method, settings.rate, settings.seed) in failing:
+        if (settings.method, settings.learning_rate, settings.seed) in failing:
             raise RuntimeError("lost\nits way")
-        done.append((settings.method, settings.rate, settings.seed))
+        done.append((settings.method, settings.learning_rate, settings.seed))
         best = {"lora": 1e-2, "lsr": 1e-1}[settings.method]
-        loss = 0.2 if settings.rate == best else 0.5
-        accuracy = 0.5 + settings.rate + 0.01 * settings.seed + (0.1 if settings.method == "lsr" else 0.0)
+        loss = 0.2 if settings.learning_rate == best else 0.5
+        accuracy = 0.5 + settings.learning_rate + 0.01 * settings.seed + (0.1 if settings.method == "lsr" else 0.0)
         scores = Scores({"accuracy": accuracy}, accuracy, 1.0 - accuracy, 300)
         record = Record(
             settings=settings,
@@ -182,23 +182,28 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("seeds = [0, 1, 2]", "seeds = [0, 0]", "seeds must be different numbers"),
-        ("seeds = [0, 1, 2]", "seeds = []", "seeds must be different numbers"),
-        ("seeds = [0, 1, 2]", "seed = [0]", "unknown key 'seed'; known: title, seeds"),
+        ("seeds = [0, 1, 2]", "seeds = [0, 0]", "seeds must be different whole numbers of 0 or more, at least one"),
+        ("seeds = [0, 1, 2]", "seeds = []", "seeds must be different whole numbers of 0 or more, at least one"),
+        ("seeds = [0, 1, 2]", "seed = [0]", "no setting is called seed; there are: title, seeds"),
         ("seeds = [0, 1, 2]", "tune_seeds = 2", "tune_seeds must be 1 to 1"),
         ("patience = 2", "", "several rates are compared on a split of the training set"),
         ("options = { r = 1 }", "rate = 1e-3", "methods.LoRA r=1: rate is the suite's"),
         ("options = { r = 1 }", "patience = 0", r"\[methods.'LoRA r=1'\] together: patience must be a whole number"),
-        ('against = "LoRA r=1"', 'against = "LoRA"', "against 'LoRA', which is not one of"),
+        ('against = "LoRA r=1"', 'against = "LoRA"', "against 'LoRA', not one of"),
         ('method = "lsr"', "", "methods.LSR must say which method it is"),
         ("[tasks.embedded]", "", r"a suite needs tables \[tasks"),
-        ("rates = [1e-3", "rates = [nan", "rates: nan is not a number"),
+        ("rates = [1e-3", "rates = [nan", r"rates must be different numbers above 0, at least one, got \[nan"),
         ("[common]", "[common", "suite.toml"),
-        ("seeds = [0, 1, 2]", "seeds = [0.5]", "seeds: 0.5 is not a whole number of 0 or more"),
-        ("seeds = [0, 1, 2]", "seeds = [true]", "seeds: True is not a whole number"),
+        (
+            "seeds = [0, 1, 2]",
+            "seeds = [0.5]",
+            r"seeds must be different whole numbers of 0 or more, at least one, got \[0.5\]",
+        ),
+        ("seeds = [0, 1, 2]", "seeds = [true]", r"seeds must be different whole numbers .*, got \[True\]"),
         ("seeds = [0, 1, 2]", "recover = 3", "recover must be a table"),
         ("[tasks.embedded]", "[tasks]\nembedded = 3", "tasks.embedded must be a table of settings"),
         ("patience = 2", "patience = 2\nseed = 1", "common: seed is the suite's"),
+        ("options = { r = 1 }", "learning_rate = 1e-3", "methods.LoRA r=1: learning_rate is the suite's"),
         ("options = { r = 1 }", 'task = "RTE"', "methods.LoRA r=1: task is the suite's"),
     ],
 )
@@ -214,8 +219,8 @@ def test_a_method_overrides_its_task_and_a_task_what_is_common(file):
         "[tasks.embedded]", "batch = 8\nwarmup = 0.2\n[tasks.embedded]\nbatch = 16"
     )
     suite = read_suite(file(text.replace('method = "lsr"', 'method = "lsr"\nbatch = 24')), {"warmup": 0.3})
-    settings = [suite.settings(arm, "embedded", 0.01, 2) for arm in suite.arms]
-    assert [(each.batch, each.warmup, each.patience, each.rate, each.seed) for each in settings] == [
+    settings = [suite.settings(spec, "embedded", 0.01, 2) for spec in suite.specs]
+    assert [(each.batch, each.warmup, each.patience, each.learning_rate, each.seed) for each in settings] == [
         (16, 0.3, 2, 0.01, 2),
         (24, 0.3, 2, 0.01, 2),
     ]

@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 def settings(place, **changes):
     values = {"model": str(place / "base"), "data": str(place / "rows.jsonl"), "device": "cpu", "log_every": 0}
-    return FinetuneSettings.from_mapping(values | {"steps": 40, "rate": 2e-2, "new_tokens": 8} | changes)
+    return FinetuneSettings.from_mapping(values | {"steps": 40, "learning_rate": 2e-2, "new_tokens": 8} | changes)
 
 
 def test_a_lora_learns_completions_and_its_samples_say_so(place, tmp_path):

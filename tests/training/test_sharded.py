@@ -118,8 +118,8 @@ def launched(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_sharded_run_is_one_process_at_the_same_global_batch_and_goes_on_after_a_kill(tmp_path: Path):
     place = embedded(tmp_path / "embedded", steps=80)
     settings = FinetuneSettings(
-        str(place.model), "embedded", str(place.data), method="lsr", rate=0.01, steps=8, device="cpu", log_every=2,
-        dev_examples=120, save_every=4,
+        str(place.model), "embedded", str(place.data), method="lsr", learning_rate=0.01, steps=8, device="cpu",
+        log_every=2, dev_examples=120, save_every=4,
     )  # fmt: skip
     (tmp_path / "settings.json").write_text(json.dumps(settings.to_json()))
     one = finetune(settings, tmp_path / "one")

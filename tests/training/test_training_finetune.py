@@ -49,8 +49,8 @@ def place(tmp_path_factory):
 def common(place):
     """Settings of a short run."""
     return FinetuneSettings(
-        str(place.model), "embedded", str(place.data), method="lsr", rate=0.01, steps=24, device="cpu", log_every=6,
-        dev_examples=120,
+        str(place.model), "embedded", str(place.data), method="lsr", learning_rate=0.01, steps=24, device="cpu",
+        log_every=6, dev_examples=120,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
 
 
 def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
-    settings = common.replace(head_rate=0.5, zero_rate=4.0)
+    settings = common.replace(head_learning_rate=0.5, zero_init_lr_factor=4.0)
     found = rates(open_model(settings, place.model, 10), settings)
     fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
     assert len(fast) == 4
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     with (run / "layers.jsonl").open("a") as log:
         log.write('{"step": 15, "la')
     with pytest.raises(CheckpointError, match="interrupted run with other settings"):
-        finetune(settings.replace(rate=0.02), tmp_path / "out")
+        finetune(settings.replace(learning_rate=0.02), tmp_path / "out")
     seen = []
     record = finetune(settings, tmp_path / "out", on_step=lambda step: seen.append(step.step))
     assert seen == list(range(13, 25))
@@ -185,7 +185,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
 
 
 def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
-    settings = common.replace(patience=2, evaluate_every=3, steps=60, rate=0.05, validation=0.2, log_every=0)
+    settings = common.replace(patience=2, evaluate_every=3, steps=60, learning_rate=0.05, validation=0.2, log_every=0)
     first = finetune(settings, tmp_path / "first")
     other = finetune(settings.replace(dev_examples=20), tmp_path / "other")
     assert first.train_examples == 480
@@ -209,7 +209,7 @@ def test_training_goes_on_from_an_adapter_as_it_is(finished, common, tmp_path):
 
 
 def test_a_compressed_lora_starts_where_its_compression_left_it(common, tmp_path):
-    trained = common.replace(method="lora", rate=0.01)
+    trained = common.replace(method="lora", learning_rate=0.01)
     record = finetune(trained, tmp_path / "lora")
     compressed = compress(open_checkpoint(tmp_path / "lora" / "adapter"), CompressionPlan(separation_rank=16))
     compressed.save(tmp_path / "lsr")
@@ -238,7 +238,7 @@ def test_the_head_alone(common, tmp_path, place):
 
 
 def test_a_lost_run_is_said_to_be_lost(common, tmp_path):
-    record = finetune(common.replace(method="lora", rate=1e30, log_every=2), tmp_path / "out")
+    record = finetune(common.replace(method="lora", learning_rate=1e30, log_every=2), tmp_path / "out")
     assert record.dev.loss is None
     assert record.steps < 24
     assert read_record(tmp_path / "out") == record
@@ -337,7 +337,7 @@ def test_the_verb(place, tmp_path):
 def test_the_verb_refuses_in_one_line(tmp_path):
     given = ("--model", "embedded", "--task", "embedded", "--out", tmp_path / "out")
     for wrong, message in (
-        (("--rate", "-1"), "rate must be a number above 0"),
+        (("--rate", "-1"), "learning_rate must be a number above 0"),
         (("--method", "nora"), "method must be one of lora, rslora"),
         (("--config", tmp_path / "none.toml"), "none.toml"),
         (("--out", tmp_path), "already exists"),

@@ -1,25 +1,34 @@
 """Settings of a run: what is impossible is refused by name, without torch; a method's name becomes a PEFT config."""
 
-from __future__ import annotations
-
+import dataclasses
+import inspect
 import subprocess
 import sys
+import tomllib
+from typing import Annotated, Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from lsrdecomp.training.settings import METHOD_NAMES, FinetuneSettings, SettingsError
+from lsrdecomp.cli.commands import ALL
+from lsrdecomp.cli.settings import options_of
+from lsrdecomp.experiments.recover_plan import RecoverPlan
+from lsrdecomp.experiments.suite import Suite
+from lsrdecomp.training.fields import OPTION, settings, whole
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 EMBEDDED = {"model": "embedded", "task": "embedded"}
 
 
 def test_settings_survive_json():
     settings = FinetuneSettings.from_mapping(
-        {**EMBEDDED, "method": "lsr", "options": {"inner_shape": [2, 2]}, "layers": [0, 1], "rate": 0.01}
+        {**EMBEDDED, "method": "lsr", "options": {"inner_shape": [2, 2]}, "layers": [0, 1], "learning_rate": 0.01}
     )
     again = FinetuneSettings.from_mapping(settings.to_json())
     assert again == settings
     assert again.layers == (0, 1)
-    assert settings.replace(rate=0.1).rate == 0.1
+    assert settings.replace(learning_rate=0.1).learning_rate == 0.1
 
 
 @pytest.mark.parametrize(
@@ -29,8 +38,8 @@ def test_settings_survive_json():
         ({"task": "SST"}, "task must be one of CoLA, SST-2.*embedded, jsonl, got 'SST'"),
         ({"task": "RTE"}, "task RTE reads files: give data"),
         ({"method": "lora2"}, "method must be one of lora, .*, got 'lora2'"),
-        ({"rate": 0.0}, "rate must be a number above 0, got 0.0"),
-        ({"rate": float("nan")}, "rate must be a number above 0, got nan"),
+        ({"learning_rate": 0.0}, "learning_rate must be a number above 0, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a number above 0, got nan"),
         ({"batch": 0}, "batch must be a whole number, 1 or more, got 0"),
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": 2.5}, "steps must be a whole number, 1 or more, got 2.5"),
@@ -40,7 +49,9 @@ def test_settings_survive_json():
         ({"precision": "float16"}, "precision must be one of float32, bfloat16, bfloat16-autocast"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"target_modules": "query"}, "target_modules must be a list, got 'query'"),
-        ({"layers": [-1]}, "layers must be a list of layer indices"),
+        ({"layers": [-1]}, r"layers must be a list of layer indices, got \[-1\]"),
+        ({"rate": 0.1, "learning_rate": 0.1}, "rate is an older name of learning_rate: give one of them"),
+        ({"metric": "bleu"}, "metric: for a language model, whose task is jsonl"),
         ({"evaluate_every": 5}, "give patience too"),
         ({"init": "a", "options": {"r": 2}}, "init brings its own options"),
         ({"method": "head", "train_head": False}, "leaves nothing to train"),
@@ -48,7 +59,7 @@ def test_settings_survive_json():
         ({"model": ""}, "model must be a text that is not empty"),
         ({"model": None}, "model must be a text that is not empty, got None"),
         ({"init": "a", "head": "b"}, "init brings its own head"),
-        ({"rate": True}, "rate must be a number above 0, got True"),
+        ({"learning_rate": True}, "learning_rate must be a number above 0, got True"),
         ({"warmup": -0.1}, "warmup must be at least 0 and below 1, got -0.1"),
         ({"max_length": 1}, "max_length must be a whole number, 2 or more, got 1"),
         ({"seed": -1}, "seed must be a whole number, 0 or more, got -1"),
@@ -92,6 +103,60 @@ def test_settings_and_records_are_read_without_torch():
     assert done.stdout.split() == ["False", "False"]
 
 
+def test_older_names_are_read_and_never_written():
+    older = {**EMBEDDED, "rate": 0.1, "zero_rate": 4, "head_rate": 0.2}
+    settings = FinetuneSettings.from_mapping(older)
+    assert (settings.learning_rate, settings.zero_init_lr_factor, settings.head_learning_rate) == (0.1, 4, 0.2)
+    assert not {"rate", "zero_rate", "head_rate"} & set(settings.to_json())
+
+
+@settings
+class More(FinetuneSettings):
+    """Settings with two more fields; each is one line, and there is no other edit."""
+
+    colour: Annotated[int, OPTION, whole(3), "Of the lamp."] = 5
+    hours_of_light: Annotated[float | None, "In which it shines."] = None
+
+
+def test_a_field_is_written_once():
+    app = typer.Typer(rich_markup_mode=None)
+    taken = []
+
+    @app.command()
+    @options_of(More)
+    def run(out: Annotated[str, typer.Option()], **given: Any) -> None:
+        """Run."""
+        taken.append({name: value for name, value in given.items() if value is not None})
+
+    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout.split())
+    assert "--colour" in text
+    assert "Of the lamp. [default: (5)]" in text
+    assert "hours_of_light In which it shines." in text
+    CliRunner().invoke(app, ["--out", "x", "--colour", "7", "--rate", "0.5"])
+    assert taken == [{"colour": 7, "learning_rate": 0.5}]
+    assert (
+        More.from_mapping(tomllib.loads('model = "embedded"\ntask = "embedded"\ncolour = 4')).to_json()["colour"] == 4
+    )
+    with pytest.raises(SettingsError, match="colour must be a whole number, 3 or more, got 2"):
+        More.from_mapping({**EMBEDDED, "colour": 2})
+    with pytest.raises(SettingsError, match="hours_of_light must be a number, got 'two'"):
+        More.from_mapping({**EMBEDDED, "hours_of_light": "two"})
+    assert "colour : int, default 5\n    Of the lamp.\nhours_of_light : float, optional\n" in More.__doc__
+
+
+@pytest.mark.parametrize("kind", [FinetuneSettings, Suite, RecoverPlan])
+def test_every_setting_says_what_it_is(kind):
+    assert all(len(field.help) > 8 and field.help.endswith(".") for field in kind.fields.values())
+    assert list(kind.fields) == [entry.name for entry in dataclasses.fields(kind)]
+    assert all(f"{name} : " in kind.__doc__ for name in kind.fields)
+
+
+def test_the_verb_offers_every_setting():
+    (verb,) = (command for command in ALL if command.__name__ == "finetune")
+    offered = set(inspect.signature(verb).parameters) | {line.split()[0] for line in verb.__doc__.splitlines() if line}
+    assert set(FinetuneSettings.fields) - {"options"} <= offered
+
+
 @pytest.fixture
 def methods():
     pytest.importorskip("peft")
@@ -101,7 +166,6 @@ def methods():
 
 
 def test_every_method_has_its_config(methods):
-    assert tuple(methods.METHODS) == METHOD_NAMES
     for name, method in methods.METHODS.items():
         config = methods.adapter_config(name, target_modules=["query"], layers=[1], modules_to_save=["classifier"])
         assert method.is_kind_of(config)

@@ -1,0 +1,57 @@
+"""Options of a verb from the fields of its settings: what a field says of itself is all that is written."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from lsrdecomp.cli.outputs import Input
+from lsrdecomp.training.fields import OPTION, READ, Field, Settings
+
+V = TypeVar("V", bound=Callable[..., Any])
+
+
+def options_of(settings: type[Settings], *, elsewhere: tuple[str, ...] = ()) -> Callable[[V], V]:
+    """The verb, whose ``**given`` takes the fields that are options; the help lists the others under ``--set``.
+
+    ``given`` holds every such field under its name, None where it was not on the command line. The fields named in
+    ``elsewhere`` are options that the verb declares itself.
+    """
+
+    def decorate(verb: V) -> V:
+        signature = inspect.signature(verb, eval_str=True)
+        first, *others = (each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD)
+        fields = settings.fields.values()
+        made = [_parameter(field) for field in fields if OPTION in field.marks]
+        verb.__signature__ = signature.replace(parameters=[first, *made, *others])  # type: ignore[attr-defined]
+        verb.__annotations__ |= {each.name: each.annotation for each in made}
+        rest = [field for field in fields if OPTION not in field.marks and field.name not in elsewhere]
+        verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\n{_listed(rest)}"
+        return verb
+
+    return decorate
+
+
+def _parameter(field: Field) -> inspect.Parameter:
+    flags = [f"--{name.replace('_', '-')}" for name in field.names]
+    shown = field.shown_default.strip('"') or False
+    option = typer.Option(*flags, help=field.help, show_default=shown)
+    marks = (Input, option) if READ in field.marks else (option,)
+    kind = field.type | None
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, *marks]
+    )
+
+
+def _listed(fields: list[Field]) -> str:
+    lines = ["\b", "Settings for --set NAME=VALUE, or for the file:"]
+    for field in fields:
+        usual = f" [{field.shown_default}]" if field.shown_default else ""
+        lines += textwrap.wrap(
+            f"{field.name:<23}{field.help}{usual}", 78, initial_indent="  ", subsequent_indent=" " * 25
+        )
+    return "\n".join(lines)

@@ -1,0 +1,253 @@
+"""Settings written once: what a field is, what it may be and what it is for stand in its annotation.
+
+    batch: Annotated[int, whole(1), OPTION, "Examples per step, over all processes."] = 32
+
+From that line come the check and its error, the reading of TOML and JSON, the docstring, and the option or the line
+under ``--set`` on the command line (`lsrdecomp.cli.settings`). transformers' HfArgumentParser is built the same way,
+but to import it takes seconds; pydantic would say what is wrong in words that lead nowhere near a TOML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from types import MappingProxyType, NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from lsrdecomp.errors import LsrError
+
+
+class SettingsError(LsrError, ValueError):
+    """A setting is unknown or impossible; the message names it and what would do."""
+
+
+class Check(NamedTuple):
+    """What a value must be: a test, and its words after "must be"."""
+
+    test: Callable[[Any], bool]
+    wanted: Callable[[], str]
+
+
+class Also(NamedTuple):
+    """Another spelling of a field, such as an older one: read like the name itself, and never written."""
+
+    name: str
+
+
+class Mark:
+    """What else is to be known of a field, and what its help then begins with."""
+
+    def __init__(self, said: str = "") -> None:
+        self.said = said
+
+
+OPTION = Mark()
+"""An option of its own on the command line, where all others are given by ``--set``."""
+READ = Mark()
+"""May name a file or directory that is read."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def whole(least: int) -> Check:
+    """A whole number, ``least`` or more."""
+    return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more")
+
+
+def one_of(names: Sequence[str] | Callable[[], Sequence[str]]) -> Check:
+    """One of some names; a callable gives them where they would be costly to import."""
+    found = names if callable(names) else lambda: names
+    return Check(lambda value: value in found(), lambda: f"one of {', '.join(found())}")
+
+
+def each(check: Check, wanted: str, *, least: int = 0, distinct: bool = False) -> Check:
+    """A list whose parts pass ``check``, with at least so many of them, all different if ``distinct``."""
+    return Check(
+        lambda value: (
+            len(value) >= least and all(map(check.test, value)) and not (distinct and len(set(value)) < len(value))
+        ),
+        lambda: wanted,
+    )
+
+
+POSITIVE = Check(lambda value: _number(value) and value > 0, lambda: "a number above 0")
+SHARE = Check(lambda value: _number(value) and 0 < value < 1, lambda: "above 0 and below 1")
+SHARE_OR_NONE = Check(lambda value: _number(value) and 0 <= value < 1, lambda: "at least 0 and below 1")
+TEXT = Check(lambda value: isinstance(value, str) and bool(value), lambda: "a text that is not empty")
+BY_TYPE: Mapping[Any, Check] = {
+    str: TEXT,
+    bool: Check(lambda value: isinstance(value, bool), lambda: "true or false"),
+    int: whole(0),
+    float: Check(_number, lambda: "a number"),
+    Mapping: Check(lambda value: isinstance(value, Mapping), lambda: "a table of names and values"),
+    tuple: each(TEXT, "a list of names"),
+}
+"""What is checked where an annotation says no more than the type; a tuple without more holds names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One setting, as its annotation says it."""
+
+    name: str
+    type: Any  # without None: str, bool, int, float, Mapping or tuple
+    check: Check
+    help: str
+    default: Any  # MISSING where it must be given
+    optional: bool  # None is a value
+    names: tuple[str, ...]  # its own and other spellings
+    marks: frozenset[Mark]
+
+    def settled(self, value: Any, where: str, error: type[LsrError]) -> Any:
+        """The value, checked; a list as a tuple, a table as one that cannot change."""
+        if value is None and self.optional:
+            return None
+        if self.type is tuple:
+            if not isinstance(value, list | tuple):
+                raise error(f"{where}{self.name} must be a list, got {value!r}")
+            value = tuple(value)
+        if self.type is str and isinstance(value, PathLike):
+            value = str(value)
+        if not self.check.test(value):
+            raise error(f"{where}{self.name} must be {self.check.wanted()}, got {_shown(value)}")
+        return MappingProxyType(dict(value)) if self.type is Mapping else value
+
+    @property
+    def shown_default(self) -> str:
+        """The default as TOML has it; an empty text for none."""
+        empty = self.default is dataclasses.MISSING or self.default in (None, (), "")
+        return "" if empty or self.type is Mapping else json.dumps(self.default)
+
+
+def _field(entry: dataclasses.Field[Any], hint: Any) -> Field:
+    inner, *said = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    parts = get_args(inner) if get_origin(inner) in (Union, UnionType) else (inner,)
+    kind = next(part for part in parts if part is not NoneType)
+    kind = get_origin(kind) or kind
+    default = entry.default
+    if entry.default_factory is not dataclasses.MISSING:
+        default = entry.default_factory()
+    return Field(
+        name=entry.name,
+        type=kind,
+        check=next((part for part in said if isinstance(part, Check)), BY_TYPE[kind]),
+        help="".join(part.said if isinstance(part, Mark) else part for part in said if isinstance(part, Mark | str)),
+        default=default,
+        optional=NoneType in parts,
+        names=(entry.name, *(part.name for part in said if isinstance(part, Also))),
+        marks=frozenset(part for part in said if isinstance(part, Mark)),
+    )
+
+
+S = TypeVar("S", bound="Settings")
+
+
+class Settings:
+    """Base of what `settings` decorates: annotations say what its fields may be."""
+
+    __slots__ = ()
+    fields: ClassVar[Mapping[str, Field]] = MappingProxyType({})  # filled by `settings`
+    where: ClassVar[str] = ""  # the table's name in errors
+    error: ClassVar[type[SettingsError]] = SettingsError
+
+    def __post_init__(self) -> None:
+        for name, field in self.fields.items():
+            where = f"{self.where}." if self.where else ""
+            object.__setattr__(self, name, field.settled(getattr(self, name), where, self.error))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """What fields must be to each other; each of them has been checked."""
+
+    @classmethod
+    def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Values that a table brings with what it says; what it gives itself wins."""
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting, as JSON has it; `from_mapping` reads it back."""
+        values = {name: getattr(self, name) for name in self.fields}
+        return json.loads(json.dumps(values, allow_nan=False, default=dict))  # type: ignore[no-any-return]
+
+    @classmethod
+    def named(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values under their fields' own names.
+
+        Raises
+        ------
+        SettingsError
+            If a name is unknown, or two are spellings of one.
+        """
+        table = cls.where and f"{cls.where}: "
+        spellings = {other: name for name, field in cls.fields.items() for other in field.names}
+        unknown = [str(name) for name in values if name not in spellings]
+        if unknown:
+            there = ", ".join(cls.fields)
+            raise cls.error(f"{table}no setting is called {', '.join(unknown)}; there are: {there}")
+        found = {spellings[name]: value for name, value in values.items()}
+        if len(found) < len(values):
+            twice = [name for name in values if name != spellings[name] and spellings[name] in values]
+            raise cls.error(f"{table}{twice[0]} is an older name of {spellings[twice[0]]}: give one of them")
+        return found
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Settings from a table as TOML or JSON gives it.
+
+        Raises
+        ------
+        SettingsError
+            If a key is unknown, one that is needed is missing, or a value is impossible.
+        """
+        found = cls.named({**cls.usual(values), **values})
+        needed = [name for name, field in cls.fields.items() if field.default is dataclasses.MISSING]
+        missing = [name for name in needed if name not in found]
+        if missing:
+            raise cls.error(f"{cls.where and f'{cls.where}: '}{' and '.join(missing)} must be given")
+        return cls(**found)
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with some settings changed; checked as a whole again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def settings(cls: type[S]) -> type[S]:
+    """Class decorator: a frozen dataclass that knows its `Field` s, whose docstring says what they are."""
+    made: type[S] = dataclasses.dataclass(frozen=True, slots=True)(cls)
+    hints = get_type_hints(made, include_extras=True)
+    made.fields = {entry.name: _field(entry, hints[entry.name]) for entry in dataclasses.fields(made)}  # type: ignore[arg-type]
+    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Parameters", "----------"]
+    for field in made.fields.values():
+        kind = {Mapping: "mapping", tuple: "tuple"}.get(field.type) or field.type.__name__
+        usual = f", default {field.shown_default}" if field.shown_default else ", optional" if field.optional else ""
+        lines += [f"{field.name} : {kind}{usual}", f"    {field.help}"]
+    lines += ["", "Raises", "------", made.error.__name__, "    Naming the setting, its value, and what it may be.", ""]
+    made.__doc__ = "\n".join(lines)
+    return made
+
+
+def _shown(value: Any) -> str:
+    return repr(list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value)
