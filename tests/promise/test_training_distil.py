@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -140,6 +141,22 @@ def test_micro_batches_are_the_same_step(classifier, tmp_path):
     two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=10, micro=3)
     for (_, first), (_, second) in zip(one.trial.training.checks, two.trial.training.checks, strict=True):
         assert first == pytest.approx(second, abs=1e-4)
+
+
+def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
+    """As `accelerate launch` or torchrun starts them; on processors, gradients are summed by gloo."""
+    alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=10, micro=4)
+    (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, "-m", "lsrdecomp.cli.main", "distil", classifier / "lsr", "--out", tmp_path / "shared"]
+    command += ["--base", classifier / "base", "--teacher", classifier / "lora", "--data", tmp_path / "texts.txt"]
+    command += ["--steps", 10, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
+    done = subprocess.run([*map(str, launch), *map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
+    checks = [share for _, share in record["checks"]]
+    assert checks == pytest.approx([share for _, share in alone.trial.training.checks], abs=1e-4)
+    assert record["after"]["kept"] == pytest.approx(alone.trial.after.kept, abs=1e-4)
 
 
 def test_the_training_loss_is_the_divergence(classifier):
