@@ -1,7 +1,8 @@
-"""The running sums of one layer's statistics, and the matrices they become."""
+"""The running sums of one layer's statistics, the memory they take, and the matrices they become."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.calibration.covariance import Covariance, Spectrum
 from lsrdecomp.calibration.fisher import Pairs
+from lsrdecomp.calibration.questions import CalibrationError
 
 State = dict[str, NDArray[np.generic]]
 
@@ -37,6 +39,11 @@ class LayerSums:
         self.input = Covariance(n, max_full=max_full, rank=rank, seed=seed, device=device)
         self.squared_inputs = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = 0
+
+    @staticmethod
+    def memory(size: tuple[int, int], max_full: int, rank: int) -> int:
+        """Bytes that the sums of a layer of this size take."""
+        return sum(Covariance.memory(side, max_full, rank) for side in size)
 
     def add(self, pairs: Pairs) -> None:
         """Add what one batch showed."""
@@ -69,6 +76,31 @@ class LayerSums:
         if not (fisher > 0 and length > 0):
             return _scaled(into, 0.0), _scaled(out, 0.0), 0.0
         return _scaled(into, length / into.trace), _scaled(out, fisher / length / out.trace), fisher
+
+
+def in_groups(memory: Mapping[str, int], most: int | None) -> list[list[str]]:
+    """Layers in their order, in as few runs as possible of which none takes more than ``most`` bytes.
+
+    Raises
+    ------
+    CalibrationError
+        If one layer alone takes more.
+    """
+    groups: list[list[str]] = [[]]
+    left = most
+    for name, size in memory.items():
+        if most is not None and left is not None:
+            if size > most:
+                raise CalibrationError(
+                    f"{name}: its sums take {size:,} bytes, more than the {most:,} of max_memory; allow more, or a "
+                    "smaller max_full or rank"
+                )
+            if size > left:
+                groups.append([])
+                left = most
+            left -= size
+        groups[-1].append(name)
+    return groups
 
 
 def _scaled(spectrum: Spectrum, factor: float) -> Spectrum:

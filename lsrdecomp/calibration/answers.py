@@ -17,6 +17,8 @@ from lsrdecomp.calibration.questions import Batch, answer_mask
 
 FEW = 4096
 """Classes up to which answers are kept as logits."""
+TRIED = 8
+"""Answers by which it is seen whether a model's logits are what its output layer makes of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,40 @@ def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor
         return answers, lambda: _again(base, batch)
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The answers to one batch, not yet as logits: these are made of a few rows at a time.
+
+    A vocabulary has a hundred numbers where the model's width has one, and a float32 copy of each is wanted several
+    times over.
+    """
+
+    rows: Tensor  # (answers, width), with its graph
+    counts: Tensor  # (examples,): how many answers each example gives
+    logits: Callable[[Tensor], Tensor]  # of some of the rows: (…, classes), float32
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def ask_in_pieces(base: Base, batch: Batch, *, whole: bool = False) -> Pieces:
+    """As `ask`, but of a causal model nothing beyond what its output layer reads is held.
+
+    Where a model does more after that layer than applying it, or with ``whole``, the rows are its logits.
+    """
+    inputs, wanted = _wanted(base, batch)
+    layer = output_layer(base)
+    if layer is not None and wanted is not None and not whole:
+        with _only(layer, wanted, TRIED) as read:
+            logits = base.model(**model_inputs(inputs)).logits.float()
+        with torch.no_grad():
+            alone = layer(read[0][:TRIED]).float()
+        if torch.equal(alone, logits):
+            return Pieces(read[0], wanted.sum(1).cpu(), lambda rows: layer(rows).float())
+    answers = ask(base, batch)
+    return Pieces(answers.logits, answers.counts, lambda rows: rows)
+
+
 def _applied(layer: nn.Module, read: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = layer(read).float()
@@ -73,15 +109,10 @@ def output_layer(base: Base) -> nn.Module | None:
 
 def _asked(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
     """The answers, and what the output layer read for them if it read only that."""
-    device = next(base.model.parameters()).device
-    inputs = {key: value.to(device) for key, value in batch.items()}
-    mask = answer_mask(inputs, base.head)
+    inputs, wanted = _wanted(base, batch)
     examples, layer = len(next(iter(inputs.values()))), output_layer(base)
-    wanted = None if mask is None else mask.bool()
-    if wanted is not None and base.head is Head.causal_lm:
-        wanted = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # a position answers for the token after it
     if layer is None or wanted is None:
-        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, mask)
+        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
         counted = base.head in (Head.tokens, Head.causal_lm, Head.seq2seq) and wanted is not None
         counts = wanted.sum(1) if counted and wanted is not None else torch.full((examples,), len(logits) // examples)
         return Answers(logits, counts.cpu()), None
@@ -90,14 +121,28 @@ def _asked(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
     return Answers(logits, wanted.sum(1).cpu()), read[0].detach()
 
 
+def _wanted(base: Base, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The batch where the model is, and its positions that answer, (examples, tokens); None where all do."""
+    device = next(base.model.parameters()).device
+    inputs = {key: value.to(device) for key, value in batch.items()}
+    mask = answer_mask(inputs, base.head)
+    wanted = None if mask is None else mask.bool()
+    if wanted is not None and base.head is Head.causal_lm:
+        wanted = torch.nn.functional.pad(wanted[:, 1:], (0, 1))  # a position answers for the token after it
+    return inputs, wanted
+
+
 @contextmanager
-def _only(layer: nn.Module, wanted: Tensor) -> Iterator[list[Tensor]]:
-    """Inside, the output layer reads the wanted positions alone, as rows (answers, width); yields what it read."""
+def _only(layer: nn.Module, wanted: Tensor, first: int | None = None) -> Iterator[list[Tensor]]:
+    """Inside, the output layer reads the wanted positions alone, as rows (answers, width); yields these.
+
+    With ``first`` it reads so many of them.
+    """
     read: list[Tensor] = []
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         read.append(arguments[0][wanted])
-        return (read[-1], *arguments[1:])
+        return (read[-1][:first], *arguments[1:])
 
     handle = layer.register_forward_pre_hook(hook)
     try:

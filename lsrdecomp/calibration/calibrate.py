@@ -23,25 +23,40 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.accumulators import Counts, LayerSums
-from lsrdecomp.calibration.answers import ask
+from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
+from lsrdecomp.calibration.answers import Pieces, ask_in_pieces, output_layer
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.divergence import divergences, without_delta
-from lsrdecomp.calibration.files import check_unfinished, read_partial, write_partial, write_statistics
+from lsrdecomp.calibration.divergence import ENTRIES, divergences, without_delta
+from lsrdecomp.calibration.files import (
+    Finished,
+    check_unfinished,
+    finished,
+    read_group,
+    read_partial,
+    write_group,
+    write_partial,
+    write_statistics,
+)
 from lsrdecomp.calibration.fisher import Head, Pairs, sampled_answers, watched
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
+from lsrdecomp.calibration.recomputed import recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a calibration is, given to ``on_batch`` after every batch."""
+    """How far a calibration is, given to ``on_batch`` after every batch.
+
+    ``batches`` and ``answers`` are of the group at work, ``examples`` and ``samples`` (of which there will be at least
+    so many) count each group's.
+    """
 
     batches: int
     examples: int
@@ -78,14 +93,16 @@ def calibrate(
     adapter: str = "",
     max_full: int = 1024,
     rank: int = 128,
+    checkpointing: bool = True,
+    max_memory: int | None = None,
     save_every: int = 50,
     on_batch: Callable[[Progress], None] | None = None,
 ) -> Calibration:
     """Measure the statistics of ``modules`` on batches of inputs and write them to the directory ``out``.
 
-    The model is put into evaluation mode, without gradient checkpointing, for the time of the call; no parameter of it
-    changes. Every ``save_every`` batches the sums are saved in ``out``: the same call with the same batches goes on
-    from there, with the same result as an uninterrupted one.
+    The model is put into evaluation mode for the time of the call; no parameter of it changes. Every ``save_every``
+    batches the sums are saved in ``out``: the same call with the same batches goes on from there, with the same result
+    as an uninterrupted one.
 
     Parameters
     ----------
@@ -116,6 +133,12 @@ def calibrate(
         Layers up to this size add up a whole covariance, larger ones its action on 2·``rank`` random columns.
     rank : int
         Leading eigenpairs that are written, in half precision; the others count as equal.
+    checkpointing : bool
+        Keep no activations inside the blocks of a transformers model and compute them again on the way back: another
+        forward pass, and of a batch one row of the model's width per token and block is held.
+    max_memory : int, optional
+        Bytes that the sums of all layers may take. Where they take more the layers are measured in groups, and the
+        batches are gone through once for each group.
     on_batch : callable, optional
         Called with a `Progress` after every batch.
 
@@ -126,7 +149,8 @@ def calibrate(
     Raises
     ------
     CalibrationError
-        If a module is unknown, if there were no batches, or if no answer depends on a module.
+        If a module is unknown, if there were no batches, if no answer depends on a module, or if the sums of a layer
+        alone take more than ``max_memory``.
     CheckpointError
         If ``out`` holds finished statistics, or the sums of a run with other settings.
     ShapeError
@@ -134,8 +158,9 @@ def calibrate(
 
     Notes
     -----
-    Costs one forward and one backward pass per batch, and one forward pass without the adapter; O(n²) memory per small
-    layer, O(n·rank) per large one. Of a causal model only the positions that count reach the output layer.
+    Costs one forward and one backward pass per batch and group, one forward pass without the adapter, and with
+    ``checkpointing`` one more forward pass; O(n²) memory per small layer, O(n·rank) per large one. Of a causal model
+    only the positions that count reach the output layer.
     """
     out = Path(out)
     found = modules_by_name(model)
@@ -144,53 +169,126 @@ def calibrate(
         some = ", ".join(name for name in found if name)[:200]
         raise CalibrationError(f"{', '.join(missing[:5]) or 'no module'}: not in the model, which has {some}, …")
     device = next(model.parameters()).device
-    layers = {
-        name: LayerSums(layer_size(found[name], name), max_full=max_full, rank=rank, seed=seed, device=device)
-        for name in modules
-    }
+    sizes = {name: layer_size(found[name], name) for name in modules}
+    groups = in_groups({name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory)
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
     settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
     settings |= {"adapter_base": adapter_base, "adapter": adapter}
     check_unfinished(out)
-    counts = read_partial(out, settings, layers)
+    rounds: Iterable[Batch] = _used(batches, samples)
+    if len(groups) > 1:
+        rounds = list(rounds)  # token numbers, which are small; they are gone through once for each group
 
-    texts, asked = hashlib.sha256(), Base(base, model, None, head, tuple(modules))
-    adapted = hasattr(model, "get_base_model")
+    whole = Finished({}, {}, Counts(), "")
+    with _measuring(model):
+        for number, names in enumerate(groups, start=1):
+            now = settings if len(groups) == 1 else settings | {"group": list(names)}
+            done = read_group(out, number, now) if len(groups) > 1 else None
+            if done is None:
+                watching = {name: found[name] for name in names}
+                layers = {
+                    name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device)
+                    for name in names
+                }
+                with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
+                    measured = _Pass(model, watching, layers, head, out, now, save_every, on_batch, number, len(groups))
+                    done = measured.run(rounds)
+                if len(groups) > 1:
+                    write_group(out, number, now, done)
+            whole = whole.joined(done)
+    effect = whole.counts.effect / whole.counts.answers if hasattr(model, "get_base_model") else None
+    write_statistics(out, settings | {"texts": whole.texts, "effect": effect}, whole)
+    return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), effect)
 
-    def add(name: str, pairs: Pairs) -> None:
-        layers[name].add(pairs)
 
-    with _measuring(model), watched({name: found[name] for name in modules}, add) as record:
-        for done, batch in enumerate(batches, start=1):
-            if counts.examples >= samples and done > counts.batches:
-                break
-            texts.update(_content(batch))
-            if done <= counts.batches:
-                continue
-            record.clear()
-            answers = ask(asked, batch)
-            moved = _effect(asked, batch, answers.logits) if adapted else 0.0
-            generator = torch.Generator().manual_seed((seed << 32) + done)
-            examples = len(answers.counts)
-            record.backward(sampled_answers(answers.logits, head, generator), examples)
-            counts = Counts(
-                done, counts.examples + examples, counts.answers + len(answers.logits), counts.effect + moved
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Once through the batches, for the layers of one group."""
+
+    model: nn.Module
+    watching: dict[str, nn.Module]
+    layers: dict[str, LayerSums]
+    head: Head
+    out: Path
+    settings: dict[str, Any]
+    save_every: int
+    on_batch: Callable[[Progress], None] | None
+    number: int
+    groups: int
+
+    def run(self, batches: Iterable[Batch]) -> Finished:
+        counts = read_partial(self.out, self.settings, self.layers)
+        texts, asked = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
+        effective = self.number == 1 and hasattr(self.model, "get_base_model")  # the same in every group
+
+        def add(name: str, pairs: Pairs) -> None:
+            self.layers[name].add(pairs)
+
+        with watched(self.watching, add) as record:
+            for done, batch in enumerate(batches, start=1):
+                texts.update(_content(batch))
+                if done <= counts.batches:
+                    continue
+                record.clear()
+                answers = ask_in_pieces(asked, batch, whole=output_layer(asked) in self.watching.values())
+                bare = None
+                if effective:
+                    with torch.no_grad(), record.paused(), without_delta(self.model):
+                        bare = ask_in_pieces(asked, batch)
+                seed = int(self.settings["seed"])
+                generator = torch.Generator().manual_seed((seed << 32) + done)
+                gradient, moved = self._leaning(answers, bare, generator)
+                examples = len(answers.counts)
+                record.backward(answers.rows, examples, gradient)
+                counts = Counts(done, counts.examples + examples, counts.answers + len(answers), counts.effect + moved)
+                del answers, bare, gradient
+                if done % self.save_every == 0:
+                    write_partial(self.out, self.settings, self.layers, counts)
+                if self.on_batch is not None:
+                    before = (self.number - 1) * self.settings["samples"]
+                    self.on_batch(Progress(counts.batches, before + counts.examples, counts.answers, self.planned))
+        if counts.answers == 0:
+            raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
+        idle = [name for name, sums in self.layers.items() if sums.tokens == 0]
+        if idle:
+            raise CalibrationError(
+                f"{', '.join(idle[:5])}: no answer of the model depends on it; leave it out of `modules`"
             )
-            del answers
-            if done % save_every == 0:
-                write_partial(out, settings, layers, counts)
-            if on_batch is not None:
-                on_batch(Progress(counts.batches, counts.examples, counts.answers, samples))
-    if counts.answers == 0:
-        raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
-    idle = [name for name, sums in layers.items() if sums.tokens == 0]
-    if idle:
-        raise CalibrationError(
-            f"{', '.join(idle[:5])}: no answer of the model depends on it; leave it out of `modules`"
-        )
-    effect = counts.effect / counts.answers if adapted else None
-    write_statistics(out, settings | {"texts": texts.hexdigest(), "effect": effect}, layers, counts)
-    return Calibration(out, counts.examples, counts.answers, tuple(modules), effect)
+        return finished(self.layers, counts, int(self.settings["rank"]), texts.hexdigest())
+
+    def _leaning(self, answers: Pieces, bare: Pieces | None, generator: torch.Generator) -> tuple[Tensor, float]:
+        """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
+        gradient, moved = torch.empty_like(answers.rows), 0.0
+        step = max(1, ENTRIES // self._classes(answers))
+        for start in range(0, len(answers), step):
+            some = slice(start, start + step)
+            rows = answers.rows[some].detach().requires_grad_()
+            logits = answers.logits(rows)
+            (gradient[some],) = torch.autograd.grad(sampled_answers(logits, self.head, generator), rows)
+            if bare is not None:
+                with torch.no_grad(), without_delta(self.model):
+                    others = bare.logits(bare.rows[some])
+                    moved += float(divergences(logits.detach(), others, self.head).sum())
+        return gradient, moved
+
+    @staticmethod
+    def _classes(answers: Pieces) -> int:
+        with torch.no_grad():
+            return int(answers.logits(answers.rows[:1]).shape[-1])
+
+    @property
+    def planned(self) -> int:
+        return int(self.settings["samples"]) * self.groups
+
+
+def _used(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:
+    """Batches until there are so many examples; the one that reaches the number is used whole."""
+    examples = 0
+    for batch in batches:
+        yield batch
+        examples += len(next(iter(batch.values())))
+        if examples >= samples:
+            return
 
 
 def _content(batch: Batch) -> bytes:
@@ -198,13 +296,6 @@ def _content(batch: Batch) -> bytes:
     return b"".join(
         batch[name].cpu().numpy().tobytes() for name in sorted(batch) if not batch[name].is_floating_point()
     )
-
-
-def _effect(asked: Base, batch: Batch, logits: Tensor) -> float:
-    """Σ KL(adapter ‖ no adapter) over the answers of a batch."""
-    with torch.no_grad(), without_delta(asked.model):
-        bare = ask(asked, batch).logits
-        return float(divergences(logits.detach(), bare, asked.head).sum())
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -226,9 +317,11 @@ def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
 
 @contextmanager
 def _measuring(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, frozen parameters and no gradient checkpointing inside; everything as it was afterwards."""
+    """Evaluation mode, frozen parameters, no cache, no checkpointing of the model's own; then all as before."""
     training = {module: module.training for module in model.modules()}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config = getattr(model, "config", None)
+    caching = getattr(config, "use_cache", None)
     checkpointing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     model.eval()
     try:
@@ -236,9 +329,13 @@ def _measuring(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         for module in checkpointing:
             module.gradient_checkpointing = False  # type: ignore[assignment]
+        if caching:
+            config.use_cache = False  # type: ignore[union-attr]
         with torch.enable_grad():
             yield
     finally:
+        if caching:
+            config.use_cache = caching  # type: ignore[union-attr]
         for module in checkpointing:
             module.gradient_checkpointing = True  # type: ignore[assignment]
         for parameter in learning:

@@ -39,12 +39,17 @@ class Covariance:
     def __init__(self, size: int, *, max_full: int, rank: int, seed: int, device: torch.device) -> None:
         self.size, self.rank = size, min(rank, size)
         self.full = size <= max_full
-        width = size if self.full else min(size, OVERSAMPLING * rank)
+        width = _width(size, max_full, rank)
         self.total = torch.zeros(size, width, dtype=torch.float32, device=device)  # as its products are
         self.trace = torch.zeros((), dtype=torch.float64, device=device)
         if not self.full:
             block = np.random.default_rng(seed).standard_normal((size, width))
             self._block = torch.from_numpy(np.linalg.qr(block)[0]).to(device, torch.float32)
+
+    @staticmethod
+    def memory(size: int, max_full: int, rank: int) -> int:
+        """Bytes that such a sum takes, with its random block."""
+        return 4 * size * _width(size, max_full, rank) * (1 if size <= max_full else 2)
 
     def add(self, rows: torch.Tensor, partners: torch.Tensor) -> None:
         """Add Σ_i x_i y_iᵀ for rows x and partners y, shape (N, n): a sum that is symmetric and positive as a whole."""
@@ -88,3 +93,7 @@ class Covariance:
         vectors = vectors[:, : self.rank]
         rest = max(trace - float(eigenvalues.sum()), 0.0) / max(self.size - eigenvalues.size, 1)
         return Spectrum(vectors, eigenvalues, rest, trace)
+
+
+def _width(size: int, max_full: int, rank: int) -> int:
+    return size if size <= max_full else min(size, OVERSAMPLING * rank)

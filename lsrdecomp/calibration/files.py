@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,37 +53,85 @@ def read_partial(out: Path, settings: Mapping[str, Any], layers: Mapping[str, La
     if not path.exists():
         return Counts()
     header = read_header(path)
-    saved = json.loads(header.metadata.get("settings", "{}"))
-    differing = [key for key in sorted({*settings, *saved}) if settings.get(key) != saved.get(key)]
-    if differing:
-        now = ", ".join(f"{key} {str(saved.get(key))[:60]} → {str(settings.get(key))[:60]}" for key in differing)
-        raise CheckpointError(f"an unfinished run with other settings ({now}); remove it to start again", path=path)
+    _same_settings(path, header.metadata, settings)
     for name, sums in layers.items():
         sums.load({part: header.tensors[f"{name}.{part}"].read() for part in sums.state()})
     return Counts(**json.loads(header.metadata["counts"]))
 
 
-def write_statistics(out: Path, settings: Mapping[str, Any], layers: Mapping[str, LayerSums], counts: Counts) -> None:
-    """Write the finished statistics and remove the unfinished sums; the metadata comes last and marks the end."""
+def _same_settings(path: Path, metadata: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    saved = json.loads(metadata.get("settings", "{}"))
+    differing = [key for key in sorted({*settings, *saved}) if settings.get(key) != saved.get(key)]
+    if differing:
+        now = ", ".join(f"{key} {str(saved.get(key))[:60]} → {str(settings.get(key))[:60]}" for key in differing)
+        raise CheckpointError(f"an unfinished run with other settings ({now}); remove it to start again", path=path)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What is to be written of some layers: tensors by name, what the metadata says of each, and what was seen."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    about: Mapping[str, Any]
+    counts: Counts
+    texts: str  # a hash of what was read
+
+    def joined(self, other: Finished) -> Finished:
+        """With the layers of another pass over the same batches; of both the first one's counts, if it has any."""
+        counts = self.counts if self.counts.batches else other.counts
+        return Finished({**self.tensors, **other.tensors}, {**self.about, **other.about}, counts, other.texts)
+
+
+def finished(layers: Mapping[str, LayerSums], counts: Counts, rank: int, texts: str) -> Finished:
+    """The sums of layers as what is kept of them: ``rank`` leading eigenpairs of each side."""
     tensors: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for name, sums in layers.items():
-        into, out_, fisher = sums.spectra(counts.answers, settings["rank"])
-        for side, spectrum in (("input", into), ("output", out_)):
+        into, out, fisher = sums.spectra(counts.answers, rank)
+        for side, spectrum in (("input", into), ("output", out)):
             for part, value in zip(PARTS, (spectrum.vectors, spectrum.values, spectrum.rest), strict=True):
                 # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.
                 tensors[f"{name}.{side}.{part}"] = np.asarray(
                     value, dtype=np.float16 if value is spectrum.vectors else np.float32
                 )
-        shape = [len(out_.vectors), len(into.vectors)]
-        ranks = [out_.values.size, into.values.size]
+        shape = [len(out.vectors), len(into.vectors)]
+        ranks = [out.values.size, into.values.size]
         about[name] = {"shape": shape, "ranks": ranks, "tokens": sums.tokens, "fisher_trace": fisher}
-    _save(tensors, out / TENSORS, {"format": FORMAT, "version": str(VERSION)})
-    versions = {library: version(library) for library in LIBRARIES}
-    metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(counts)}
-    text = json.dumps(metadata | {"layers": about, "made_with": versions}, indent=2, sort_keys=True) + "\n"
-    _replace(out / METADATA, lambda part: part.write_text(text, encoding="utf-8"))
+    return Finished(tensors, about, counts, texts)
+
+
+def write_group(out: Path, number: int, settings: Mapping[str, Any], done: Finished) -> None:
+    """Save the finished layers of one group of several; the sums of its unfinished run go."""
+    about = {"settings": json.dumps(settings, sort_keys=True), "counts": json.dumps(asdict(done.counts))}
+    _save(done.tensors, _group(out, number), about | {"about": json.dumps(done.about), "texts": done.texts})
     (out / PARTIAL).unlink(missing_ok=True)
+
+
+def read_group(out: Path, number: int, settings: Mapping[str, Any]) -> Finished | None:
+    """What `write_group` saved in ``out``; None if there is no such file. Errors as `read_partial`."""
+    path = _group(out, number)
+    if not path.exists():
+        return None
+    header = read_header(path)
+    _same_settings(path, header.metadata, settings)
+    counts = Counts(**json.loads(header.metadata["counts"]))
+    tensors = {name: tensor.read() for name, tensor in header.tensors.items()}
+    return Finished(tensors, json.loads(header.metadata["about"]), counts, header.metadata["texts"])
+
+
+def _group(out: Path, number: int) -> Path:
+    return out / f"group-{number}.safetensors"
+
+
+def write_statistics(out: Path, settings: Mapping[str, Any], done: Finished) -> None:
+    """Write the finished statistics and remove what was unfinished; the metadata comes last and marks the end."""
+    _save(done.tensors, out / TENSORS, {"format": FORMAT, "version": str(VERSION)})
+    versions = {library: version(library) for library in LIBRARIES}
+    metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(done.counts)}
+    text = json.dumps(metadata | {"layers": done.about, "made_with": versions}, indent=2, sort_keys=True) + "\n"
+    _replace(out / METADATA, lambda part: part.write_text(text, encoding="utf-8"))
+    for left in (out / PARTIAL, *out.glob("group-*.safetensors")):
+        left.unlink(missing_ok=True)
 
 
 def _save(tensors: Mapping[str, NDArray[Any]], path: Path, metadata: Mapping[str, str]) -> None:

@@ -47,39 +47,63 @@ class Pairs:
 
 @dataclass(slots=True)
 class Record:
-    """The calls of each watched module during one forward pass, handed on as the backward pass completes them."""
+    """The calls of each watched module during one forward pass, handed on as the backward pass completes them.
+
+    ``uses`` counts the calls of a forward pass. Those inside a block that is computed again on the way back, where
+    `torch.is_grad_enabled` says no at first, are recorded when gradients reach the block.
+    """
 
     sink: Callable[[str, Pairs], None]
     examples: int = 0
     calls: dict[str, list[Call]] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
+    returning: bool = False  # on the way back
+    pausing: bool = False
 
     def clear(self) -> None:
         """Forget the calls of a pass."""
-        for calls in self.calls.values():
+        for name, calls in self.calls.items():
             calls.clear()
+            self.uses[name] = 0
 
-    def backward(self, score: Tensor, examples: int) -> None:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes inside are not recorded."""
+        self.pausing = True
+        try:
+            yield
+        finally:
+            self.pausing = False
+
+    def backward(self, score: Tensor, examples: int, gradient: Tensor | None = None) -> None:
         """Go back from ``score``; each module's pairs go to the sink, and out of memory, once its gradients are there.
+
+        ``gradient`` of the log-likelihood at ``score`` if that is no log-likelihood itself.
 
         Raises
         ------
         ShapeError
             If the input rows of a module cannot be shared out among the examples.
         """
-        self.examples = examples
-        score.backward()  # type: ignore[no-untyped-call]
+        self.examples, self.returning = examples, True
+        try:
+            score.backward(gradient)  # type: ignore[no-untyped-call]
+        finally:
+            self.returning = False
         for name in self.calls:
             self._deliver(name)
 
     def keep(self, name: str, call: Call, gradient: Tensor) -> None:
         """Take the gradient of one call; with the last one of its module, deliver."""
         call.gradient = gradient.detach()
-        if all(other.gradient is not None for other in self.calls[name]):
+        calls = self.calls[name]
+        if len(calls) == self.uses[name] and all(other.gradient is not None for other in calls):
             self._deliver(name)
 
     def _deliver(self, name: str) -> None:
         calls = [(call.inputs, call.gradient) for call in self.calls[name] if call.gradient is not None]
         self.calls[name].clear()
+        self.uses[name] = 0
         if not calls:
             return
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -97,7 +121,7 @@ class Record:
 @contextmanager
 def watched(modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]) -> Iterator[Record]:
     """Record inputs and output gradients of ``modules``; parameters need no gradient, hooks go when the block ends."""
-    record = Record(sink, calls={name: [] for name in modules})
+    record = Record(sink, calls={name: [] for name in modules}, uses=dict.fromkeys(modules, 0))
     handles = [module.register_forward_hook(_hook(record, name)) for name, module in modules.items()]
     try:
         yield record
@@ -108,6 +132,12 @@ def watched(modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]
 
 def _hook(record: Record, name: str) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if record.pausing:
+            return None
+        if not record.returning:
+            record.uses[name] += 1
+        if not torch.is_grad_enabled():
+            return None
         call = Call(arguments[0].detach())
         record.calls[name].append(call)
         keep = partial(record.keep, name, call)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.options import memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
 from lsrdecomp.errors import LsrError
@@ -26,6 +27,17 @@ def calibrate(
     max_length: MaxLength = None,
     max_full: Annotated[int, typer.Option(help="Layers up to this size keep whole covariances.")] = 1024,
     rank: Annotated[int, typer.Option(help="Eigenpairs kept of larger ones.")] = 128,
+    max_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=memory_size,
+            metavar="SIZE",
+            help="Sums of layers held at a time, such as 512MB; for more, further passes over the examples.",
+        ),
+    ] = None,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Compute activations again on the way back: less memory, a third more time.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the order of the texts and of the drawn answers.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Dtype = "float32",
@@ -34,6 +46,8 @@ def calibrate(
 
     No labels are needed: answers are drawn from the model itself. One pass forward and one back per batch; started
     again after a kill, it goes on where it was. The statistics serve every adapter of that base with these layers.
+
+    Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """
     questions = Questions(text, task, data, "train", answers, max_length)
     questions.check()
@@ -46,7 +60,7 @@ def calibrate(
     with tables.quiet():
         found = bases.load_base(base, adapter, device=device, dtype=dtype)
     rounds, _ = questions.batches(found, size=batch, seed=seed)
-    with tables.meter(samples, "examples") as show:
+    with tables.late_meter("examples") as show:
         result = run(
             found.model,
             rounds,
@@ -60,7 +74,9 @@ def calibrate(
             adapter=found.adapter_sha256,
             max_full=max_full,
             rank=rank,
-            on_batch=lambda progress: show(progress.examples),
+            checkpointing=checkpointing,
+            max_memory=max_memory,
+            on_batch=lambda progress: show(progress.examples, progress.samples),
         )
     typer.echo(f"Wrote {out}: statistics of {len(found.modules)} layers from {result.examples:,} examples.")
     if result.effect is not None:
