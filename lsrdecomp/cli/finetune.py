@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +55,7 @@ def finetune(
     run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **chosen, **more})
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    with tables.quiet(), _progress() as show:
+    with tables.quiet(), tables.late_meter("steps") as show:
         try:
             from lsrdecomp.training.finetune import finetune as run
         except ImportError as error:
@@ -115,17 +113,3 @@ def _table(config: Path | None) -> dict[str, Any]:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:  # bad TOML or bad UTF-8
         raise SettingsError(f"{config}: {error}") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar that begins with the first step, when the number of steps is known."""
-    with ExitStack() as stack:
-        bars: list[Callable[[int], None]] = []
-
-        def show(step: int, steps: int) -> None:
-            if not bars:
-                bars.append(stack.enter_context(tables.meter(steps, "steps")))
-            bars[0](step)
-
-        yield show

@@ -81,7 +81,8 @@ class _Lines:
         if now - self._last >= EVERY:
             self._last = now
             left = time_left(step.done, step.total, now - self._begun)
-            print(f"lsrdecomp: {step.stage}: {step.done:,} of {step.total:,} {step.unit}{left}", file=sys.stderr)
+            counted = f"{step.done:,} of {step.total:,} {step.unit}".rstrip()
+            print(f"lsrdecomp: {step.stage}: {counted}{left}", file=sys.stderr)
 
 
 def time_left(done: int, total: int, seconds: float) -> str:

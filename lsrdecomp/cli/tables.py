@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lsrdecomp import checkpoints
 from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
 from lsrdecomp.cli.layer_tables import layers_table as layers_table
 from lsrdecomp.cli.layer_tables import verification_table as verification_table
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.compression.progress import Step
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
@@ -54,12 +55,16 @@ def say(message: str) -> None:
 
 @contextmanager
 def meter(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, only on a terminal; yields the callback that says how much is done."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    quiet = not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=done)
+    """Progress on stderr, as `lsrdecomp.cli.progress.follow` shows it; yields what says how much is done."""
+    with late_meter(what) as show_both:
+        yield lambda done: show_both(done, total)
+
+
+@contextmanager
+def late_meter(what: str) -> Iterator[Callable[[int, int], None]]:
+    """As `meter`, where how much there is to do is known only when work has begun: (done, total)."""
+    with follow() as show_step:
+        yield lambda done, total: show_step(Step(what, done, total))
 
 
 @contextmanager
