@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,19 +26,25 @@ def recover(
     model: Model = None,
     device: Device = None,
     retry: Retry = False,
+    distil: Annotated[
+        int | None, typer.Option(help="Steps of distillation of each form, without labels.", min=1)
+    ] = None,
     json: JsonFile = None,
     force: ForceFile = False,
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
 
-    Beside it the same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes
-    table.md, and pictures where matplotlib is installed. Exit code 1 if a run failed.
+    With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and judged. Beside it the
+    same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes table.md, and
+    pictures where matplotlib is installed. Exit code 1 if a run failed.
     """
     with training_imports():
         from lsrdecomp.experiments import recover as parts
         from lsrdecomp.experiments.recover_table import read_recovery
         from lsrdecomp.experiments.runs import Failure
     chosen = open_suite(suite, tasks, data, model, device)
+    if distil is not None:
+        chosen = replace(chosen, recover={**chosen.recover, "distil": distil})
     failed: list[str] = []
 
     def note(run: Run, outcome: Outcome) -> None:

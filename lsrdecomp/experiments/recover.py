@@ -2,7 +2,8 @@
 
 For every task and seed a head is trained alone and then kept, so that every nat gained on dev is an adapter's doing. A
 LoRA is trained on it and calibrated on examples it was trained on. Each compressed form is judged as it is, after
-``steps`` steps of recovery, and beside the same shapes trained from scratch for as many steps. Rates of both are
+``distil`` steps on the LoRA's own answers if the plan says so, after ``steps`` steps of recovery on labels, and beside
+the same shapes trained from scratch for as many steps. Rates of both are
 chosen from one grid by the loss on a split of the training set, with the first seed and at one budget.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from lsrdecomp.calibration.base_model import load_base
+from lsrdecomp.calibration.base_model import load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.search import Search
@@ -32,12 +33,13 @@ from lsrdecomp.experiments.recover_plan import (
 )
 from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
 from lsrdecomp.experiments.suite import Suite, slug
+from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.record import ADAPTER, Record
 from lsrdecomp.training.settings import FinetuneSettings
 
-COMPRESSED, JUDGED = "compressed.json", "squeezed.json"
+COMPRESSED, JUDGED, DISTILLED = "compressed.json", "squeezed.json", "distilled.json"
 WHOLE = 0
 """The budget of what is no smaller than the LoRA."""
 
@@ -175,7 +177,10 @@ def recover(
         for structure, budget in job.points():
             say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
-            if _compressed_and_judged(job, structure, budget, search) and further:
+            if not _compressed_and_judged(job, structure, budget, search):
+                continue
+            _distil(job, structure, budget)
+            if further:
                 _train(job, structure, budget, retry, on_run)
 
 
@@ -216,9 +221,9 @@ def chosen_rate(job: Job, structure: str, kind: str) -> float | None:
     return best if math.isfinite(losses[best]) else None
 
 
-def read_point(job: Job, structure: str, budget: int) -> CompressedPoint | None:
-    """A compressed form that was judged; None if there is none, or nothing fits into the budget."""
-    path = job.place.point(structure, budget) / JUDGED
+def read_point(job: Job, structure: str, budget: int, file: str = JUDGED) -> CompressedPoint | None:
+    """A compressed form that was judged, or distilled; None if there is none, or nothing fits into the budget."""
+    path = job.place.point(structure, budget) / file
     return CompressedPoint.read(path) if path.exists() else None
 
 
@@ -253,15 +258,36 @@ def _compressed_and_judged(job: Job, structure: str, budget: int, search: Search
     return True
 
 
+def _distil(job: Job, structure: str, budget: int) -> None:
+    """Train a form on the LoRA's answers to training texts and judge it, if the plan asks for that."""
+    point, about = job.place.point(structure, budget), STRUCTURES[structure]
+    if not job.plan.distil or about.direct or not about.budgeted or (point / DISTILLED).exists():
+        return
+    settings, out = job.lora().settings, point / "distilled" / ADAPTER
+    dataset = read_dataset(settings)
+    distil(
+        point / ADAPTER,
+        base=dataset.base,
+        data=task_texts(dataset.train),
+        teacher=job.place.lora / ADAPTER,
+        steps=job.plan.distil,
+        out=out,
+        calibrated=job.place.statistics if about.functional else None,
+        max_length=settings.max_length,
+        device=_device(settings),
+        seed=job.seed,
+        force=True,
+    )
+    answers = evaluate(job.recovery(structure, budget, job.suite.rates[0]).settings.replace(init=str(out)))
+    replace(CompressedPoint.read(point / JUDGED), scores=answers).write(point / DISTILLED)
+
+
 def _calibrate(job: Job) -> None:
     if (job.place.statistics / METADATA).exists():
         return
     settings = job.lora().settings
     dataset = read_dataset(settings)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = load_base(dataset.base, job.place.lora / ADAPTER, device=device)
+    base = load_base(dataset.base, job.place.lora / ADAPTER, device=_device(settings))
     calibrate(
         base.model,
         dataset.questions(base, size=16, seed=job.seed),
@@ -272,6 +298,12 @@ def _calibrate(job: Job) -> None:
         head=base.head,
         base=settings.model,
     )
+
+
+def _device(settings: FinetuneSettings) -> str:
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def read_outcomes(job: Job, structure: str, budget: int) -> Mapping[str, Record]:

@@ -86,6 +86,9 @@ class RecoverPlan(Settings):
     tune_budget: Annotated[
         int | None, "Budget at which the learning rates of both trainings are chosen; the middle one if absent."
     ] = None
+    distil: Annotated[
+        int, whole(0), "Steps of distillation of budgeted forms (not direct sums), without labels; 0: none."
+    ] = 0
     judged: Annotated[
         tuple[int, ...], _counts(), "Further budgets, at which structures are judged as compressed, not trained on."
     ] = ()

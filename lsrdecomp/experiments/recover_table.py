@@ -9,13 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from lsrdecomp.experiments.compare_table import Spread, Table
-from lsrdecomp.experiments.recover import WHOLE, Job, chosen_rate, jobs, read_outcomes, read_point
+from lsrdecomp.experiments.recover import DISTILLED, WHOLE, Job, chosen_rate, jobs, read_outcomes, read_point
 from lsrdecomp.experiments.recover_plan import STRUCTURES, recover_plan
 from lsrdecomp.experiments.runs import outcome
 from lsrdecomp.experiments.suite import Suite
 from lsrdecomp.training.record import Record, Scores
 
-STAGES = ("compressed", "recovered", "scratch")
+STAGES = ("compressed", "distilled", "recovered", "scratch")
 KINDS = {"recovery": "recovered", "scratch": "scratch"}
 LORA = "lora"
 
@@ -94,6 +94,7 @@ class Recovery:
     versions: dict[str, str]
     steps: int
     least_gain: float
+    distil: int
 
 
 def read_recovery(suite: Suite, out: str | Path) -> Recovery:
@@ -132,15 +133,18 @@ def read_recovery(suite: Suite, out: str | Path) -> Recovery:
         dict(records[-1].versions) if records else {},
         plan.steps,
         plan.least_gain,
+        plan.distil,
     )
 
 
 def table(found: Recovery) -> Table:
     """A line for each task, structure and budget: the share of the LoRA's gain at each stage, and the score."""
-    head = ("task", "structure", "parameters", "bytes", "kept", "after recovery", "from scratch", "score", "seeds")
+    words = {"compressed": "kept", "distilled": "distilled", "recovered": "after recovery", "scratch": "from scratch"}
+    stages = [stage for stage in STAGES if found.distil or stage != "distilled"]
+    head = ("task", "structure", "parameters", "bytes", *(words[stage] for stage in stages), "score", "seeds")
     rows: list[tuple[str, ...]] = []
     for line in found.lines:
-        shares = [line.share(stage) for stage in STAGES]
+        shares = [line.share(stage) for stage in stages]
         best = next(line.stages[stage] for stage in ("recovered", "compressed", "scratch") if line.stages[stage])
         score = Spread(tuple(judged.score for judged in best)).text(100)
         cells = ("–" if share is None else share.text(1, 2) for share in shares)
@@ -171,6 +175,7 @@ def notes(found: Recovery) -> list[str]:
         f"LoRA, 0 no adapter. Recovery and training from scratch: {found.steps} steps, rates chosen from "
         f"{', '.join(f'{rate:g}' for rate in found.suite.rates)} by the loss on a split of the training set. The score "
         "is that after recovery, or of the compressed form where it is not trained.",
+        *([f"Distilled: at most {found.distil} steps on the LoRA's own answers, no labels."] if found.distil else []),
         *(
             f"The LoRA of {gain.task}, seed {gain.seed}, gains {gain.of_loss:.4f} nats: too little to speak of shares."
             for gain in found.gains
@@ -184,7 +189,12 @@ Sized = tuple[float, float, float | None]  # size, mean share and its deviation
 
 def paths(found: Recovery, task: str, size: str) -> dict[str, list[tuple[str, list[Sized]]]]:
     """Shares against "parameters" or "bytes" for a picture: by structure, each stage with its points."""
-    words = {"compressed": "as compressed", "recovered": f"after {found.steps} steps", "scratch": "from scratch"}
+    words = {
+        "compressed": "as compressed",
+        "distilled": "distilled",
+        "recovered": f"after {found.steps} steps",
+        "scratch": "from scratch",
+    }
     drawn: dict[str, dict[str, list[Sized]]] = {}
     for line in found.lines:
         for stage in STAGES if line.task == task and line.structure != LORA else ():
@@ -250,6 +260,8 @@ def _line(gains: dict[Job, Gain], structure: str, budget: int) -> Line:
                 continue
             sizes, held = [*sizes, point.parameters], [*held, point.bytes]
             stages["compressed"] += _judged(job.seed, gain, point.scores)
+            if (distilled := read_point(job, structure, budget, DISTILLED)) is not None:
+                stages["distilled"] += _judged(job.seed, gain, distilled.scores)
         for kind, record in read_outcomes(job, structure, budget).items():
             stages[KINDS[kind]] += _judged(job.seed, gain, record.dev)
     label = "LoRA" if structure == LORA else STRUCTURES[structure].label

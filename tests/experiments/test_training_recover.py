@@ -48,6 +48,7 @@ budgets = [64, 256]
 judged = [128]
 tune_budget = 64
 steps = 3
+distil = 6
 lora = {{ rate = 5e-2, steps = 20, options = {{ r = 8, lora_alpha = 16 }} }}
 head = {{ rate = 3e-2, steps = 40 }}
 structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
@@ -109,7 +110,19 @@ def test_further_budgets_are_judged_and_not_trained_on(done):
         assert not (point / "scratch").exists()
     found = recover_table.read_recovery(done[1], done[2])
     (line,) = (line for line in found.lines if (line.structure, line.budget) == ("lsr", 128))
-    assert [len(line.stages[stage]) for stage in recover_table.STAGES] == [2, 0, 0]
+    assert [len(line.stages[stage]) for stage in recover_table.STAGES] == [2, 2, 0, 0]
+
+
+def test_forms_are_distilled_and_judged_as_often_as_the_plan_says(done, first):
+    found = recover_table.read_recovery(done[1], done[2])
+    lines = {(line.structure, line.budget): line.stages for line in found.lines}
+    assert [len(lines["lsr", budget]["distilled"]) for budget in (64, 128, 256)] == [2, 2, 2]
+    assert lines["direct", 64]["distilled"] == lines["lora-int8", 0]["distilled"] == ()
+    place = first.place.point("lsr", 64)
+    written = json.loads((place / "distilled" / "adapter" / "compression.json").read_text())["distillation"]
+    assert written["steps"] == 6
+    assert written["after"]["kl"] < written["before"]["kl"]
+    assert "distilled" in recover_table.table(found)[0]
 
 
 def test_the_rate_is_that_of_least_validation_loss(done, first):
@@ -160,7 +173,8 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
         raise AssertionError("done again")
 
     # Modules by their names: a room shows functions that are called as their modules are.
-    places = {"training.finetune": ("finetune",), "experiments.recover": ("compress_lora", "evaluate", "calibrate")}
+    ours = ("compress_lora", "evaluate", "calibrate", "distil")
+    places = {"training.finetune": ("finetune",), "experiments.recover": ours}
     for place, names in places.items():
         for name in names:
             monkeypatch.setattr(import_module(f"lsrdecomp.{place}"), name, refuse)
@@ -177,7 +191,7 @@ def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
     recover(read_suite(other), out)
     found = recover_table.read_recovery(read_suite(other), out)
     assert found.lines == ()
-    assert "too little to speak of shares" in recover_table.notes(found)[1]
+    assert "too little to speak of shares" in " ".join(recover_table.notes(found))
 
 
 def test_a_kill_between_writing_and_recording_is_mended(done, first, monkeypatch):
