@@ -30,7 +30,7 @@ def main() -> None:
     arguments.add_argument("--runs", type=int, default=3)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--matrices", type=int, default=224, help="of the batch")
-    arguments.add_argument("--only", choices=("dense", "pair", "batch", "search"))
+    arguments.add_argument("--only", choices=("dense", "pair", "batch", "leading", "search"))
     arguments.add_argument("--brute", action="store_true", help="also search shapes by brute force (minutes)")
     arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = arguments.parse_args()
@@ -41,7 +41,7 @@ def main() -> None:
     file = options.out / f"solvers-{size}threads{options.threads}.json"
     record: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     settings = {name: getattr(options, name) for name in ("threads", "size", "rank", "runs", "seed", "matrices")}
-    parts = {"dense": dense, "pair": pair, "batch": batch, "search": search}
+    parts = {"dense": dense, "pair": pair, "batch": batch, "leading": leading, "search": search}
     for name, part in parts.items():
         if options.only in (None, name):  # the parts of one file may be measured one by one
             record[name] = {"settings": settings, "versions": versions(), "rows": part(options)}
@@ -224,6 +224,37 @@ def batch(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({"problem": name, "dtype": kind, "rank": s, "seconds": ours,
                              "times faster than numpy": numpy_svd / ours, "times faster than torch": torch_svd / ours,
                              "worst excess": float(np.max((errors - best) / np.maximum(best, floor)))})  # fmt: skip
+    return rows
+
+
+def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Starts of a pair, `leading_triples`, beside `BatchedKrylov` at its own and at a loose tolerance, and numpy."""
+    import numpy as np
+
+    from lsrdecomp import KroneckerShape
+    from lsrdecomp.solvers import BatchedKrylov
+    from lsrdecomp.solvers.svd.leading import leading_triples
+
+    rng, rows = np.random.default_rng(options.seed), []
+    loose = BatchedKrylov(tolerance=1e-2, columns=8, max_steps=3)
+    for count, p, q, s in ((64, 64, 48, 2), (8, 128, 48, 4), (24, 96, 96, 8), (8, 384, 256, 8), (4, 512, 512, 16)):
+        shape = KroneckerShape(((p, 1), (1, q)))  # whose rearrangement is the matrix itself
+        noise = rng.standard_normal((count, p, q))
+        u, spectrum, vh = np.linalg.svd(noise, full_matrices=False)
+        for name, sigma in (("noise", spectrum), ("1/k", np.broadcast_to(1.0 / np.arange(1.0, q + 1), (count, q)))):
+            stack = (u * sigma[:, None, :]) @ vh
+            best = np.linalg.norm(sigma[:, s:], axis=1)
+            ours, (left, values, right) = timed(lambda m=stack, s=s: leading_triples(m, s), options)
+            numpy_svd, _ = timed(lambda m=stack: np.linalg.svd(m, full_matrices=False), options)
+            errors = np.linalg.norm(stack - (left * values[:, None, :]) @ right, axis=(1, 2))
+            row = {"problem": name, "count": count, "size": [p, q], "rank": s, "seconds": ours,
+                   "numpy over ours": numpy_svd / ours, "worst excess": float(np.max(errors / best - 1.0))}  # fmt: skip
+            for label, solver in (("krylov", BatchedKrylov()), ("loose krylov", loose)):
+                theirs, found = timed(lambda m=stack, s=s, k=solver, f=shape: k.solve_batch(m, f, rank=s), options)
+                errors = np.array([np.linalg.norm(m - x.approximation.to_matrix())
+                                   for m, x in zip(stack, found, strict=True)])  # fmt: skip
+                row |= {f"{label} over ours": theirs / ours, f"{label} excess": float(np.max(errors / best - 1.0))}
+            rows.append(row)
     return rows
 
 

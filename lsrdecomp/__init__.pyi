@@ -38,6 +38,6 @@ from .solvers import SVD as SVD
 from .solvers import BlockGolubKahan as BlockGolubKahan
 from .solvers import Gram as Gram
 from .solvers import JointALS as JointALS
-from .solvers.base import Decomposition as Decomposition
 from .solvers.base import Status as Status
+from .solvers.decomposition import Decomposition as Decomposition
 from .targets.base import LowRank as LowRank

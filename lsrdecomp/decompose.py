@@ -14,9 +14,10 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Decomposition, Solver, Sweep
+from lsrdecomp.solvers.base import Solver, Sweep
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
+from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.stored import Problem, fewest_bytes, measured, within
 from lsrdecomp.solvers.svd.batched import BatchedKrylov

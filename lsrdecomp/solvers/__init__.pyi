@@ -1,5 +1,4 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
-from .base import Decomposition as Decomposition
 from .base import ErrorKind as ErrorKind
 from .base import Event as Event
 from .base import PairSolution as PairSolution
@@ -10,6 +9,7 @@ from .base import Status as Status
 from .base import Sweep as Sweep
 from .cp.als import ALS as ALS
 from .cp.tensorly import TensorLyCP as TensorLyCP
+from .decomposition import Decomposition as Decomposition
 from .pair.factorwise import FactorwiseSVD as FactorwiseSVD
 from .pair.joint_als import JointALS as JointALS
 from .svd.batched import BatchedKrylov as BatchedKrylov

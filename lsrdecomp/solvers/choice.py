@@ -10,8 +10,9 @@ from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import PRECISIONS
-from lsrdecomp.solvers.base import Decomposition, Solver
+from lsrdecomp.solvers.base import Solver
 from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram

@@ -10,7 +10,8 @@ from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, StoredMatrix, as_st
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget, precision, unit_roundoff
-from lsrdecomp.solvers.base import Decomposition, ErrorKind, Event, Solution, Solver, Status
+from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status
+from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Target
 

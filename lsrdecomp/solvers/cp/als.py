@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,12 +24,13 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance, unit_roundoff
-from lsrdecomp.solvers.base import Event, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import Compressed, compress
 from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
 from lsrdecomp.solvers.cp.mttkrp import assemble
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.targets.base import Target
 
@@ -50,7 +49,7 @@ CANCELLING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ALS:
+class ALS(MatrixSolver):
     """Penalised alternating least squares for two and more factors [1]_.
 
     Minimises ‖M − M̂‖² + α‖M‖² Σ(λ_k/‖M‖)². With α = (0.42·√d·μ)² of the storage type that is the expected square error
@@ -116,15 +115,7 @@ class ALS:
         """α for a matrix of norm one with ``order`` factors."""
         return storage_ridge(self.storage, order) if self.ridge is None else self.ridge
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
+    def found(self, problem: MatrixProblem) -> Solution:
         """Terms by penalised alternating least squares; the contract is `Solver.solve`.
 
         Unlike ``tensorly.decomposition.parafac`` it penalises λ and not the factors, so that γ stays what the storage
@@ -145,11 +136,12 @@ class ALS:
         -----
         Cost: about 8·(2s)·Πp_i operations to make the core, then sweeps and Newton steps on (2s)^d entries.
         """
-        most = most_terms(target.shape, shape, rank, atol)
+        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
         given, size = rearranged_tensor(target, shape), target.norm
         tensor = given.core
         refuse_gradients(tensor, shape)
-        progress = SolveProgress(on_sweep, self.max_sweeps)
+        progress = problem.progress
+        progress.limit = self.max_sweeps
         exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
             return Solution(no_terms(given.core, shape), exact, relative_error=0.0)
@@ -157,7 +149,7 @@ class ALS:
             progress.note(0.0)
             columns = given.expand([tensor[:, None] / size])
             return Solution(Terms.of(columns).to_separated(shape, size), exact, progress.sweeps)
-        tensor, goal = tensor / size, 0.0 if atol is None else atol / size
+        tensor, goal = tensor / size, problem.goal or 0.0
         terms = self._start(given, shape, size, most)
         first = FIRST_RANK if terms is None else max(FIRST_RANK, terms.rank)
         cap, inner = (most if atol is None else min(most, first)), goal

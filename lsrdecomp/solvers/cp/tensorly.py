@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,14 @@ from lsrdecomp.arrays import as_double, device, namespace, to_numpy
 from lsrdecomp.errors import ConvergenceError
 from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import Event, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.als import no_terms, rearranged_tensor, refuse_gradients
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLyCP:
+class TensorLyCP(MatrixSolver):
     """``tensorly.decomposition.parafac`` on the rearranged matrix, in NumPy and double precision [1]_.
 
     Parameters
@@ -45,15 +43,7 @@ class TensorLyCP:
     l2_reg: float = 0.0
     seed: int = 0
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
+    def found(self, problem: MatrixProblem) -> Solution:
         """Terms by ``parafac``; the contract is `Solver.solve`.
 
         With ``atol`` it is called anew with one term more until the measured error is small enough: TensorLy's own
@@ -70,14 +60,14 @@ class TensorLyCP:
         ConvergenceError
             Where TensorLy meets a singular system.
         """
-        most = most_terms(target.shape, shape, rank, atol)
+        target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
         packed = rearranged_tensor(target, shape)
         refuse_gradients(packed.core, shape)
         tensor, size = to_numpy(as_double(packed.core)), target.norm
         if size == 0.0:
             status = Status.rank_reached if atol is None else Status.converged
             return Solution(no_terms(packed.core, shape), status, relative_error=0.0)
-        progress = SolveProgress(on_sweep)
+        progress = problem.progress
         terms = most if atol is None else 1
         while True:
             columns, weights = self._terms(tensor / size, terms, progress)

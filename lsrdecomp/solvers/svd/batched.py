@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from lsrdecomp.arrays import (
     Array,
     adjoint,
     as_double,
-    as_floating,
     device,
     is_complex,
     is_differentiated,
@@ -22,16 +21,23 @@ from lsrdecomp.arrays import (
     require_finite,
     to_numpy,
 )
-from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
-from lsrdecomp.solvers.svd.dense import as_matrix, chosen_rank, tail_norms
+from lsrdecomp.solvers.svd.batch import (
+    as_batch,
+    as_sums,
+    extrapolated_excess,
+    rayleigh_ritz,
+    signed,
+    truncated_svds,
+)
+from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
-from lsrdecomp.targets.base import Dense, Target
+from lsrdecomp.targets.base import Dense
 
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices that take their steps together: few enough to stay in a processor's cache."""
@@ -41,7 +47,7 @@ SMALL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class BatchedKrylov:
+class BatchedKrylov(MatrixSolver):
     """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ, fully reorthogonalised.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
@@ -63,24 +69,16 @@ class BatchedKrylov:
         Most blocks in a space, three at least: the excess is told from what they gain.
     """
 
+    order: ClassVar[int] = 2
     tolerance: float = 1e-4
     columns: int = 16
     seed: int = 0
     max_steps: int = 10
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
-        """One matrix as a batch of one, formed; the contract is `Solver.solve`, the method that of `solve_batch`."""
-        most_terms(target.shape, shape, rank, atol, order=2)
-        matrix = as_matrix(target)
-        return self.solve_batch(matrix[None, :, :], shape, rank=rank, atol=atol, on_sweep=on_sweep)[0]
+    def found(self, problem: MatrixProblem) -> Solution:
+        """One matrix as a batch of one, formed; the method is that of `solve_batch`."""
+        batch = as_batch(as_matrix(problem.target)[None, :, :])
+        return self._solved(batch, problem.shape, problem.rank, problem.atol, problem.most, problem.progress)[0]
 
     def solve_batch(
         self,
@@ -119,22 +117,32 @@ class BatchedKrylov:
             For sizes that differ or do not tile, entries that are not finite, and a missing goal.
         """
         batch = as_batch(matrices)
-        most = most_terms(tuple(batch.shape[1:]), shape, rank, atol, order=2)
+        most = most_terms(tuple(batch.shape[1:]), shape, rank, atol, order=self.order)
+        return tuple(self._solved(batch, shape, rank, atol, most, SolveProgress(on_sweep)))
+
+    def _solved(
+        self,
+        batch: Array,
+        shape: KroneckerShape,
+        rank: int | None,
+        atol: float | None,
+        most: int,
+        progress: SolveProgress,
+    ) -> list[Solution]:
         block = -(-most // self.columns) * self.columns
         whole = shape.max_separation_rank < max(SMALL, 3 * block) or is_differentiated(batch)
         height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
-        progress = SolveProgress(on_sweep)
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
             part = batch[start : min(start + height, batch.shape[0]), :, :]
             progress.mark(Event.start)
             if whole:
-                solutions += _whole(part, shape, most, atol, progress)
+                solutions += truncated_svds(part, shape, most, atol, progress)
             elif atol is not None:
                 solutions += [self._alone(part[i, :, :], shape, rank, atol, progress) for i in range(part.shape[0])]
             else:
                 solutions += self._together(part, shape, most, block, progress)
-        return tuple(solutions)
+        return solutions
 
     def _alone(
         self,
@@ -169,7 +177,8 @@ class BatchedKrylov:
         sizes = np.where(usable, norms, 1.0)
         begun = operators[:, :, :0], operators[:, :, :0], np.full(norms.shape, math.inf)
         (basis, space, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
-        u, sigma, vh = _signed(*_rayleigh_ritz(operators, basis))
+        # Rayleigh–Ritz in the precision of the input: the error of single precision is squared.
+        u, sigma, vh = signed(*rayleigh_ritz(operators, xp.linalg.qr(xp.astype(basis, operators.dtype))[0]))
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / sizes**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
@@ -178,7 +187,7 @@ class BatchedKrylov:
         common = progress.sweeps[told:]
         solutions = {
             i: Solution(found, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
-            for i, found in enumerate(_separated(u, sigma, vh, shape))
+            for i, found in enumerate(as_sums(u, sigma, vh, shape))
             if good[i]
         }
         left = [int(i) for i in np.flatnonzero(usable & ~good)]
@@ -219,7 +228,7 @@ class BatchedKrylov:
         rounding = 64.0 * unit_roundoff(operators.dtype)
         sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
         values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
-        found = _separated(*_signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
+        found = as_sums(*signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
         solutions = {}
         for place, i in enumerate(chosen):
             error, tail = float(errors[place]), float(tails[place])
@@ -262,7 +271,7 @@ class BatchedKrylov:
                 leading = basis @ vectors[:, :, -rank:]
             spectrum = to_numpy(values).astype(np.float64)[:, -rank:]
             captured.append(np.minimum(np.sum(spectrum, axis=1) / norms**2, 1.0))
-            excess, left = _extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
+            excess, left = extrapolated_excess(captured), float(np.max(1.0 - captured[-1]))
             full = basis.shape[2] + block > min(single.shape[1:])
             # Krylov 3: enough where every error is near its optimum, or the last step gained no more than rounding.
             near = excess <= self.tolerance
@@ -270,81 +279,3 @@ class BatchedKrylov:
                 near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
             settled = full or bool(np.all(near))
             yield Step((leading, basis, excess), math.sqrt(left), objective=left, settled=settled)
-
-
-def as_batch(matrices: Any) -> Array:
-    """Matrices of one size as an array (L, m, n); raises `ShapeError` where sizes differ."""
-    if isinstance(matrices, Sequence):
-        arrays = [as_floating(matrix, f"matrix {i}") for i, matrix in enumerate(matrices)]
-        sizes = {tuple(array.shape) for array in arrays}
-        if len(sizes) != 1:
-            raise ShapeError(f"a batch has matrices of one size, got {sorted(sizes) or 'none'}")
-        matrices = namespace(*arrays).stack(arrays)
-    batch = as_floating(matrices, "batch")
-    if batch.ndim != 3 or 0 in batch.shape:
-        raise ShapeError(f"batch: expected shape (L, m, n) with entries, got {tuple(batch.shape)}")
-    return batch
-
-
-def _whole(
-    batch: Array, shape: KroneckerShape, most: int, atol: float | None, progress: SolveProgress
-) -> list[Solution]:
-    """Truncated SVDs in the precision of the input, without the terms that are rounding."""
-    require_finite(batch, "batch")
-    operators = rearrange(batch, shape)
-    u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    found = _separated(*_signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
-    values = to_numpy(sigma).astype(np.float64)
-    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    kept, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
-    for i, spectrum in enumerate(values):
-        tails = tail_norms(spectrum)
-        enough, status = chosen_rank(tails, most, atol)
-        kept[i] = min(int(kept[i]), enough)
-        ends.append(status)
-        errors.append(tails[enough] / tails[0] if tails[0] > 0.0 else 0.0)
-    progress.note(max(errors), objective=max(errors) ** 2)
-    told = progress.sweeps[-1:]
-    return [
-        Solution(x.truncate(int(k)), status, told, 0.0, ErrorKind.bounded)
-        for x, k, status in zip(found, kept, ends, strict=True)
-    ]
-
-
-def _separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
-    """Singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
-    xp, rank, ((m, n), (p, q)) = namespace(u), int(sigma.shape[1]), shape.factors
-    left, right = xp.reshape(u, (-1, rank, m, n)), xp.reshape(vh, (-1, rank, p, q))
-    every = range(int(sigma.shape[0]))
-    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in every]
-
-
-def _rayleigh_ritz(operators: Array, vectors: Array) -> tuple[Array, Array, Array]:
-    """Singular triples of Q Qᴴ R, Q an orthonormal basis of ``vectors``, in the precision of R."""
-    xp = namespace(operators)
-    q = xp.linalg.qr(xp.astype(vectors, operators.dtype))[0]
-    images, triangle = xp.linalg.qr(adjoint(adjoint(q) @ operators))
-    left, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
-    return q @ left, sigma, right @ adjoint(images)
-
-
-def _extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
-    """error/optimum − 1 if the gains go on as a geometric series, twice over; infinite before there are two."""
-    if len(captured) < 3:
-        return np.full_like(captured[-1], math.inf)
-    rounding = 4.0 * unit_roundoff("float32")
-    before, last = (np.maximum(captured[-i] - captured[-i - 1], rounding) for i in (2, 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
-        return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)
-
-
-def _signed(u: Array, sigma: Array, vh: Array) -> tuple[Array, Array, Array]:
-    """Rows uᵀ and vᴴ of each triple, the largest entry of u made positive: SVD libraries disagree on signs."""
-    xp = namespace(u)
-    rows = xp.matrix_transpose(u)
-    peak = xp.argmax(xp.abs(rows), axis=2)
-    places = xp.arange(rows.shape[2], dtype=peak.dtype, device=device(rows))
-    entry = xp.sum(xp.where(places[None, None, :] == peak[:, :, None], rows, xp.zeros_like(rows)), axis=2)
-    phase = entry / xp.abs(entry)
-    return rows / phase[:, :, None], sigma, vh * phase[:, :, None]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from lsrdecomp.arrays import Array, as_double, namespace, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep, most_terms
-from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.targets.base import Rearranged, Target
 
 
 @dataclass(frozen=True, slots=True)
-class SVD:
+class SVD(MatrixSolver):
     """Singular value decomposition of the rearranged matrix, in double precision [1]_.
 
     By Eckart and Young the first s terms are the best approximation of separation rank s; they are orthogonal, so
@@ -28,15 +27,9 @@ class SVD:
        doi:10.1007/978-94-015-8196-7_17
     """
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
+    order: ClassVar[int] = 2
+
+    def found(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M), formed; the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever the target's, and so
@@ -48,11 +41,10 @@ class SVD:
             In double precision. ``optimality_gap`` is zero, `ErrorKind.bounded`; ``sweeps`` is one record with the
             error from the spectrum; ``relative_error`` is None, since nothing was formed to measure it from.
         """
-        most = most_terms(target.shape, shape, rank, atol, order=2)
-        progress = SolveProgress(on_sweep)
-        u, sigma, vh = rearranged_svd(target.rearranged(shape))
+        shape, progress = problem.shape, problem.progress
+        u, sigma, vh = rearranged_svd(problem.target.rearranged(shape))
         tails = tail_norms(sigma)
-        enough, status = chosen_rank(tails, most, atol)
+        enough, status = chosen_rank(tails, problem.most, problem.atol)
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         return Solution(as_separated(u, sigma, vh, shape, enough), status, progress.sweeps, 0.0, ErrorKind.bounded)

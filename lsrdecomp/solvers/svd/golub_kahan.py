@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from lsrdecomp.arrays import adjoint, is_differentiated
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status, Sweep, most_terms
-from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.progress import Step, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
@@ -23,7 +24,7 @@ from lsrdecomp.targets.base import RearrangedDense, Target
 
 
 @dataclass(frozen=True, slots=True)
-class BlockGolubKahan:
+class BlockGolubKahan(MatrixSolver):
     """Leading singular triples of R(M) from products with R(M) and R(M)ᴴ only.
 
     Stops when the error is within ``tolerance`` of the optimum by its certificate (see `Certificate`); with ``atol``,
@@ -55,20 +56,13 @@ class BlockGolubKahan:
        decomposition, NIPS 2015. arXiv:1504.05477
     """
 
+    order: ClassVar[int] = 2
     block: int | None = None
     seed: int = 0
     tolerance: float = 1e-3
     max_steps: int = 128
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
+    def found(self, problem: MatrixProblem) -> Solution:
         """Leading singular triples of R(M); the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts, reads R(M) once for
@@ -85,24 +79,23 @@ class BlockGolubKahan:
             terms, ``relative_error`` that for the terms that would be taken. `Solution.relative_error` is
             measured where the error lies at the rounding of ‖R‖² − Σσ².
         """
-        most = most_terms(target.shape, shape, rank, atol, order=2)
+        target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.most
         if self.max_steps < 1:
             raise BudgetError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
-        progress, norm, operator = SolveProgress(on_sweep), target.norm, target.rearranged(shape)
+        progress, norm, operator = problem.progress, target.norm, target.rearranged(shape)
         widest = 16 if isinstance(operator, RearrangedDense) else 8
         block = self.block or (widest if rank is None else min(widest, max(8, rank)))
         side = min(operator.shape)
         dense = norm == 0.0 or (rank is not None and 4 * most >= side)
         if dense or is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
-            return progress.solve(Gram(), target, shape, rank=rank, atol=atol)
-        goal = None if atol is None else atol / norm
+            return problem.handed_to(Gram())
         # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
         swapped = operator.shape[0] < operator.shape[1]
         space = Bidiagonal(Adjoint(operator) if swapped else operator, norm, min(block, side), self.seed)
-        growth = _Growth(self, target, shape, space, swapped, rank, most, goal)
+        growth = _Growth(self, target, shape, space, swapped, rank, most, problem.goal)
         found, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
         if found is None and ended:
-            return progress.solve(Gram(), target, shape, rank=rank, atol=atol)
+            return problem.handed_to(Gram())
         if found is None:
             found = growth.look()
             progress.note(found.error, objective=found.objective)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
 from lsrdecomp.arrays import adjoint, as_double, namespace, to_numpy
-from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution, Sweep, most_terms
-from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.base import ErrorKind, Solution
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.svd.dense import SVD, as_separated, chosen_rank, tail_norms
-from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Gram:
+class Gram(MatrixSolver):
     """Eigenvectors of R Rᴴ (or Rᴴ R, the smaller) in double precision, then one Rayleigh–Ritz step with R itself.
 
     Squaring costs half the digits: the captured energy ‖R‖² − error² is exact to about s·u·‖R‖². Where that is more
@@ -32,17 +29,10 @@ class Gram:
         Allowed excess of the error over the optimum, relative.
     """
 
+    order: ClassVar[int] = 2
     tolerance: float = 1e-6
 
-    def solve(
-        self,
-        target: Target,
-        shape: KroneckerShape,
-        *,
-        rank: int | None = None,
-        atol: float | None = None,
-        on_sweep: Callable[[Sweep], Any] | None = None,
-    ) -> Solution:
+    def found(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
 
         Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were asked for, and
@@ -54,12 +44,11 @@ class Gram:
             In double precision. ``optimality_gap`` bounds what squaring may have cost, zero after `SVD`; ``sweeps`` is
             one record with the error from the spectrum.
         """
-        most = most_terms(target.shape, shape, rank, atol, order=2)
-        progress, norm = SolveProgress(on_sweep), target.norm
-        goal = None if atol is None or norm == 0.0 else atol / norm
+        target, shape, progress, goal = problem.target, problem.shape, problem.progress, problem.goal
+        norm = target.norm
         finest = math.inf if goal is None else goal
         if norm == 0.0 or self._loss(1) > 2.0 * self.tolerance * finest**2:
-            return progress.solve(SVD(), target, shape, rank=rank, atol=atol)
+            return problem.handed_to(SVD())
         # Gram 1: eigenvalues of R Rᴴ, on the smaller side, for ‖R‖ = 1.
         operator = target.rearranged(shape)
         wide = operator.shape[0] <= operator.shape[1]
@@ -69,9 +58,9 @@ class Gram:
         values, vectors = xp.linalg.eigh(rows @ adjoint(rows))
         # Gram 2: how many terms, and whether rounding of the squares leaves their error the digits asked for.
         tails = tail_norms(np.sqrt(np.maximum(to_numpy(values)[::-1], 0.0)))
-        s, status = chosen_rank(tails, most, goal)
+        s, status = chosen_rank(tails, problem.most, goal)
         if self._loss(s) > 2.0 * self.tolerance * min(tails[s], finest) ** 2:
-            return progress.solve(SVD(), target, shape, rank=rank, atol=atol)
+            return problem.handed_to(SVD())
         # Gram 3: Rayleigh–Ritz with R itself gives singular values to full accuracy.
         basis = xp.flip(vectors, axis=1)[:, :s]
         u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)

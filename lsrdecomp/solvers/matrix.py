@@ -1,0 +1,59 @@
+"""What the solvers of a matrix share: one signature, one text of checks, one record of what is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.base import Solution, Solver, Sweep, most_terms
+from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.targets.base import Target
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixProblem:
+    """What one solve is asked for; the checks of the contract are made."""
+
+    target: Target
+    shape: KroneckerShape
+    rank: int | None  # as it was asked
+    atol: float | None
+    most: int  # terms that may be used
+    progress: SolveProgress
+
+    @property
+    def goal(self) -> float | None:
+        """``atol`` for ‖M‖ = 1; of the zero matrix as it is."""
+        return None if self.atol is None else self.atol / (self.target.norm or 1.0)
+
+    def handed_to(self, solver: Solver) -> Solution:
+        """What another solver makes of the same problem, its records behind those so far."""
+        return self.progress.solve(solver, self.target, self.shape, rank=self.rank, atol=self.atol)
+
+
+class MatrixSolver(ABC):
+    """A `Solver` that makes its checks here and has only to find the terms; subclasses are frozen dataclasses."""
+
+    __slots__ = ()
+    order: ClassVar[int | None] = None  # the one number of factors that it is for; None: any
+
+    def solve(
+        self,
+        target: Target,
+        shape: KroneckerShape,
+        *,
+        rank: int | None = None,
+        atol: float | None = None,
+        on_sweep: Callable[[Sweep], Any] | None = None,
+    ) -> Solution:
+        most = most_terms(target.shape, shape, rank, atol, order=self.order)
+        return self.found(MatrixProblem(target, shape, rank, atol, most, SolveProgress(on_sweep)))
+
+    solve.__doc__ = Solver.solve.__doc__
+
+    @abstractmethod
+    def found(self, problem: MatrixProblem) -> Solution:
+        """The terms of a problem whose checks are made, its steps told to ``problem.progress``."""

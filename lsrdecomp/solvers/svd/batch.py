@@ -1,0 +1,96 @@
+"""Singular triples of a batch of matrices: the steps that `BatchedKrylov` is put together from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, adjoint, as_floating, device, namespace, require_finite, to_numpy
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import ErrorKind, Solution
+from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.svd.dense import chosen_rank, tail_norms
+
+
+def as_batch(matrices: Any) -> Array:
+    """Matrices of one size as an array (L, m, n); raises `ShapeError` where sizes differ."""
+    if isinstance(matrices, Sequence):
+        arrays = [as_floating(matrix, f"matrix {i}") for i, matrix in enumerate(matrices)]
+        sizes = {tuple(array.shape) for array in arrays}
+        if len(sizes) != 1:
+            raise ShapeError(f"a batch has matrices of one size, got {sorted(sizes) or 'none'}")
+        matrices = namespace(*arrays).stack(arrays)
+    batch = as_floating(matrices, "batch")
+    if batch.ndim != 3 or 0 in batch.shape:
+        raise ShapeError(f"batch: expected shape (L, m, n) with entries, got {tuple(batch.shape)}")
+    return batch
+
+
+def truncated_svds(
+    batch: Array, shape: KroneckerShape, most: int, atol: float | None, progress: SolveProgress
+) -> list[Solution]:
+    """Truncated SVDs in the precision of the input, without the terms that are rounding."""
+    require_finite(batch, "batch")
+    operators = rearrange(batch, shape)
+    u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
+    found = as_sums(*signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
+    values = to_numpy(sigma).astype(np.float64)
+    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
+    kept, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
+    for i, spectrum in enumerate(values):
+        tails = tail_norms(spectrum)
+        enough, status = chosen_rank(tails, most, atol)
+        kept[i] = min(int(kept[i]), enough)
+        ends.append(status)
+        errors.append(tails[enough] / tails[0] if tails[0] > 0.0 else 0.0)
+    progress.note(max(errors), objective=max(errors) ** 2)
+    told = progress.sweeps[-1:]
+    return [
+        Solution(x.truncate(int(k)), status, told, 0.0, ErrorKind.bounded)
+        for x, k, status in zip(found, kept, ends, strict=True)
+    ]
+
+
+def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
+    """Singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
+    xp, rank, ((m, n), (p, q)) = namespace(u), int(sigma.shape[1]), shape.factors
+    left, right = xp.reshape(u, (-1, rank, m, n)), xp.reshape(vh, (-1, rank, p, q))
+    every = range(int(sigma.shape[0]))
+    return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in every]
+
+
+def rayleigh_ritz(operators: Array, q: Array) -> tuple[Array, Array, Array]:
+    """Singular triples of Q Qᴴ R of each matrix, Q (L, p, k) with orthonormal columns; O((p + q)·k²) beside Qᴴ R."""
+    xp = namespace(operators)
+    images, triangle = xp.linalg.qr(adjoint(adjoint(q) @ operators))
+    left, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
+    return q @ left, sigma, right @ adjoint(images)
+
+
+def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
+    """error/optimum − 1 if the gains go on as a geometric series, twice over; infinite before there are two."""
+    if len(captured) < 3:
+        return np.full_like(captured[-1], math.inf)
+    rounding = 4.0 * unit_roundoff("float32")
+    before, last = (np.maximum(captured[-i] - captured[-i - 1], rounding) for i in (2, 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
+        return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)
+
+
+def signed(u: Array, sigma: Array, vh: Array) -> tuple[Array, Array, Array]:
+    """Rows uᵀ and vᴴ of each triple, the largest entry of u made positive: SVD libraries disagree on signs."""
+    xp = namespace(u)
+    rows = xp.matrix_transpose(u)
+    peak = xp.argmax(xp.abs(rows), axis=2)
+    places = xp.arange(rows.shape[2], dtype=peak.dtype, device=device(rows))
+    entry = xp.sum(xp.where(places[None, None, :] == peak[:, :, None], rows, xp.zeros_like(rows)), axis=2)
+    phase = entry / xp.abs(entry)
+    return rows / phase[:, :, None], sigma, vh * phase[:, :, None]
