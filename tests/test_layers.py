@@ -26,7 +26,7 @@ LAYERS = (
     ("analysis", "adapters"),
     ("compression", "calibration", "plots"),
     ("training",),
-    ("promise",),
+    ("promise", "serving"),
     ("fleet", "experiments"),
     ("cli",),
 )

@@ -125,14 +125,23 @@ def module_suffixes(names: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
 
 
-def _compile(key: str, field: str, path: Path) -> re.Pattern[str]:
-    # A hostile pattern can keep a backtracking matcher busy for years: repeats inside repeats, or many in a row.
+def check_pattern(key: str, field: str, path: Path) -> None:
+    """Raise `CheckpointError` for a pattern that could keep a matcher busy for years, or is none."""
+    # A backtracking matcher is slow on repeats inside repeats, and on many in a row.
     bare = re.sub(r"\\.|\[[^\]]*\]", "x", key)
     repeats, choices = len(re.findall(r"[*+{]", bare)), len(re.findall(r"[|?]", bare))
     if len(key) > LONGEST_PATTERN or re.search(r"\)[*+{]", bare) or repeats > MOST_REPEATS or choices > MOST_CHOICES:
         raise CheckpointError(
             f"{field}: the pattern {_short(key)} has too many choices to be matched safely", path=path
         )
+    try:
+        re.compile(key)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{field}: {_short(key)} is not a pattern ({error})", path=path) from None
+
+
+def _compile(key: str, field: str, path: Path) -> re.Pattern[str]:
+    check_pattern(key, field, path)
     try:
         return re.compile(rf"(.*\.)?({key})$")
     except (re.error, OverflowError, RecursionError) as error:

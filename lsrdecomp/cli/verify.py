@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.cli import tables
+from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Wide
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
@@ -22,9 +22,20 @@ if TYPE_CHECKING:
 
 def verify(
     source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
-    written: Annotated[Path, typer.Argument(help="What was written from it.", show_default=False)],
+    written: Annotated[
+        Path | None, typer.Argument(help="What was written from it; not with --for or --server.", show_default=False)
+    ] = None,
     base: Annotated[
-        str | None, Input, typer.Option(help="Also compare the answers of this base model: a name or a directory.")
+        str | None, Input, typer.Option(help="Also compare the answers of this base; with --for, what it is served on.")
+    ] = None,
+    rules: Annotated[
+        str | None, typer.Option("--for", help="peft, llama.cpp, vllm, diffusers or kohya: what would apply there.")
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="URL of a running llama.cpp or OpenAI server: ask it instead.")
+    ] = None,
+    served_as: Annotated[
+        str | None, typer.Option("--served-as", help="With --server: the adapter's name or number there.")
     ] = None,
     data: DataFile = None,
     answers: AnswerTokens = "completion",
@@ -45,7 +56,23 @@ def verify(
     """Measure a written adapter against its source anew; exit code 1 if it is not what its record says.
 
     With --base and texts, also how their answers differ; no labels are needed.
+
+    verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules, without running it;
+    verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
+    if it would not, or does not.
     """
+    if rules is not None or server is not None:
+        if written is not None:
+            raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")
+        if rules is not None and server is not None:
+            raise LsrError("--for goes by a server's rules and --server asks one that runs: one at a time")
+        if rules is not None:
+            served.by_rules(source, rules, base, json)
+        else:
+            served.by_asking(source, str(server), served_as, base, text, dtype, json)
+        return
+    if written is None:
+        raise LsrError("name what was written from it too; or ask what a server makes of it, by --for or --server")
     questions = Questions(text, task, data, "dev", answers, max_length)
     if (base is None) != (questions.given == 0):
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")

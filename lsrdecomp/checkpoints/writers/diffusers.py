@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lsrdecomp.checkpoints.image_names import COMPONENTS, split_component
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.single_file import no_name, write_single
+from lsrdecomp.checkpoints.writers.single_file import write_single
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 KEYS = ("new", "old")
-COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "transformer", "prior")
-"""Components of pipelines whose loaders take LoRA."""
 
 
 def write_diffusers(
@@ -52,11 +51,9 @@ def write_diffusers(
         raise UnsupportedError(f"{text}; write lora, which keeps them, or pass extras={{}}", path=out_file)
 
     def tensors(name: str, up: Array, down: Array) -> Iterable[tuple[str, Array]]:
-        component, _, rest = name.partition(".")
-        if component.startswith("lora_") and not rest:
+        if name.startswith("lora_") and "." not in name:
             raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
-        if component not in COMPONENTS or not rest:
-            raise no_name(name, "diffusers", COMPONENTS)
+        split_component(name, "diffusers", COMPONENTS)
         old = ".lora_linear_layer." if name.startswith("text_encoder") else ".lora."
         ends = (".lora_A.weight", ".lora_B.weight") if keys == "new" else (f"{old}down.weight", f"{old}up.weight")
         return (f"{name}{ends[0]}", down), (f"{name}{ends[1]}", up)

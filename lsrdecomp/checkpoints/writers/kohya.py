@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from lsrdecomp.checkpoints.image_names import KOHYA, flat_name, split_component
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.single_file import no_name, write_single
+from lsrdecomp.checkpoints.writers.single_file import write_single
 from lsrdecomp.errors import UnsupportedError
-
-COMPONENTS = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
-CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
-"""Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them is missing."""
 
 
 def write_kohya(
@@ -60,17 +57,12 @@ def write_kohya(
 
 
 def _flat(name: str, sdxl: bool) -> str:
-    """The flattened name, in the key layout published by loaders of kohya files; kohya's trainer was not read."""
     if name.startswith("lora_") and "." not in name:
         return name
-    component, _, rest = name.partition(".")
-    if component == "transformer":
-        text = (
-            "a transformer's layers have other names and sizes in kohya files (q, k, v in one); write diffusers instead"
-        )
-        raise UnsupportedError(f"{name}: {text}")
-    if component not in COMPONENTS or not rest:
-        raise no_name(name, "kohya", COMPONENTS)
-    prefix = "lora_te1" if sdxl and component == "text_encoder" else COMPONENTS[component]
-    level = "text_model." if component != "unet" and rest.startswith(CLIP) else ""
-    return f"{prefix}_{(level + rest).replace('.', '_')}"
+    if name.startswith("transformer."):
+        text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
+        raise UnsupportedError(f"{name}: {text}; write diffusers instead")
+    split_component(name, "kohya", KOHYA)
+    flat = flat_name(name, sdxl=sdxl)
+    assert flat is not None
+    return flat

@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.peft import check_pair
 from lsrdecomp.checkpoints.writing import TensorWriter, cast, new_file
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError
 
 Namer = Callable[[str, Array, Array], Iterable[tuple[str, Array]]]
 
@@ -54,12 +54,3 @@ def write_single(
             writer.add(key.removeprefix(PREFIX), tensor.read())
         writer.write(part, metadata(source, provenance, storage=storage))
     return out
-
-
-def no_name(name: str, form: str, components: Iterable[str]) -> UnsupportedError:
-    """The refusal of a layer that files of a form have no name for, with a way out."""
-    if ":" in name:
-        text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
-        return UnsupportedError(f"{name}: {text}; write lora, which keeps it as it is")
-    known = ", ".join(f"{component}." for component in components)
-    return UnsupportedError(f"{name}: {form} files hold layers of {known} only; write lora instead")

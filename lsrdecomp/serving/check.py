@@ -1,0 +1,73 @@
+"""An adapter by the rules of a server, without running it: which of its layers would act, and why the others would not.
+
+Each rule says what was read to write it. Servers change: a check that passes is a reason to try, not a proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lsrdecomp.checkpoints.base_modules import BaseModules, read_modules
+from lsrdecomp.errors import LsrError, unknown
+from lsrdecomp.serving import images, text
+from lsrdecomp.serving.adapter import StoredAdapter, read_adapter
+from lsrdecomp.serving.report import Fates, ServingCheck
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The rule of one server and its source."""
+
+    rules: str
+    judge: Callable[[StoredAdapter, BaseModules], Fates]
+
+
+SERVERS = {
+    "peft": Server("PEFT 0.21.2: tuners_utils.py, utils/save_and_load.py", text.peft),
+    "llama.cpp": Server("llama.cpp 0650ea8c05bc: src/llama-adapter.cpp", text.llama_cpp),
+    "vllm": Server(
+        "vLLM: lora/lora_model.py at 0306474e9d1f, model_manager.py at 01533aa8f9c0, utils.py at 0fd157078c53, "
+        "peft_helper.py at e745bafffc44",
+        text.vllm,
+    ),
+    "diffusers": Server("diffusers 0.42.1: loaders/lora_base.py, peft.py, lora_conversion_utils.py", images.diffusers),
+    "kohya": Server("kohya-ss/sd-scripts 48d368fa5577: networks/lora.py", images.kohya),
+}
+"""By the name that `check_served` takes; revisions are the commits that were read."""
+
+
+def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingCheck:
+    """Which layers of an adapter a server would apply to a base.
+
+    Parameters
+    ----------
+    adapter : path
+        What would be handed to the server: a directory, a safetensors file, or a GGUF file.
+    server : str
+        One of `SERVERS`.
+    base : path
+        As `read_modules` takes it.
+
+    Raises
+    ------
+    LsrError
+        For a server whose rules are not known here, or a package that is missing.
+    CheckpointError
+        If the adapter or the base cannot be read.
+    """
+    if server not in SERVERS:
+        raise LsrError(f"no rules are known of the server {unknown(server, SERVERS)}")
+    given = read_adapter(adapter)
+    modules = read_modules(base, task_type=given.task_type)
+    found = SERVERS[server].judge(given, modules)
+    return ServingCheck(
+        server,
+        SERVERS[server].rules,
+        given.path,
+        modules.path,
+        tuple(found.modules),
+        tuple(found.refusals),
+        tuple(found.notes),
+    )

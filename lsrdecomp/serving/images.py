@@ -1,0 +1,106 @@
+"""How loaders of diffusion models find the modules of an adapter: diffusers and kohya-ss's sd-scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lsrdecomp.checkpoints.base_modules import BaseModules
+from lsrdecomp.checkpoints.image_names import TEXT_LEVEL, flat_name
+from lsrdecomp.serving.adapter import StoredAdapter, StoredLayer
+from lsrdecomp.serving.report import Fates, ModuleFate
+
+TEXT_WORDS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+"""Layers of a text encoder that diffusers looks at."""
+UNET_PARTS = ("attentions", "resnets", "downsamplers", "upsamplers")
+"""What lies in Transformer2DModel, ResnetBlock2D, Downsample2D and Upsample2D, the classes that kohya-ss visits."""
+TEXT_PARTS = ("self_attn", "mlp")
+
+
+def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
+    """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
+    found = Fates()
+    if adapter.format not in ("diffusers", "kohya"):
+        found.refuse(
+            f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: export --to diffusers"
+        )
+    if adapter.extras:
+        found.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({adapter.extras[0]}), at which it stops")
+    if _unreadable(adapter, base, found):
+        return found
+    modules = _by_name(base) if adapter.format != "kohya" else _flattened(base, lambda name: True)
+    flattened = False
+    for layer in adapter.layers:
+        component, _, rest = layer.name.partition(".")
+        name = layer.name
+        if component.startswith("text_encoder"):
+            flattened = flattened or not rest.startswith(TEXT_LEVEL)
+            name = f"{component}.{rest.removeprefix(TEXT_LEVEL)}"
+        fault = _fault(layer, name, modules, base)
+        if fault is None and component.startswith("text_encoder") and not name.endswith(TEXT_WORDS):
+            fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
+        if fault is not None and name in modules:
+            found.refuse("diffusers raises where a size differs")
+        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
+    if flattened and adapter.format == "diffusers":
+        found.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
+    return found
+
+
+def kohya(adapter: StoredAdapter, base: BaseModules) -> Fates:
+    """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
+    found = Fates()
+    if adapter.format not in ("kohya", "lycoris"):
+        found.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: export --to kohya")
+    if _unreadable(adapter, base, found):
+        return found
+    modules = _flattened(base, _visited)
+    for layer in adapter.layers:
+        fault = _fault(layer, layer.name, modules, base)
+        if fault is not None and layer.name in modules:
+            found.refuse("kohya-ss raises where a size differs")
+        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
+    return found
+
+
+def _unreadable(adapter: StoredAdapter, base: BaseModules, found: Fates) -> bool:
+    """Whether names need not be compared: the file is refused for its form, or the base is none of such a model."""
+    if not base.components:
+        found.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
+    if found.refusals:
+        found.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
+    return bool(found.refusals)
+
+
+def _by_name(base: BaseModules) -> Mapping[str, str]:
+    """Stored names of modules, those of text encoders without their level text_model, which loaders take away."""
+    return {_without_level(name): name for name in base.shapes}
+
+
+def _without_level(name: str) -> str:
+    component, _, rest = name.partition(".")
+    return f"{component}.{rest.removeprefix(TEXT_LEVEL)}" if component.startswith("text_encoder") else name
+
+
+def _flattened(base: BaseModules, wanted: Callable[[str], bool]) -> Mapping[str, str]:
+    sdxl = "text_encoder_2" in base.components
+    found = {}
+    for name in base.shapes:
+        if wanted(name):
+            flat = flat_name(name, sdxl=sdxl)
+            if flat is not None:
+                found[flat] = name
+    return found
+
+
+def _visited(name: str) -> bool:
+    parts = name.split(".")
+    return bool(set(parts) & set(TEXT_PARTS if name.startswith("text_encoder") else UNET_PARTS))
+
+
+def _fault(layer: StoredLayer, name: str, modules: Mapping[str, str], base: BaseModules) -> str | None:
+    stored = modules.get(name)
+    if stored is None:
+        return "the base has no module of that name"
+    if not layer.fits(base.shapes[stored]):
+        return f"{layer.shape[0]} x {layer.shape[1]}, but its weight is {base.shapes[stored]} in the base"
+    return None

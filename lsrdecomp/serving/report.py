@@ -1,0 +1,98 @@
+"""What a server would make of an adapter, as records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFate:
+    """One layer of the adapter in a server.
+
+    Attributes
+    ----------
+    name : str
+        As the file calls it.
+    rank : int
+    fault : str or None
+        Why it would not apply; None if it would.
+    factor : float
+        By how much the server would scale it beyond what its own format says; 1 where both agree.
+    """
+
+    name: str
+    rank: int
+    fault: str | None = None
+    factor: float = 1.0
+
+
+@dataclass
+class Fates:
+    """What a rule finds out: a fate for each layer, reasons to refuse the file as a whole, and what else to know."""
+
+    modules: list[ModuleFate] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def refuse(self, reason: str) -> None:
+        """A reason once, however many layers give it."""
+        if reason not in self.refusals:
+            self.refusals.append(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingCheck:
+    """An adapter by the rules of one server, on one base.
+
+    Attributes
+    ----------
+    server, rules : str
+        Which, and what was read to know its rules.
+    modules : tuple of ModuleFate
+    refusals : tuple of str
+        Why the server would not load the file at all; then nothing applies.
+    notes : tuple of str
+        What it takes to serve it.
+    """
+
+    server: str
+    rules: str
+    adapter: Path
+    base: Path
+    modules: tuple[ModuleFate, ...]
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def applied(self) -> Sequence[ModuleFate]:
+        """The layers that would act on the base."""
+        return () if self.refusals else [module for module in self.modules if module.fault is None]
+
+    @property
+    def ignored(self) -> Sequence[ModuleFate]:
+        """The layers that would not, each with its own fault."""
+        return [module for module in self.modules if module.fault is not None]
+
+    @property
+    def rescaled(self) -> Sequence[ModuleFate]:
+        """The layers that would act at another scale than their own."""
+        return [module for module in self.applied if abs(module.factor - 1.0) > 1e-6]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for machines."""
+        return {
+            "server": self.server,
+            "rules": self.rules,
+            "adapter": str(self.adapter),
+            "base": str(self.base),
+            "layers": len(self.modules),
+            "applied": len(self.applied),
+            "largest_rank": max((module.rank for module in self.applied), default=0),
+            "refusals": list(self.refusals),
+            "notes": list(self.notes),
+            "ignored": [{"name": module.name, "fault": module.fault} for module in self.ignored],
+            "rescaled": [{"name": module.name, "factor": module.factor} for module in self.rescaled],
+        }

@@ -1,0 +1,244 @@
+"""What servers of language models would apply, by their rules: beside PEFT itself, and as vLLM's loader reads."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint_files import PREFIX, directory, pair
+from safetensors.numpy import save_file
+
+from lsrdecomp.checkpoints import open_checkpoint, read_modules, write_lsr
+from lsrdecomp.compression.export import export_lora
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.serving import check_served
+
+LAYERS, WIDTH, KEYS = 2, 32, 16
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "tie_word_embeddings": True,
+}
+SIZES = {"q_proj": (WIDTH, WIDTH), "k_proj": (KEYS, WIDTH), "v_proj": (KEYS, WIDTH), "o_proj": (WIDTH, WIDTH)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny Llama by its headers alone: no torch reads it."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weights = {"model.embed_tokens.weight": (96, WIDTH), "model.norm.weight": (WIDTH,)}
+    for layer in range(LAYERS):
+        weights |= {f"model.layers.{layer}.self_attn.{key}.weight": size for key, size in SIZES.items()}
+        mlp = {"gate_proj": (48, WIDTH), "up_proj": (48, WIDTH), "down_proj": (WIDTH, 48)}
+        weights |= {f"model.layers.{layer}.mlp.{key}.weight": size for key, size in mlp.items()}
+        weights |= {f"model.layers.{layer}.{key}_layernorm.weight": (WIDTH,) for key in ("input", "post_attention")}
+    rng = np.random.default_rng(0)
+    filled = {key: (0.1 * rng.standard_normal(size)).astype(np.float32) for key, size in weights.items()}
+    save_file(filled, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapter(path, names=None, *, rank=2, tensors=None, **config):
+    names = names or [f"model.layers.{i}.self_attn.{key}" for i in range(LAYERS) for key in SIZES]
+    held = {k: v for name in names for k, v in pair(name, *SIZES[name.rpartition(".")[2]], rank).items()}
+    settings = {"r": rank, "target_modules": list(SIZES), "task_type": "CAUSAL_LM", **config}
+    return directory(path, {**held, **(tensors or {})}, **settings)
+
+
+def by_peft(base, folder):
+    """Names of the layers that PEFT gave numbers to; B is zero in those it made without any."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    parts = model.base_model.model.named_modules()
+    return {
+        name for name, part in parts if "default" in getattr(part, "lora_B", {}) and part.lora_B.default.weight.any()
+    }
+
+
+def applied(found):
+    return {module.name for module in found.applied}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": r".*\.1\.self_attn\.[qv]_proj"},
+        {"exclude_modules": ["k_proj"]},
+        {"layers_to_transform": [1]},
+        {"names": [f"{up}.layers.0.self_attn.q_proj" for up in ("model", "language_model.model")]},
+    ],
+    ids=str,
+)
+def test_layers_that_peft_gives_numbers_to_are_those_that_would_apply(base, tmp_path, change):
+    folder = adapter(tmp_path / "a", **change)
+    found = check_served(folder, "peft", base)
+    wanted = by_peft(base, folder)
+    assert applied(found) == wanted
+    assert {module.name for module in found.ignored} == {x.name for x in open_checkpoint(folder).layers} - wanted
+
+
+def test_a_file_of_the_bare_model_serves_where_transformers_adds_the_first_word(base, tmp_path):
+    """As transformers opens it for the task, so PEFT finds the names; a bare model asked for as such has its own."""
+    whole = read_modules(base)
+    bare = {key.removeprefix("model."): np.zeros(size, np.float32) for key, size in whole.shapes.items()}
+    del bare["lm_head"]
+    save_file({f"{key}.weight": value for key, value in bare.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    given = adapter(tmp_path / "a")
+    assert applied(check_served(given, "peft", tmp_path)) == by_peft(tmp_path, given)
+    own = adapter(tmp_path / "b", ["layers.0.self_attn.q_proj"], task_type="FEATURE_EXTRACTION")
+    assert len(check_served(own, "peft", tmp_path).applied) == len(check_served(own, "peft", base).applied) == 1
+    assert not check_served(adapter(tmp_path / "c", ["layers.0.self_attn.q_proj"]), "peft", base).applied
+
+
+def test_a_base_of_other_sizes_is_refused_by_peft_and_by_its_rule(base, tmp_path):
+    name = "model.layers.0.self_attn.q_proj"
+    folder = directory(tmp_path / "a", pair(name, WIDTH, 48), target_modules=["q_proj"], task_type="CAUSAL_LM")
+    found = check_served(folder, "peft", base)
+    assert not found.applied
+    assert found.ignored[0].fault == "32 x 48, but its weight is (32, 32) in the base"
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        by_peft(base, folder)
+
+
+def test_names_of_a_config_alone_are_those_of_the_headers(base, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    built = read_modules(tmp_path / "config.json", task_type="CAUSAL_LM")
+    assert dict(built.shapes) == dict(read_modules(base).shapes)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "nonsense"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: no model can be built from it"):
+        read_modules(tmp_path / "config.json")
+
+
+def test_shards_are_found_by_their_index(base, tmp_path):
+    whole = read_modules(base)
+    keys = sorted(whole.shapes.keys() - {"lm_head"})
+    places = {f"{key}.weight": f"part-{position % 2}.safetensors" for position, key in enumerate(keys)}
+    for part in sorted(set(places.values())):
+        held = {key: np.zeros(whole.shapes[key[:-7]], np.float32) for key, place in places.items() if place == part}
+        save_file(held, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert read_modules(tmp_path).shapes == whole.shapes == read_modules(next(tmp_path.glob("*.json"))).shapes
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../part-0.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        read_modules(tmp_path)
+
+
+def test_vllm_passes_over_wrong_names_and_stops_at_unknown_last_words(base, tmp_path):
+    wrong = adapter(tmp_path / "wrong", [f"model.model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)])
+    found = check_served(wrong, "vllm", base)
+    assert (found.refusals, len(found.applied), len(found.ignored)) == ((), 0, 2)
+    assert found.ignored[0].fault.endswith("passes over it in silence")
+    odd = {**pair("model.layers.0.self_attn.query", WIDTH, WIDTH)}
+    found = check_served(adapter(tmp_path / "odd", tensors=odd), "vllm", base)
+    assert not found.applied
+    assert found.refusals == ("vLLM stops at names whose last word no layer of the base has",)
+
+
+def test_vllm_has_one_scale_for_all_layers_and_the_server_profile_bakes_it_in(base, tmp_path):
+    one = "model.layers.1.self_attn.q_proj"
+    folder = adapter(tmp_path / "a", lora_alpha=4, alpha_pattern={one: 12})
+    found = check_served(folder, "vllm", base)
+    assert len(found.applied) == 8
+    assert [(module.name, module.factor) for module in found.rescaled] == [(one, pytest.approx(1 / 3))]
+    out = export_lora(open_checkpoint(folder), tmp_path / "served", profile="server")
+    assert check_served(out, "vllm", base).rescaled == []
+    rooted = check_served(adapter(tmp_path / "r", rank=4, lora_alpha=8, use_rslora=True), "vllm", base)
+    assert rooted.rescaled == []
+
+
+def test_what_vllm_refuses_as_a_whole(base, tmp_path):
+    def reasons(name, **config):
+        found = check_served(adapter(tmp_path / name, **config), "vllm", base)
+        assert not found.applied
+        return " ".join(found.refusals)
+
+    head = {f"{PREFIX}lm_head.weight": np.zeros((96, WIDTH), np.float32)}
+    assert "modules_to_save" in reasons("head", tensors=head, modules_to_save=["lm_head"])
+    biases = {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": np.zeros(WIDTH, np.float32)}
+    assert "no biases" in reasons("bias", tensors=biases, bias="lora_only")
+    assert "above 512" in reasons("rank", rank=600)
+    found = check_served(adapter(tmp_path / "slot", rank=24), "vllm", base)
+    assert "--max-lora-rank 32" in found.notes[0]
+    given = open_checkpoint(adapter(tmp_path / "lora"))
+    rng, name = np.random.default_rng(0), "model.layers.0.self_attn.q_proj"
+    factors = [rng.standard_normal((2, 8, 1)), rng.standard_normal((2, 4, 2))]
+    other = [rng.standard_normal((2, 1, 8)), rng.standard_normal((2, 2, 4))]
+    dropped = [layer.name for layer in given.layers if layer.name != name]
+    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other, 1.0)], packed=True, dropped=dropped)
+    found = check_served(lsr, "vllm", base)
+    assert (len(found.applied), found.refusals) == (0, ("vLLM reads PEFT LoRA directories, and this is lsr: export "
+                                                       "--profile server",))  # fmt: skip
+    assert applied(check_served(lsr, "peft", base)) == {name}
+
+
+def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder = adapter(tmp_path / "a")
+    assert check_served(folder, "llama.cpp", base).refusals == ("llama.cpp loads GGUF files: export --to gguf",)
+    out = export_lora(open_checkpoint(folder), tmp_path / "a.gguf", to="gguf", base=base)
+    found = check_served(out, "llama.cpp", base)
+    assert len(found.applied) == 8
+    assert {module.rank for module in found.applied} == {2}
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    found = check_served(out, "llama.cpp", small)
+    assert not found.applied
+    assert len(found.ignored) == 4
+    assert found.refusals == ("llama.cpp stops at a tensor that the base lacks",)
+    (small / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2", "architectures": None}))
+    assert "general.architecture" in check_served(out, "llama.cpp", small).refusals[0]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "general.type is None" in check_served(tmp_path / "model.gguf", "llama.cpp", base).refusals[0]
+
+
+def test_what_cannot_be_asked(base, tmp_path):
+    folder = adapter(tmp_path / "a")
+    with pytest.raises(LsrError, match="'vlm'; did you mean 'vllm'"):
+        check_served(folder, "vlm", base)
+    with pytest.raises(CheckpointError, match="no such file or directory"):
+        check_served(folder, "peft", tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is no base"):
+        check_served(folder, "peft", tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF nonsense" * 9)
+    with pytest.raises(CheckpointError, match="is no GGUF"):
+        check_served(tmp_path / "x.gguf", "llama.cpp", base)
+
+
+def test_the_command_line_says_it_in_sentences_and_in_json(base, tmp_path):
+    from console import lsr
+
+    folder = adapter(tmp_path / "a", rank=24, lora_alpha=24)
+    done = lsr("verify", folder, "--for", "vllm", "--base", base)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"vllm on {base}: 8 of 8 layers would apply, the largest rank 24." in done.stdout
+    assert "--max-lora-rank 32" in done.stdout
+    done = lsr("verify", folder, "--for", "llama.cpp", "--base", base, "--json", "-")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (facts["layers"], facts["applied"]) == (8, 0)
+    assert facts["refusals"] == ["llama.cpp loads GGUF files: export --to gguf"]
+    for arguments, words in [
+        ([folder, "--for", "vllm"], "name it by --base"),
+        ([folder, folder, "--for", "vllm", "--base", base], "looks at one adapter"),
+        ([folder], "name what was written from it too"),
+    ]:
+        done = lsr("verify", *arguments)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
