@@ -54,7 +54,7 @@ def find_base(base: str | Path) -> str:
         If the GGUF file is missing or cannot be read.
     """
     if str(base) == SMOLLM2:
-        return str(_dequantized(_packaged()))
+        return str(_dequantized(packaged_file()))
     path = Path(base)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -99,7 +99,8 @@ def first_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _packaged() -> Path:
+def packaged_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct; `LsrError` with the commands if its package is not installed."""
     found = importlib.util.find_spec(PACKAGE)
     places = [] if found is None else list(found.submodule_search_locations or ())
     files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.cli import tables
+from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.compress import compress
@@ -29,7 +29,7 @@ from lsrdecomp.cli.options import (
     Name,
     Wide,
 )
-from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN
+from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -99,14 +99,31 @@ def export(
         str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: float32, f16.")
     ] = None,
     base: Annotated[
-        Path | None, typer.Option(help="Of gguf: the base's GGUF file, model directory or config.json.")
+        str | None,
+        Input,
+        typer.Option(help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its pipeline."),
     ] = None,
+    without_heads: Annotated[
+        bool, typer.Option("--without-heads", help="Leave out what is no part of a layer, such as heads; names it.")
+    ] = False,
     force: Force = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
     checkpoint = checkpoints.open_checkpoint(adapter, max_memory=max_memory)
-    compression.export_lora(checkpoint, out, to=to, storage=storage, profile=profile, force=force, base=base)
+    place = None if base is None else served.base_files(base)
+    compression.export_lora(
+        checkpoint,
+        out,
+        to=to,
+        storage=storage,
+        profile=profile,
+        force=force,
+        base=place,
+        without_heads=without_heads,
+    )
+    if without_heads and checkpoint.extras:
+        typer.echo(f"Left out, as asked: {', '.join(checkpoint.extras)}.")
     typer.echo(
         f"Wrote {out}: a {to} adapter, exact up to rounding to {storage or ('f16' if to == 'gguf' else 'float32')}."
     )

@@ -16,12 +16,19 @@ NAMED = 8
 """Names of layers shown for each fault; --json has them all."""
 
 
+def base_files(base: str) -> Path:
+    """Where the names of a base are read: the path itself, or the file that a package brings for a short name."""
+    from lsrdecomp.calibration import bases
+
+    return bases.packaged_file() if base == bases.SMOLLM2 and not Path(base).exists() else Path(base)
+
+
 def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) -> None:
     """`serving.check_served` in words; exit code 1 if no layer would apply."""
     if base is None:
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
     with tables.quiet():
-        found = serving.check_served(adapter, server, base)
+        found = serving.check_served(adapter, server, base_files(base))
     tables.show(json, *_sentences(found))
     if json is not None:
         tables.write_json(found.to_json(), json)

@@ -13,11 +13,13 @@ from lsrdecomp.checkpoints import (
     GgufBase,
     StoredTensor,
     read_base,
+    read_modules,
     write_diffusers,
     write_gguf,
     write_kohya,
     write_lora,
 )
+from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import SUMS, changed_files
 from lsrdecomp.checkpoints.tensors import Array
@@ -34,6 +36,7 @@ def export_lora(
     profile: str = "peft",
     force: bool = False,
     base: str | Path | None = None,
+    without_heads: bool = False,
 ) -> Path:
     """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
 
@@ -54,7 +57,11 @@ def export_lora(
 
     base : path, optional
         Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent, the directory that
-        the adapter's config names, if there is one.
+        the adapter's config names, if there is one. Of "kohya" and "diffusers", for layers called by position: the
+        pipeline they were trained on, from which they get their names.
+    without_heads : bool
+        Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings. The profiles server
+        and lorax do so anyway; elsewhere what cannot hold them is refused without it.
 
     Raises
     ------
@@ -67,12 +74,16 @@ def export_lora(
     if changed:
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
         raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
+    names = {}
+    if base is not None and to in ("kohya", "diffusers"):
+        names = resolve_positions(checkpoint, read_modules(base))
     layers: Iterable[tuple[str, Array, Array]] = (
-        (layer.name, *layer_product(layer).to_lora()) for layer in checkpoint.layers
+        (names.get(layer.name, layer.name), *layer_product(layer).to_lora()) for layer in checkpoint.layers
     )
     record = {"derived_from": provenance(checkpoint)}
+    extras: dict[str, StoredTensor] | None = {} if without_heads else None
     if to == "lora":
-        extras: dict[str, StoredTensor] | None = None if profile == "peft" else {}
+        extras = extras if profile == "peft" else {}
         if profile == "lorax":
             layers = chain(layers, _zeros(checkpoint))
         return write_lora(
@@ -87,12 +98,15 @@ def export_lora(
         )
     if to == "gguf":
         like = _base(checkpoint, base)
-        return write_gguf(out, base=like, source=checkpoint, layers=layers, storage=_gguf_storage(storage), force=force)
+        storage = _gguf_storage(storage)
+        return write_gguf(out, base=like, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force)
     storage = storage or "float32"
     writers = {"kohya": write_kohya, "diffusers": write_diffusers}
     if to not in writers:
         raise UnsupportedError(f"cannot write {to!r}; formats written: lora, gguf, {', '.join(writers)}")
-    return writers[to](out, source=checkpoint, layers=layers, storage=storage, force=force, provenance=record)
+    return writers[to](
+        out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
+    )
 
 
 def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:

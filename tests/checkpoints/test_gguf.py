@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 from checkpoint_files import directory, pair
+from console import lsr
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.writers.gguf import read_base, write_gguf
@@ -135,6 +136,24 @@ def test_what_llama_cpp_would_not_apply_is_refused_by_name(base, tmp_path):
         read_base(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="name it by --base"):
         export_lora(tiny, tmp_path / "o.gguf", to="gguf")
+
+
+def test_heads_are_left_out_only_where_that_is_asked_for_and_are_named(base, tmp_path):
+    head = {"base_model.model.score.weight": np.ones((2, 32), np.float32)}
+    made = {**pair("model.layers.0.self_attn.v_proj", 16, 32), **head}
+    given = directory(tmp_path / "a", made, target_modules=["v_proj"], modules_to_save=["score"])
+    refused = lsr("export", given, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf")
+    assert refused.returncode == 2
+    assert "leave them out by --without-heads" in refused.stderr
+    assert not (tmp_path / "o.gguf").exists()
+    done = lsr("export", given, "--to", "gguf", "--base", base, "--out", tmp_path / "o.gguf", "--without-heads")
+    assert "Left out, as asked: base_model.model.score.weight." in done.stdout
+    assert set(tensors(tmp_path / "o.gguf")) == {f"blk.0.attn_v.weight.{end}" for end in ("lora_a", "lora_b")}
+    out = export_lora(open_checkpoint(given), tmp_path / "lora", without_heads=True)
+    assert open_checkpoint(out).extras == {}
+    assert json.loads((out / "adapter_config.json").read_text())["modules_to_save"] is None
+    kept = export_lora(open_checkpoint(given), tmp_path / "kept")
+    assert json.loads((kept / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
 
 
 def test_a_full_disk_leaves_nothing(base, tmp_path, monkeypatch):

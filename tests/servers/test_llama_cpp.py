@@ -78,7 +78,7 @@ def gguf_file() -> Path:
     pytest.importorskip("xllamacpp")
     from lsrdecomp.calibration import bases
 
-    return bases._packaged()
+    return bases.packaged_file()
 
 
 @pytest.fixture(scope="module")

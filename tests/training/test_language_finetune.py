@@ -59,7 +59,9 @@ def test_a_lora_learns_completions_and_its_samples_say_so(place, tmp_path):
 
 
 def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("lsrdecomp.calibration.bases"), "_packaged", lambda: place / "base" / "x.gguf")
+    monkeypatch.setattr(
+        import_module("lsrdecomp.calibration.bases"), "packaged_file", lambda: place / "base" / "x.gguf"
+    )
     monkeypatch.setattr(import_module("lsrdecomp.calibration.bases"), "_dequantized", lambda file: file.parent)
     finetune(settings(place, model="smollm2", steps=1, samples=0), tmp_path / "run")
     config = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())

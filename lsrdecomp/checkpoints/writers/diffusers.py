@@ -48,7 +48,8 @@ def write_diffusers(
         text = (
             f"{len(others)} tensors beside the adapter (the first {others[0]}): diffusers loads no file that holds such"
         )
-        raise UnsupportedError(f"{text}; write lora, which keeps them, or pass extras={{}}", path=out_file)
+        way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
+        raise UnsupportedError(f"{text}; {way_out}", path=out_file)
 
     def tensors(name: str, up: Array, down: Array) -> Iterable[tuple[str, Array]]:
         if name.startswith("lora_") and "." not in name:

@@ -138,7 +138,8 @@ def write_gguf(
     extras = extras if extras is not None else (source.extras if source else {})
     if extras:
         text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that llama.cpp does not load"
-        raise UnsupportedError(f"{text}; write lora, which keeps them, or pass extras={{}}", path=out)
+        way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
+        raise UnsupportedError(f"{text}; {way_out}", path=out)
     known = {layer.name: layer for layer in source.layers} if source else {}
     name_of, written = _names(base), 0
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:

@@ -94,6 +94,7 @@ def write_lora(
         fields = carried_fields(config, set(ranks), set(extras), source, "lora_only")
         if profile != "peft":
             fields["target_modules"] = module_suffixes(ranks)
+        if not extras:
             fields["modules_to_save"] = None
         common = max(ranks.values()) if profile == "server" else most_common(ranks)
         fields |= {
