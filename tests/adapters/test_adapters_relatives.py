@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -11,15 +17,23 @@ from peft.utils.peft_types import PeftType
 from test_adapters_layer import KINDS, closeness
 from torch import nn
 
+import lsrdecomp.adapters
 from lsrdecomp.adapters import DirectConfig, KAdaptationConfig, KronAConfig, rescale
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.training import methods
+from lsrdecomp.training.methods import METHODS, Method, adapter_config
 
-CONFIGS = {
-    "dlsr": (DirectConfig, {"separation_rank": 3}),
-    "dlsr of order 3": (DirectConfig, {"separation_rank": 2, "order": 3}),
-    "krona": (KronAConfig, {}),
-    "kadaptation": (KAdaptationConfig, {"terms": 2, "r": 2}),
-}
+SETTINGS = {"direct": {"separation_rank": 3}, "kadaptation": {"terms": 2, "r": 2}}
+"""Other than the usual ones, for the small layers here."""
+
+
+def configs(table: Mapping[str, Method]) -> dict[str, tuple[type, dict[str, int]]]:
+    """Our methods in a table, but for LSR itself, with the settings they are tested by."""
+    ours = (name for name, row in table.items() if "adapters:" in row.home and not row.home.endswith(":LsrConfig"))
+    return {name: (table[name].config, SETTINGS.get(name, {})) for name in ours}
+
+
+CONFIGS = configs(METHODS) | {"direct of order 3": (DirectConfig, {"separation_rank": 2, "order": 3})}
 EVEN_KINDS = [kind for kind in KINDS if kind not in ("linear without bias", "embedding", "conv2d grouped")]
 CASES = [(name, kind) for name in CONFIGS for kind in (EVEN_KINDS if name == "kadaptation" else KINDS)]
 
@@ -144,10 +158,10 @@ def test_krona_is_one_kronecker_product():
 
 
 def test_direct_lsr_is_the_sum_of_products_and_low_rank_is_a_shape():
-    _, layer, x = adapted("dlsr", alpha=0.5)
+    _, layer, x = adapted("direct", alpha=0.5)
     factors = [factor.detach().numpy() for factor in layer.dlsr_W["default"].factors]
     np.testing.assert_allclose(layer.delta_matrix("default").detach().numpy(), 0.5 * kron_sum(factors), atol=1e-14)
-    _, layer, x = adapted("dlsr", shape_pattern={"layer": [[8, 1], [1, 12]]})
+    _, layer, x = adapted("direct", shape_pattern={"layer": [[8, 1], [1, 12]]})
     assert torch.linalg.matrix_rank(layer.delta_matrix("default")) == 3
     expected = x @ (layer.base_layer.weight + layer.delta_matrix("default")).T + layer.base_layer.bias
     torch.testing.assert_close(layer(x), expected)
@@ -190,9 +204,9 @@ def test_loading_another_adapter_leaves_the_slow_factors_trainable_or_not(tmp_pa
     ("name", "settings", "message"),
     [
         ("kadaptation", {"terms": 5}, "layer: terms = 5 does not divide the layer's 8 x 12"),
-        ("dlsr", {"shape_pattern": {"layer": [[3, 3], [3, 4]]}}, "layer: 3 x 3 = 9 rows, but the matrix has 8"),
-        ("dlsr", {"shape_pattern": {"layer": [3, 4]}}, "shape_pattern"),
-        ("dlsr", {"separation_rank": 0}, "separation_rank"),
+        ("direct", {"shape_pattern": {"layer": [[3, 3], [3, 4]]}}, "layer: 3 x 3 = 9 rows, but the matrix has 8"),
+        ("direct", {"shape_pattern": {"layer": [3, 4]}}, "shape_pattern"),
+        ("direct", {"separation_rank": 0}, "separation_rank"),
         ("krona", {"bias": "dlsr_only"}, "krona_only"),
     ],
 )
@@ -203,3 +217,28 @@ def test_sizes_that_do_not_fit_are_named(name, settings, message):
 
 def test_all_kinds_are_members():
     assert {"LSR", "DLSR", "KRONA", "KADAPTATION"} <= {member.value for member in PeftType}
+
+
+def test_every_method_of_ours_is_here():
+    assert set(CONFIGS) == {"direct", "direct of order 3", "krona", "kadaptation"}
+
+
+def test_a_method_written_from_contributing_alone_lives_in_peft(monkeypatch, tmp_path):
+    guide = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = guide.split("## Adding a PEFT method")[1]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    (row,) = re.findall(r'`"outer": (Method\(.*?\))`', section)
+    module = ModuleType("lsrdecomp.adapters.outer")  # edit 1: the file
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "outer.py", "exec"), module.__dict__)
+    monkeypatch.setattr(lsrdecomp.adapters, "OuterConfig", module.OuterConfig, raising=False)  # edit 2: its name
+    table = MappingProxyType({**METHODS, "outer": eval(row, {"Method": Method})})  # edit 3: its row
+    monkeypatch.setattr(methods, "METHODS", table)
+    monkeypatch.setitem(CONFIGS, "outer", configs(table)["outer"])
+    for kind in KINDS:
+        test_forward_is_base_plus_delta_and_merging_is_undone("outer", kind)
+        test_gradients_of_every_parameter("outer", kind)
+    test_the_default_start_is_the_base_model_and_trains("outer")
+    test_two_adapters_save_load_switch_and_delete(tmp_path, "outer")
+    test_peft_converts_them_to_lora_of_full_rank("outer")
+    assert adapter_config("outer", {"alpha": 2.0}, target_modules=["query"]).alpha == 2.0
