@@ -103,7 +103,7 @@ def measure(name: str, matrix: np.ndarray, shape: KroneckerShape, rank: int, lim
     times, ours = [], None
     for _ in range(runs):
         start = time.process_time()
-        ours = ALS(storage="float16", starts=1).solve(target, shape, rank=rank).approximation
+        ours = ALS(storage="float16", initializations=1).solve(target, shape, rank=rank).approximation
         times.append(time.process_time() - start)
     error = target.residual_norm(ours) / size
     row = {

@@ -27,8 +27,10 @@ shape = KroneckerShape(((2, 2),) * 3)
 # The same start with and without the penalty; the errors are as stored in float16.
 
 found = {
-    "no penalty": decompose(matrix, shape, rank=2, storage="float16", solver=ALS(ridge=0.0, starts=1)),
-    "penalty of float16": decompose(matrix, shape, rank=2, storage="float16", solver=ALS(storage="float16", starts=1)),
+    "no penalty": decompose(matrix, shape, rank=2, storage="float16", solver=ALS(ridge=0.0, initializations=1)),
+    "penalty of float16": decompose(
+        matrix, shape, rank=2, storage="float16", solver=ALS(storage="float16", initializations=1)
+    ),
 }
 for name, result in found.items():
     print(f"{name:20s} γ = {result.condition:8.1f}, error as stored {result.relative_error:.2e}")

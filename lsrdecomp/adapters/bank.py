@@ -8,68 +8,24 @@ slot takes the one least recently used. What several names need is formed in one
 from __future__ import annotations
 
 import copy
-import json
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.kernels.grouped import expand_all
-from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
+from lsrdecomp.adapters.packed import PackedAdapter, Pair, pack
+from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.checkpoints.readers import lsr
-from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
-from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, StoredTensor
+from lsrdecomp.checkpoints.records import LsrLayer
 from lsrdecomp.errors import CheckpointError, LsrError
-
-Pair = tuple[list[Tensor], list[Tensor], float]
-"""Factors of B, factors of A, and the scale of their product."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One factor: its dtype and its shape (s, m, n)."""
-
-    dtype: str
-    shape: tuple[int, int, int]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """Where one layer lies in an adapter's numbers: its factors one after the other, those of B before those of A."""
-
-    name: str
-    scale: float
-    left: tuple[Piece, ...]
-    right: tuple[Piece, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedAdapter:
-    """One adapter: its numbers as stored, and what they mean, compressed; equal layouts are held once.
-
-    The layout of an adapter in floats lists its layers. That of one with layers in integer codes is its config and the
-    list of its tensors, from which the reader of LSR directories makes layers again.
-    """
-
-    layout: bytes
-    numbers: NDArray[np.uint8]
-    coded: bool
 
 
 class AdapterBank:
@@ -195,7 +151,12 @@ class AdapterBank:
             free.append(self._ready.popitem(last=False)[1])
         placed = dict(zip(missing, free, strict=False))
         if placed:
-            self._fill({slot: self._pairs_of(name) for name, slot in placed.items()})
+            self._fill(
+                {
+                    slot: self._held[name].pairs(name, self._words, next(self.base.parameters()).device)
+                    for name, slot in placed.items()
+                }
+            )
             self._ready.update(placed)
         return [self._ready.get(name, name) for name in names]
 
@@ -228,16 +189,7 @@ class AdapterBank:
         layers: tuple[LsrLayer, ...] = checkpoint.layers
         for layer in layers:
             self._check(layer, folder)
-        coded = any(layer.dtype not in FLOATS for layer in layers)
-        if coded:
-            tensors = list(bundle.tensors.values())
-            layout: Any = [bundle.config, dict(bundle.metadata), [[t.name, t.dtype, t.shape] for t in tensors]]
-        else:
-            tensors = [tensor for layer in layers for tensor in (*layer.left, *layer.right)]
-            layout = [[each.name, each.scale, _listed(each.left), _listed(each.right)] for each in layers]
-        parts = [np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]
-        written = _write(layout, self._words)
-        return PackedAdapter(written, np.concatenate(parts), coded), {layer.name for layer in layers}
+        return pack(bundle, layers, self._words), {layer.name for layer in layers}
 
     def _check(self, layer: LsrLayer, folder: Path) -> None:
         shape = self.shapes.get(layer.name)
@@ -248,40 +200,6 @@ class AdapterBank:
         if shape != layer.shape.matrix_shape:
             ours, theirs = (" x ".join(map(str, each)) for each in (layer.shape.matrix_shape, shape))
             raise CheckpointError(f"{layer.name} is {ours}, but {theirs} in the base model", path=folder)
-
-    def _pairs_of(self, name: str) -> dict[str, Pair]:
-        """Factors of B and A of every layer of an adapter, and its scale."""
-        packed, device = self._held[name], next(self.base.parameters()).device
-        if packed.coded:
-            return {
-                layer.name: (
-                    *([torch.from_numpy(each).to(device) for each in side] for side in layer.load()),
-                    layer.scale,
-                )
-                for layer in self._reopened(name, packed).layers
-            }
-        found: dict[str, Pair] = {}
-        place, numbers = 0, torch.from_numpy(packed.numbers).to(device)
-        for layer in _layers(packed.layout, self._words):
-            factors = []
-            for piece in (*layer.left, *layer.right):
-                held = numbers[place : place + piece.nbytes]
-                held = held.clone() if place % 8 else held  # other dtypes want to begin at multiples of their size
-                factors.append(held.view(getattr(torch, piece.dtype)).view(piece.shape))
-                place += piece.nbytes
-            found[layer.name] = factors[: len(layer.left)], factors[len(layer.left) :], layer.scale
-        return found
-
-    def _reopened(self, name: str, packed: PackedAdapter) -> Checkpoint:
-        """The checkpoint that an adapter with integer codes was taken up from, its tensors in memory."""
-        config, metadata, listed = _read(packed.layout, self._words)
-        path, place, tensors = Path(name), 0, {}
-        for key, dtype, shape in listed:
-            size = prod(shape) * DTYPES[dtype].itemsize
-            array = packed.numbers[place : place + size].copy().view(DTYPES[dtype]).reshape(shape)
-            tensors[key] = StoredTensor(key, tuple(shape), dtype, path, partial(np.asarray, array))
-            place += size
-        return lsr.read(Bundle(path, path, tensors, metadata, config))
 
     @torch.no_grad()
     def _fill(self, slots: dict[str, dict[str, Pair]]) -> None:
@@ -318,28 +236,6 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Conv1D):
         return module.weight.shape[1], module.weight.shape[0]
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
-
-
-def _listed(tensors: Sequence[StoredTensor]) -> list[Any]:
-    return [[tensor.dtype, *tensor.shape] for tensor in tensors]
-
-
-def _write(layout: Any, words: bytes) -> bytes:
-    """A layout in few bytes; ``words``, the names of the base's layers, are what zlib begins with."""
-    packer = zlib.compressobj(9, zdict=words)
-    return packer.compress(json.dumps(layout, separators=(",", ":")).encode()) + packer.flush()
-
-
-def _read(written: bytes, words: bytes) -> Any:
-    return json.loads(zlib.decompressobj(zdict=words).decompress(written))
-
-
-@lru_cache(maxsize=64)
-def _layers(written: bytes, words: bytes) -> tuple[StoredLayer, ...]:
-    return tuple(
-        StoredLayer(name, scale, *(tuple(Piece(dtype, tuple(shape)) for dtype, *shape in side) for side in sides))
-        for name, scale, *sides in _read(written, words)
-    )
 
 
 __all__ = ["AdapterBank"]

@@ -38,5 +38,5 @@ def open_suite(path: Path, tasks: str | None, data: Path | None, model: str | No
     from lsrdecomp.experiments.suite import read_suite
 
     given: dict[str, Any] = {"data": None if data is None else str(data), "model": model, "device": device}
-    some = None if tasks is None else [name.strip() for name in tasks.split(",")]
-    return read_suite(path, {name: value for name, value in given.items() if value is not None}, some)
+    chosen = None if tasks is None else [name.strip() for name in tasks.split(",")]
+    return read_suite(path, {name: value for name, value in given.items() if value is not None}, chosen)

@@ -31,7 +31,7 @@ from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
-SOLVER = JointALS(tolerance=5e-4, starts=1, single=True)
+SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 

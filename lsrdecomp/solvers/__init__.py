@@ -8,7 +8,7 @@ Two factors
     `Greedy`           terms of different shapes
 
 Any number of factors
-    `ALS`              penalised alternating least squares, then Levenberg–Marquardt
+    `ALS`              regularized alternating least squares, then Levenberg–Marquardt
     `TensorLyCP`       TensorLy's parafac, for comparison
 
 Pairs (the two sides of a LoRA layer)

@@ -15,7 +15,7 @@ from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import token_batches
 from lsrdecomp.calibration.examples import Example
 from lsrdecomp.training.embedded import embedded
-from lsrdecomp.training.encoding import Collator, choices, length, some, split
+from lsrdecomp.training.encoding import Collator, choices, length, split, subsample
 from lsrdecomp.training.language import LanguageData, TokenCollator, judge_language, read_language_data, samples
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.scoring import judge
@@ -202,11 +202,11 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     base = str(own.model) if own is not None and settings.model == EMBEDDED else find_base(settings.model)
     data = settings.data if settings.data is not None or own is None else str(own.data)
     assert data is not None
-    train = some(task.read(data, "train"), settings.train_examples)
+    train = subsample(task.read(data, "train"), settings.train_examples)
     validation: list[Example] = []
     if settings.patience is not None:
         train, validation = split(train, settings.validation)
-    dev = sorted(some(task.read(data, "dev"), settings.dev_examples), key=length)
+    dev = sorted(subsample(task.read(data, "dev"), settings.dev_examples), key=length)
     return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
 
 

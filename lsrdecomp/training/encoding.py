@@ -17,7 +17,7 @@ SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training
 POOL = 50  # batches that are sorted by length together
 
 
-def some(examples: Sequence[Example], count: int | None) -> list[Example]:
+def subsample(examples: Sequence[Example], count: int | None) -> list[Example]:
     """At most ``count`` examples, always the same ones."""
     if count is None or count >= len(examples):
         return list(examples)

@@ -205,7 +205,7 @@ def test_any_shape_is_fitted_without_surprise(pairs, rank, seed):
     """1×n factors, one factor, rank-deficient targets: the error is never above that of the zero matrix."""
     shape = KroneckerShape(tuple(pairs))
     target = Dense(exact(shape, 2, seed).to_matrix())
-    approximation = ALS(starts=1).solve(target, shape, rank=rank).approximation
+    approximation = ALS(initializations=1).solve(target, shape, rank=rank).approximation
     assert target.residual_norm(approximation) <= (1.0 + 1e-12) * target.norm
     if rank >= shape.max_separation_rank:
         assert target.residual_norm(approximation) <= 1e-6 * target.norm
@@ -216,8 +216,8 @@ def test_bad_input_is_refused_with_a_reason():
         ALS().solve(Dense(np.eye(8)), problems.square(2, 2, 2))
     with pytest.raises(BudgetError, match="ridge"):
         ALS(ridge=-1.0)
-    with pytest.raises(BudgetError, match="starts"):
-        ALS(starts=0)
+    with pytest.raises(BudgetError, match="initializations must be at least 1"):
+        ALS(initializations=0)
     with pytest.raises(PrecisionError, match="float12"):
         ALS(storage="float12")
     with pytest.raises(ShapeError, match="8"):

@@ -19,7 +19,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import PairSolution, Status
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
-from lsrdecomp.solvers.pair.initialization import along_the_first
+from lsrdecomp.solvers.pair.initialization import first_factor_fastest
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
@@ -113,11 +113,11 @@ def test_monotone_measured_and_equal_on_every_library(
     assert solution.relative_error == pytest.approx(reference.relative_error, rel=1e-9)
 
 
-def test_components_run_along_the_first_inner_factor(rng: np.random.Generator) -> None:
+def test_components_run_first_factor_fastest_inner_factor(rng: np.random.Generator) -> None:
     """Another gauge of the same pair: the product stays, and component k stands where k = a1 + r1 a2 + r1 r2 a3."""
     left, right = rng.standard_normal((1, 7, 12)), rng.standard_normal((1, 12, 5))
     inner = (3, 2, 2)
-    turned = along_the_first(left, inner), along_the_first(right.transpose(0, 2, 1), inner)
+    turned = first_factor_fastest(left, inner), first_factor_fastest(right.transpose(0, 2, 1), inner)
     np.testing.assert_allclose(turned[0] @ turned[1].transpose(0, 2, 1), left @ right, atol=1e-13)
     for place, (a1, a2, a3) in enumerate(np.ndindex(inner)):
         assert np.array_equal(turned[0][:, :, place], left[:, :, a1 + 3 * a2 + 6 * a3])

@@ -80,7 +80,7 @@ def test_border_rank_costs_what_the_theory_says(storage, expected):
 
 def test_without_a_penalty_the_condition_of_a_border_rank_problem_runs_away():
     matrix, shape = problems.as_matrix(problems.border_rank_two())
-    free = solve(matrix, shape, 2, ALS(ridge=0.0, starts=1))
+    free = solve(matrix, shape, 2, ALS(ridge=0.0, initializations=1))
     assert free.condition > 20.0 * solve(matrix, shape, 2, ALS(storage="float16")).condition
 
 
@@ -105,14 +105,14 @@ def test_the_exponential_kernel_from_every_seed(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_the_exponential_kernel_of_4096_from_every_seed(seed):
     matrix, shape = problems.exponential_kernel(4096, 400.0), problems.square(16, 16, 16)
-    assert problems.relative_error(matrix, solve(matrix, shape, 8, ALS(seed=seed, starts=1))) <= 3e-5
+    assert problems.relative_error(matrix, solve(matrix, shape, 8, ALS(seed=seed, initializations=1))) <= 3e-5
 
 
 @pytest.mark.slow
 def test_the_variable_coefficient_inverse_of_4096_in_three_factors():
     """A guard against getting worse: the bound lies just above what was measured (4.72e-3)."""
     matrix = problems.variable_coefficient_inverse(4096)
-    approximation = solve(matrix, problems.square(16, 16, 16), 8, ALS(storage="float16", starts=1))
+    approximation = solve(matrix, problems.square(16, 16, 16), 8, ALS(storage="float16", initializations=1))
     assert problems.relative_error(matrix, approximation.round_to("float16")) <= 4.9e-3
     assert approximation.condition <= 3.0
 
@@ -121,7 +121,7 @@ def test_the_variable_coefficient_inverse_of_4096_in_three_factors():
 def test_the_variable_coefficient_inverse_of_4096_in_four_factors_as_stored():
     """A guard against getting worse: the bound lies just above what was measured (6.09e-3)."""
     matrix = problems.variable_coefficient_inverse(4096)
-    approximation = solve(matrix, problems.square(8, 8, 8, 8), 16, ALS(storage="float16", starts=1))
+    approximation = solve(matrix, problems.square(8, 8, 8, 8), 16, ALS(storage="float16", initializations=1))
     assert problems.relative_error(matrix, approximation.round_to("float16")) <= 6.3e-3
     assert approximation.condition <= 3.0
 
@@ -130,7 +130,7 @@ def test_the_variable_coefficient_inverse_of_4096_in_four_factors_as_stored():
 @pytest.mark.parametrize(("n", "d", "s", "bound"), [(16, 3, 8, 2.2e-2), (8, 4, 16, 5.2e-3)])
 def test_the_variable_coefficient_inverse_on_a_grid_of_4096_points_as_stored(n, d, s, bound):
     matrix, shape = problems.grid_inverse(n, d), problems.square(*(n,) * d)
-    approximation = solve(matrix, shape, s, ALS(storage="float16", starts=1))
+    approximation = solve(matrix, shape, s, ALS(storage="float16", initializations=1))
     assert problems.relative_error(matrix, approximation.round_to("float16")) <= bound
     assert approximation.condition <= 3.0
 

@@ -10,29 +10,24 @@ import numpy as np
 from lsrdecomp.arrays import (
     Array,
     as_double,
-    as_floating,
-    device,
     is_complex,
-    is_differentiated,
     like,
     namespace,
     norm,
     to_numpy,
 )
-from lsrdecomp.errors import BudgetError, LsrError, ShapeError
-from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import tolerance, unit_roundoff
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import Compressed, compress
 from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
-from lsrdecomp.solvers.cp.mttkrp import assemble
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
+from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import Terms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.targets.base import Target
 
 FIRST_RANK = 8
 """With a tolerance and no rank, the core is first made for this many terms; twice as many each time that is too few."""
@@ -42,15 +37,13 @@ LOSS_SHARE = 0.5
 """A core may lose this share of the allowed error; a larger loss means that more terms will be needed."""
 ROOT_ROUNDOFF = 2.0**-26
 """Below this the loss of a core, a difference of squares, cannot be told from rounding."""
-LARGEST_CORE = 2**27
-"""Most entries of a core spanned by given terms: 1 GiB in double precision."""
 CANCELLING = 10.0
 """A γ above this is worth a warning when the stored error may miss the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)
 class ALS(MatrixSolver):
-    """Penalised alternating least squares for two and more factors [1]_.
+    """Regularized alternating least squares for two and more factors [1]_.
 
     Minimises ‖M − M̂‖² + α‖M‖² Σ(λ_k/‖M‖)². With α = (0.42·√d·μ)² of the storage type that is the expected square error
     *after* rounding; without it γ may grow without bound, since a best approximation need not exist [2]_.
@@ -63,7 +56,7 @@ class ALS(MatrixSolver):
         Element type the factors will be stored in; sets α.
     ridge : float, optional
         α itself, for a matrix of norm one, instead.
-    starts : int
+    initializations : int
         Fits to choose the last one from: one grown from the residual, the others with a term split in two.
     core_sweeps : int
         Alternating sweeps over the core after each new term.
@@ -96,7 +89,7 @@ class ALS(MatrixSolver):
 
     storage: str = "float32"
     ridge: float | None = None
-    starts: int = 3
+    initializations: int = 3
     core_sweeps: int = 20
     full_sweeps: int = 4
     max_sweeps: int = 5000
@@ -107,7 +100,7 @@ class ALS(MatrixSolver):
         unit_roundoff(self.storage)
         if self.ridge is not None and not (math.isfinite(self.ridge) and self.ridge >= 0.0):
             raise BudgetError(f"ridge: the penalty on λ must be finite and not negative, got {self.ridge}")
-        for name in ("starts", "core_sweeps", "max_sweeps"):
+        for name in ("initializations", "core_sweeps", "max_sweeps"):
             if getattr(self, name) < 1:
                 raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -116,7 +109,7 @@ class ALS(MatrixSolver):
         return storage_ridge(self.storage, order) if self.ridge is None else self.ridge
 
     def found(self, problem: MatrixProblem) -> Solution:
-        """Terms by penalised alternating least squares; the contract is `Solver.solve`.
+        """Terms by regularized alternating least squares; the contract is `Solver.solve`.
 
         Unlike ``tensorly.decomposition.parafac`` it penalises λ and not the factors, so that γ stays what the storage
         can bear; it adds terms one by one from the residual, where `parafac` starts all at once; and its error is
@@ -217,7 +210,7 @@ class ALS(MatrixSolver):
             self.alpha(tensor.ndim),
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
-            starts=self.starts,
+            initializations=self.initializations,
             goal=math.sqrt(max(goal**2 - lost**2, 0.0)) if lost > ROOT_ROUNDOFF else goal,
             renew=renew,
             progress=progress,
@@ -246,62 +239,7 @@ class ALS(MatrixSolver):
         return Status.sweep_limit if progress.exhausted else Status.stalled
 
 
-def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
-    """R(M) with one axis per factor; exactly, as a core, where M is separated in this very shape; else formed."""
-    matrix = getattr(target, "matrix", None)
-    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape and matrix.separation_rank:
-        return _core_of(matrix)
-    whole: tuple[Array | None, ...] = (None,) * shape.order
-    if hasattr(target, "core"):
-        return Compressed(*target.core(shape))
-    if hasattr(target, "tensor"):
-        return Compressed(target.tensor(shape), whole)
-    formed = target.to_matrix if hasattr(target, "to_matrix") else getattr(matrix, "to_matrix", None)
-    if formed is None:
-        raise ShapeError(
-            f"{type(target).__name__} cannot be formed, which {shape.order} factors need; "
-            "pass the matrix itself, or a two-factor shape"
-        )
-    return Compressed(rearrange(as_floating(formed()), shape), whole)
-
-
-def _core_of(matrix: SeparatedMatrix) -> Compressed:
-    """The tensor of a separated matrix in orthonormal bases of its factors, so that nothing large is formed."""
-    xp = namespace(*matrix.factors)
-    bases: list[Array | None] = []
-    triangles = []
-    for factor in matrix.factors:
-        s, m, n = factor.shape
-        u, sigma, vh = xp.linalg.svd(xp.reshape(as_double(factor), (s, m * n)), full_matrices=False)
-        held = sum(1 for value in sigma if float(value) > tolerance("float64", s) / 8.0 * float(sigma[0]))
-        bases.append(xp.matrix_transpose(vh[:held, :]))
-        triangles.append(xp.matrix_transpose(u[:, :held] * xp.astype(sigma[:held], u.dtype)))
-    entries = math.prod(int(r.shape[0]) for r in triangles)
-    if entries > LARGEST_CORE:
-        raise ShapeError(
-            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} span a core of {entries:,} entries, "
-            f"more than {LARGEST_CORE:,}; recompress after fewer sums and products"
-        )
-    return Compressed(assemble(triangles, xp.astype(as_double(matrix.weights), triangles[0].dtype)), tuple(bases))
-
-
 def _restricted(packed: Compressed, terms: Terms) -> Terms:
     """Terms of the whole tensor as terms of a core."""
     first, *rest = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
     return Terms.of([first * to_numpy(as_double(terms.weights)), *rest])
-
-
-def refuse_gradients(tensor: Array, shape: KroneckerShape) -> None:
-    """Raise `LsrError` where torch would differentiate: the core is solved in NumPy, and gradients would be wrong."""
-    if is_differentiated(tensor):
-        raise LsrError(
-            f"{shape}: terms of {shape.order} factors cannot be differentiated; pass matrix.detach(), "
-            "or take two factors and SVD()"
-        )
-
-
-def no_terms(tensor: Array, shape: KroneckerShape) -> SeparatedMatrix:
-    """The zero matrix, in the library and element type of ``tensor``."""
-    xp = namespace(tensor)
-    factors = tuple(xp.zeros((0, m, n), dtype=tensor.dtype, device=device(tensor)) for m, n in shape.factors)
-    return SeparatedMatrix(xp.abs(factors[0][:, 0, 0]), factors)

@@ -18,7 +18,7 @@ POWER_STEPS = 12
 PATH_FACTOR = 1e-2
 """Between the penalty that guides the search and the asked one, α falls by this factor at a time."""
 NEAR = 2.5
-"""A misfit this many times the goal is worth polishing before another term is added."""
+"""A misfit this many times the goal is worth refining before another term is added."""
 FELL = 0.3
 """An error that fell by this much may be held up by the guiding penalty alone: the true rank may be reached."""
 GUIDE = 0.1
@@ -87,7 +87,7 @@ def fit(
     *,
     rng: np.random.Generator,
     sweeps: int,
-    starts: int,
+    initializations: int,
     goal: float = 0.0,
     renew: bool = False,
     progress: SolveProgress | None = None,
@@ -106,7 +106,7 @@ def fit(
     rng : Generator
     sweeps : int
         Alternating sweeps after each new term.
-    starts : int
+    initializations : int
         Polished fits to choose the last from: one from the residual, the others by splitting a term of the fit before.
     goal : float
         Misfit norm that is good enough.
@@ -117,7 +117,9 @@ def fit(
     goal = max(goal, ROUNDING)
     if renew and terms.rank and error > goal:
         _mark(progress, Event.start)
-        terms = _best_of(core, empty_terms(core), terms, ridge, rng=rng, starts=1, goal=goal, progress=progress)
+        terms = _best_of(
+            core, empty_terms(core), terms, ridge, rng=rng, initializations=1, goal=goal, progress=progress
+        )
         error = misfit(core, terms)
     while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
@@ -129,8 +131,8 @@ def fit(
         error = misfit(core, terms)
         near = error < max(NEAR * goal, FELL * previous) and goal > ROUNDING
         if terms.rank == rank or (near and error > goal):
-            tries = starts if terms.rank == rank else 1
-            terms = _best_of(core, before, terms, ridge, rng=rng, starts=tries, goal=goal, progress=progress)
+            tries = initializations if terms.rank == rank else 1
+            terms = _best_of(core, before, terms, ridge, rng=rng, initializations=tries, goal=goal, progress=progress)
             error = misfit(core, terms)
     return terms
 
@@ -142,7 +144,7 @@ def _best_of(
     ridge: float,
     *,
     rng: np.random.Generator,
-    starts: int,
+    initializations: int,
     goal: float,
     progress: SolveProgress | None,
 ) -> Terms:
@@ -150,11 +152,11 @@ def _best_of(
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
     best = follow_path(core, terms, ridge, goal=goal, progress=progress)
-    if before.rank == 0 or starts == 1 or unknowns(terms) > CHEAP:
+    if before.rank == 0 or initializations == 1 or unknowns(terms) > CHEAP:
         return best
     _mark(progress, Event.start)
     before = follow_path(core, before, ridge, progress=progress)
-    for _ in range(starts - 1):
+    for _ in range(initializations - 1):
         if misfit(core, best) <= goal:
             break
         _mark(progress, Event.start)

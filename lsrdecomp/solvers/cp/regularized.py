@@ -18,7 +18,7 @@ MEASURED_ROUNDING = 0.42
 def storage_ridge(storage: str, order: int) -> float:
     """α = (0.42·√d·μ)²: the weight of Σλ² that stands for the rounding of d stored factors.
 
-    Rounding moves each unit factor by about 0.42·μ, so the sum of terms by 0.42·√d·μ·‖λ‖. With this α the penalised
+    Rounding moves each unit factor by about 0.42·μ, so the sum of terms by 0.42·√d·μ·‖λ‖. With this α the regularized
     objective ‖M − M̂‖² + α Σλ² *is* the expected square error after rounding, for M of norm one.
     """
     return (MEASURED_ROUNDING * math.sqrt(order) * unit_roundoff(storage)) ** 2

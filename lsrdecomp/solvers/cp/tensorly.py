@@ -12,7 +12,7 @@ from lsrdecomp.errors import ConvergenceError
 from lsrdecomp.kronecker.cp import from_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers.base import Event, Solution, Status
-from lsrdecomp.solvers.cp.als import no_terms, rearranged_tensor, refuse_gradients
+from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
 

@@ -50,7 +50,7 @@ class JointALS:
         instead of the error. Zero: none, and the error itself is monotone.
     tolerance : float
         Stop when a sweep lowers the error of no problem by more than this fraction.
-    starts : int
+    initializations : int
         Most starts to try; there are four in a weighted norm, two in the Frobenius norm.
     trials : int
         Sweeps from each start before the nearest goes on alone.
@@ -67,7 +67,7 @@ class JointALS:
     cg_steps: int = 8
     ridge: float = 0.0
     tolerance: float = 1e-5
-    starts: int = 4
+    initializations: int = 4
     trials: int = 2
     single: bool = False
     device: str | None = None
@@ -163,7 +163,7 @@ class JointALS:
             begun, first_errors, settled = self._in_single(problem, ranks, begun, history, progress)
             sweeps = 0 if settled else sweeps - len(history)
         # JointALS 2: the nearest of several starts, and sweeps from there in double precision.
-        pairs = problem.starts(ranks, self.starts) if begun is None else begun
+        pairs = problem.starts(ranks, self.initializations) if begun is None else begun
         state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, progress)
         start_errors = start_errors if first_errors is None else first_errors
         pair, size = state.pair, namespace(left).sqrt(problem.energy)
@@ -182,7 +182,9 @@ class JointALS:
     ) -> tuple[list[Pair], Array, bool]:
         """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
         quick, size = problem.single(), namespace(problem.left).sqrt(problem.energy)
-        pairs = quick.starts(ranks, self.starts) if begun is None else [problem.to_single(pair) for pair in begun]
+        pairs = (
+            quick.starts(ranks, self.initializations) if begun is None else [problem.to_single(pair) for pair in begun]
+        )
         state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, progress)
         done = settled and bool(namespace(errors).all(errors > SINGLE))
         return [problem.from_single(state.pair)], as_double(first_errors) * size, done

@@ -18,7 +18,7 @@ from lsrdecomp.solvers.batched_terms import (
     term_norms,
 )
 from lsrdecomp.solvers.pair.block_update import Side
-from lsrdecomp.solvers.pair.initialization import along_the_first, gauge_transforms, orthogonal_terms, side_terms
+from lsrdecomp.solvers.pair.initialization import first_factor_fastest, gauge_transforms, orthogonal_terms, side_terms
 from lsrdecomp.solvers.pair.partial_traces import along_rows, kron_apply
 from lsrdecomp.targets.weighted import pair_norms, pair_residual_norms, weighted_triangles
 from lsrdecomp.targets.weights import Identity, NormWeights
@@ -141,23 +141,28 @@ class PairProblem:
     def starts(self, ranks: tuple[int, int], most: int) -> list[Pair]:
         """Orthogonal terms of each side in a gauge of the pair: two ways in the Frobenius norm, four in a weighted one.
 
-        The components of the Frobenius gauge run `along_the_first` inner factor or along the last. With weights the
+        The components of the Frobenius gauge run `first_factor_fastest` or last factor fastest. With weights the
         gauge is that of the norm or the Frobenius gauge, the sides whitened by the weights' partial traces or not.
         """
         rank, inner = self.shape.inner_rank, self.shape.inner
         if self.norms.is_frobenius:
-            turns = gauge_transforms(self.triangles, rank)
-            ways = [((along_the_first(turns[0], inner), along_the_first(turns[1], inner)), False), (turns, False)]
+            transforms = gauge_transforms(self.triangles, rank)
+            ways = [
+                ((first_factor_fastest(transforms[0], inner), first_factor_fastest(transforms[1], inner)), False),
+                (transforms, False),
+            ]
             most = min(most, 1) if max(inner) == rank else most  # the two are the same
         else:
             gauges = weighted_triangles(self.left, self.right, self.norms), self.triangles
             ways = [(gauge_transforms(triangles, rank), white) for triangles in gauges for white in (True, False)]
-        return [self._start(turns, white, ranks) for turns, white in ways[:most]]
+        return [self._start(transforms, white, ranks) for transforms, white in ways[:most]]
 
-    def _start(self, turns: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
+    def _start(self, transforms: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
         given = self.left, namespace(self.right).matrix_transpose(self.right)
-        sides = zip(given, turns, self._sides, ranks, strict=True)
-        out, into = (side_terms(x, turn, side.shape, k, side.traces if white else None) for x, turn, side, k in sides)
+        sides = zip(given, transforms, self._sides, ranks, strict=True)
+        out, into = (
+            side_terms(x, transform, side.shape, k, side.traces if white else None) for x, transform, side, k in sides
+        )
         return out, into
 
     def best_start(self, starts: list[Pair], trials: int) -> tuple[State, Array, Array]:
