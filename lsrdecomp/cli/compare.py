@@ -10,7 +10,7 @@ import typer
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile
-from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
+from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.compare import Results
@@ -24,6 +24,7 @@ def compare(
     data: Data = None,
     model: Model = None,
     device: Device = None,
+    dtype: Dtype = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     retry: Retry = False,
     json: JsonFile = None,
@@ -37,7 +38,7 @@ def compare(
     with training_imports():
         from lsrdecomp.experiments.compare import compare as run
         from lsrdecomp.experiments.compare import read_results
-    chosen = open_suite(suite, tasks, data, model, device)
+    chosen = open_suite(suite, tasks, data=data, model=model, device=device, dtype=dtype)
     if table:
         results = read_results(chosen, out)
     else:

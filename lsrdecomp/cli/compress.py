@@ -34,7 +34,7 @@ def compress(
         str | None, typer.Option(help="So many times fewer parameters, over all layers; several, as 96,48,19.")
     ] = None,
     params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
-    size: Annotated[int | None, typer.Option("--bytes", help="A weight file of at most so many bytes.")] = None,
+    size: Annotated[int | None, typer.Option("--bytes", help="At most so many bytes in the weight file; the rest is some 4 kB.")] = None,
     kl: Annotated[float | None, typer.Option(help="Estimated divergence of answers, nats; with --calibrated.")] = None,
     separation_rank: Annotated[int | None, typer.Option(help="So many terms a side in every layer.")] = None,
     inner_shape: Annotated[str | None, typer.Option(help="With it: split of the inner rank, such as 4x2.")] = None,
@@ -109,8 +109,6 @@ def compress(
     if out is not None and not dry_run and separation_rank is None:
         store = compression.SearchStore(compression.store_beside(out))
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
-    if statistics is not None:
-        statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     results: list[Any] = []
     with follow(quiet=quiet) as step:
@@ -132,7 +130,7 @@ def compress(
                 if store is not None:
                     store.remove()
                 raise
-            _show(result, json, wide=wide, each=each, unit=unit)
+            _show(result, json, wide=wide, each=each, unit=getattr(getattr(result, "promise", None), "unit", unit))
             if result.met:
                 _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record)
                 tables.show(json, *promise.words(result))

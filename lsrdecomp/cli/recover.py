@@ -10,7 +10,7 @@ import typer
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile
-from lsrdecomp.cli.suites import Data, Device, Model, Out, Retry, Table, Tasks, open_suite, training_imports
+from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.recover_table import Recovery
@@ -25,6 +25,7 @@ def recover(
     data: Data = None,
     model: Model = None,
     device: Device = None,
+    dtype: Dtype = None,
     retry: Retry = False,
     distil: Annotated[
         int | None, typer.Option(help="Steps of distillation of each form, without labels.", min=1)
@@ -42,7 +43,7 @@ def recover(
         from lsrdecomp.experiments import recover as parts
         from lsrdecomp.experiments.recover_table import read_recovery
         from lsrdecomp.experiments.runs import Failure
-    chosen = open_suite(suite, tasks, data, model, device)
+    chosen = open_suite(suite, tasks, data=data, model=model, device=device, dtype=dtype)
     if distil is not None:
         chosen = replace(chosen, recover={**chosen.recover, "distil": distil})
     failed: list[str] = []

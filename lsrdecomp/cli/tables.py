@@ -196,7 +196,8 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
     after = sum(path.stat().st_size for path in out.iterdir()) - heads
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
-    return f"On disk, all files: {after:,} bytes instead of {before:,}{times}{carried}."
+    weights = (out / checkpoints.WEIGHTS).stat().st_size - heads
+    return f"On disk, all files: {after:,} bytes, {weights:,} in the weights, instead of {before:,}{times}{carried}."
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:

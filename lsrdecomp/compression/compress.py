@@ -214,6 +214,8 @@ def search_adapter(
 
         searched.compress(CompressionPlan(ratio=61), solve=False)
     """
+    if isinstance(statistics, Statistics):
+        statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     layers, resources, cache = stored_layers(checkpoint, statistics), resources or Resources(), SpillCache()
     search = search or Search()
     if resources.device is not None:

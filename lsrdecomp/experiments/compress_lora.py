@@ -113,6 +113,8 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | No
     BudgetError
         If no layer fits.
     """
+    if statistics is not None:
+        statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     layers = make_layers({layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics)
     table = []
     for layer in layers:

@@ -272,6 +272,7 @@ def _distil(job: Job, structure: str, budget: int) -> None:
         teacher=job.place.lora / ADAPTER,
         steps=job.plan.distil,
         out=out,
+        dtype=_dtype(settings),
         calibrated=job.place.statistics if about.functional else None,
         max_length=settings.max_length,
         device=_device(settings),
@@ -287,7 +288,7 @@ def _calibrate(job: Job) -> None:
         return
     settings = job.lora().settings
     dataset = read_dataset(settings)
-    base = load_base(dataset.base, job.place.lora / ADAPTER, device=_device(settings))
+    base = load_base(dataset.base, job.place.lora / ADAPTER, device=_device(settings), dtype=_dtype(settings))
     calibrate(
         base.model,
         dataset.questions(base, size=16, seed=job.seed),
@@ -297,7 +298,13 @@ def _calibrate(job: Job) -> None:
         samples=job.plan.samples,
         head=base.head,
         base=settings.model,
+        adapter_base=base.adapter_base,
     )
+
+
+def _dtype(settings: FinetuneSettings) -> str:
+    """Precision in which the base is held outside of training."""
+    return "bfloat16" if settings.precision == "bfloat16" else "float32"
 
 
 def _device(settings: FinetuneSettings) -> str:

@@ -151,6 +151,8 @@ def distil(
     check_output(place, (source.path,), force or out is None)
     texts = read_data(data)
     statistics = None if calibrated is None else read_statistics(calibrated)
+    if statistics is not None:
+        statistics.check_base(source.config.get("base_model_name_or_path"))
     team = PartialState(cpu=device == "cpu")
     bench = Bench(
         base,

@@ -76,7 +76,11 @@ class FinetuneSettings(Settings):
     max_length: Annotated[int, whole(2), "Tokens of an example, the rest is cut; 1024 for a language model."] = 128
     seed: Annotated[int, OPTION, "Of the start and the order of examples; it leaves the splits as they are."] = 0
     precision: Annotated[
-        str, one_of(PRECISIONS), "bfloat16 loads the base in it and keeps what is trained in float32."
+        str,
+        OPTION,
+        Also("dtype"),
+        one_of(PRECISIONS),
+        "bfloat16 loads the base in it and keeps what is trained in float32.",
     ] = "float32"
     device: Annotated[str, OPTION, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."] = "auto"
     gradient_checkpointing: Annotated[bool, "Recompute activations in the backward pass."] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from typer.testing import CliRunner  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.cli.suites import open_suite  # noqa: E402
 from lsrdecomp.compression.layer import layer_pair  # noqa: E402
 from lsrdecomp.compression.search import Search  # noqa: E402
-from lsrdecomp.errors import BudgetError  # noqa: E402
+from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
 from lsrdecomp.experiments import recover_table  # noqa: E402
 from lsrdecomp.experiments.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
 from lsrdecomp.experiments.recover import chosen_rate, jobs, recover  # noqa: E402
@@ -31,6 +33,7 @@ from lsrdecomp.experiments.recover_plan import STRUCTURES, lora_settings, recove
 from lsrdecomp.experiments.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.solvers.pair.joint_als import JointALS  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
+from lsrdecomp.training.record import ADAPTER  # noqa: E402
 
 SUITE = """
 seeds = [0, 1]
@@ -320,3 +323,23 @@ def test_experiments_that_ship_can_be_read():
         check_options(suite)
         if suite.recover:
             recover_plan(suite)
+
+
+@pytest.mark.parametrize("structure", ["lsr", "direct"])
+def test_statistics_of_another_base_are_refused_by_name(done, first, tmp_path, structure):
+    about = json.loads((first.place.statistics / "statistics.json").read_text())
+    declared = json.loads((first.place.lora / ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert about["settings"]["adapter_base"] == declared
+    shutil.copytree(first.place.statistics, tmp_path / "statistics")
+    about["settings"]["adapter_base"] = "someone/else"
+    (tmp_path / "statistics" / "statistics.json").write_text(json.dumps(about))
+    statistics = read_statistics(tmp_path / "statistics")
+    with pytest.raises(CheckpointError, match="of base someone/else, and the adapter is for"):
+        compress_lora(first.place.lora / ADAPTER, STRUCTURES[structure], 64, statistics, tmp_path / "out", SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_precision_of_the_base_can_be_given_on_the_command_line(done):
+    common = {"data": None, "model": None, "device": None}
+    assert open_suite(done[0], None, **common, dtype="bfloat16").common["precision"] == "bfloat16"
+    assert "precision" not in open_suite(done[0], None, **common, dtype=None).common
