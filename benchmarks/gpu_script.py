@@ -8,6 +8,9 @@
 3. The LSR adapter is trained on for ``--recover`` steps with the head fixed, on the kernels that suit the device; so is
    the LoRA, for a comparison at equal steps, and an LSR adapter of the default shape from scratch beside them.
 
+With ``--llm MODEL`` a causal language model instead: its LoRA compressed to the sizes of PEFT's table of LoRA
+conversion, and the points of accuracy lost; `benchmarks/gpu_language.py` says how.
+
 Every arm gets its step time (median, batches included), peak memory and scores on dev. Finished runs in ``--work`` are
 not done again.
 """
@@ -21,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import gpu_language
 import torch
 
 from lsrdecomp.calibration.base_model import load_base
@@ -53,11 +57,15 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run every arm and write the JSON."""
     options = read_arguments(arguments)
     begin = time.perf_counter()
+    work = gpu_language.measure if options.llm else measure
     with TemporaryDirectory() as scratch:
-        figures = measure(options, options.work or Path(scratch))
+        figures = work(options, options.work or Path(scratch))
     figures |= {"seconds": round(time.perf_counter() - begin, 1), "versions": versions(), "commit": commit()}
     options.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
-    show(figures)
+    if options.llm:
+        print("\n".join(gpu_language.table(figures)))
+    else:
+        show(figures)
     return figures
 
 
@@ -66,7 +74,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="roberta-base")
     parser.add_argument("--task", default="SST-2")
-    parser.add_argument("--data", help="directory of the tasks' files")
+    parser.add_argument("--data", help="directory of the tasks' files; with --llm, JSON lines")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--recover", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
@@ -80,9 +88,14 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--work", type=Path, help="keep the runs here, and go on from those that are")
     parser.add_argument("--out", type=Path, default=Path("gpu_script.json"))
+    gpu_language.add_options(parser)
     if parser.parse_args(arguments).small:
         parser.set_defaults(**SMALL)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    missing = gpu_language.check(options) if options.llm else None
+    if missing is not None:
+        parser.error(missing)
+    return options
 
 
 def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:

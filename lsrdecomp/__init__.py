@@ -39,6 +39,6 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-from lsrdecomp.checkpoints.registration import register_with_peft as _register_with_peft  # noqa: E402
+from lsrdecomp.checkpoints.registration import register_once_peft_loads as _register_once_peft_loads  # noqa: E402
 
-_register_with_peft()
+_register_once_peft_loads()

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.packed import read_index
+from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.candidates import Direct, direct_candidates, drop
 from lsrdecomp.compression.compress import compress
@@ -112,8 +113,10 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | No
     ------
     BudgetError
         If no layer fits.
+    CheckpointError
+        If the statistics are of another base.
     """
-    if statistics is not None:
+    if isinstance(statistics, StoredStatistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     layers = make_layers({layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics)
     table = []

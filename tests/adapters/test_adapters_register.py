@@ -1,4 +1,4 @@
-"""PEFT knows LSR once this package is imported, and only then."""
+"""PEFT knows LSR once this package is imported, before it or after, and only then."""
 
 from __future__ import annotations
 
@@ -30,8 +30,19 @@ for name in [name for name in sys.modules if name.startswith("peft")]:
     del sys.modules[name]  # lsrdecomp is imported first, PEFT after it
 import lsrdecomp
 from peft import PeftConfig
-assert "lsrdecomp.adapters" not in sys.modules
 lsrdecomp.open_checkpoint(sys.argv[1])
+"""
+IMPORTED_BEFORE = """
+for name in [name for name in sys.modules if name.startswith("peft")]:
+    del sys.modules[name]
+before = list(sys.meta_path)
+import lsrdecomp, importlib, importlib.util
+assert "peft" not in sys.modules
+assert importlib.util.find_spec("peft").origin.endswith("__init__.py")  # as transformers asks
+import peft
+assert sys.meta_path == before
+importlib.reload(peft)
+from peft import PeftConfig
 """
 
 
@@ -82,8 +93,9 @@ def test_a_member_is_added_to_any_string_enum():
         ("import lsrdecomp.adapters", "LsrConfig"),
         ("import lsrdecomp", "LsrConfig"),
         (OPENED_BEFORE, "LsrConfig"),
+        (IMPORTED_BEFORE, "LsrConfig"),
     ],
-    ids=["bare", "ours", "PEFT was loaded", "a directory was opened"],
+    ids=["bare", "ours", "PEFT was loaded", "a directory was opened", "PEFT is loaded later"],
 )
 def test_a_fresh_process_needs_the_import_or_one_of_our_own(tmp_path, imports, answer):
     write_lsr_directory(tmp_path, {"lin": ((2, 2), (1, 2), (2, 2))})
