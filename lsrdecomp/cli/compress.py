@@ -34,7 +34,9 @@ def compress(
         str | None, typer.Option(help="So many times fewer parameters, over all layers; several, as 96,48,19.")
     ] = None,
     params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
-    size: Annotated[int | None, typer.Option("--bytes", help="At most so many bytes in the weight file; the rest is some 4 kB.")] = None,
+    size: Annotated[
+        int | None, typer.Option("--bytes", help="A weight file of at most so many bytes; the others are some 4 kB.")
+    ] = None,
     kl: Annotated[float | None, typer.Option(help="Estimated divergence of answers, nats; with --calibrated.")] = None,
     separation_rank: Annotated[int | None, typer.Option(help="So many terms a side in every layer.")] = None,
     inner_shape: Annotated[str | None, typer.Option(help="With it: split of the inner rank, such as 4x2.")] = None,
