@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import torch
+from scipy.special import log_softmax
 
 from lsrdecomp.training.record import Scores
 from lsrdecomp.training.tasks import Task
@@ -35,9 +36,8 @@ def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
         accuracy = None
     else:
         answers = outputs.argmax(-1)
-        shifted = outputs - outputs.max(-1, keepdims=True)
-        log_probability = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-        loss = float(-log_probability[np.arange(len(labels)), labels.astype(int)].mean())
+        # log_loss of scikit-learn cuts probabilities off at 2⁻⁵²; a sure and wrong answer costs more than that.
+        loss = float(-log_softmax(outputs, axis=-1)[np.arange(len(labels)), labels.astype(int)].mean())
         accuracy = float(np.mean(answers == labels))
     return Scores(task.score(labels, answers), accuracy, loss if finite else None, len(labels))
 

@@ -129,57 +129,38 @@ class Task:
         return self.score(labels, np.full_like(labels, constant))
 
 
-def _accuracy(labels: np.ndarray, answers: np.ndarray) -> float:
-    from sklearn.metrics import accuracy_score
+def _of_scikit_learn(name: str, **options: Any) -> Metric:
+    """One of its metrics, imported when it is first asked for."""
 
-    return float(accuracy_score(labels, answers))
+    def metric(labels: np.ndarray, answers: np.ndarray) -> float:
+        import sklearn.metrics
 
+        return float(getattr(sklearn.metrics, name)(labels, answers, **options))
 
-def _f1(labels: np.ndarray, answers: np.ndarray) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, answers, pos_label=1.0, zero_division=0.0))
-
-
-def _macro_f1(labels: np.ndarray, answers: np.ndarray) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(labels, answers, average="macro", zero_division=0.0))
+    return metric
 
 
-def _matthews(labels: np.ndarray, answers: np.ndarray) -> float:
-    from sklearn.metrics import matthews_corrcoef
+def _of_scipy(name: str) -> Metric:
+    """One of its correlations. A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0."""
 
-    return float(matthews_corrcoef(labels, answers))
+    def metric(labels: np.ndarray, answers: np.ndarray) -> float:
+        import scipy.stats
 
+        constant = np.ptp(labels) == 0 or np.ptp(answers) == 0
+        return 0.0 if constant else float(getattr(scipy.stats, name)(labels, answers).statistic)
 
-def _pearson(labels: np.ndarray, answers: np.ndarray) -> float:
-    from scipy.stats import pearsonr
-
-    return _correlation(pearsonr, labels, answers)
-
-
-def _spearman(labels: np.ndarray, answers: np.ndarray) -> float:
-    from scipy.stats import spearmanr
-
-    return _correlation(spearmanr, labels, answers)
-
-
-def _correlation(kind: Callable[..., Any], labels: np.ndarray, answers: np.ndarray) -> float:
-    # A constant says nothing about the order; SciPy answers nan with a warning, GLUE's tables count it as 0.
-    constant = np.ptp(labels) == 0 or np.ptp(answers) == 0
-    return 0.0 if constant else float(kind(labels, answers).statistic)
+    return metric
 
 
 BY_SCIKIT_LEARN = ("accuracy", "f1", "macro_f1", "matthews")
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        "accuracy": _accuracy,
-        "f1": _f1,
-        "macro_f1": _macro_f1,
-        "matthews": _matthews,
-        "pearson": _pearson,
-        "spearman": _spearman,
+        "accuracy": _of_scikit_learn("accuracy_score"),
+        "f1": _of_scikit_learn("f1_score", pos_label=1.0, zero_division=0.0),
+        "macro_f1": _of_scikit_learn("f1_score", average="macro", zero_division=0.0),
+        "matthews": _of_scikit_learn("matthews_corrcoef"),
+        "pearson": _of_scipy("pearsonr"),
+        "spearman": _of_scipy("spearmanr"),
     }
 )
 
