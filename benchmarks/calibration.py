@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,16 @@ from lsrdecomp.calibration.base_model import adapted_modules
 from lsrdecomp.calibration.bases import find_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.training.record import commit, versions
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 JOBS = {
-    "plain pass": None,
+    "plain pass": None,  # the peer
     "calibrate": {},
     "calibrate, activations kept": {"checkpointing": False},
     "calibrate, sums in 100 MB": {"max_memory": 100_000_000},
 }
+PEER = "plain pass"
 GOALS = {"peak_bytes": 1.5e9, "cpu_ratio": 3.0, "statistics_bytes": 62e6}
 
 
@@ -96,6 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             )
             found["statistics_bytes"] = sum(file.stat().st_size for file in Path(folder).iterdir())
     seconds = {"cpu_seconds": time.process_time() - begun, "wall_seconds": time.perf_counter() - clock}
+    found["threads"] = torch.get_num_threads()
     return {"base_bytes": held, "peak_bytes": status("VmHWM") - held, **found, **seconds}
 
 
@@ -107,24 +108,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "calibration.json")
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=[PEER, "calibrate"])
     parser.add_argument("--job", choices=list(JOBS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job is not None:
         print(json.dumps(measure(options)))
         return
-    jobs: dict[str, dict[str, Any]] = {}
-    for job in JOBS:
+    record: dict[str, Any] = {name: getattr(options, name) for name in ("examples", "tokens", "batch", "seed")}
+    record |= {"model": "smollm2", "dtype": "bfloat16", "layers": "q, k, v, o", "goals": GOALS, "jobs": {}}
+    record |= {"commit": commit(), "versions": versions()}
+    for job in options.jobs:
         command = [sys.executable, __file__, *sys.argv[1:], "--job", job]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        jobs[job] = json.loads(output.splitlines()[-1])
-        jobs[job]["cpu_ratio"] = jobs[job]["cpu_seconds"] / jobs["plain pass"]["cpu_seconds"]
-        print(job, json.dumps(jobs[job]), flush=True)
-    record = {name: getattr(options, name) for name in ("examples", "tokens", "batch", "seed")}
-    record |= {"model": "smollm2", "dtype": "bfloat16", "layers": "q, k, v, o", "goals": GOALS, "jobs": jobs}
-    record["threads"] = torch.get_num_threads()
-    record["versions"] = {name: version(name) for name in ("lsrdecomp", "torch", "transformers", "peft")}
-    record["versions"]["python"] = platform.python_version()
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        found = record["jobs"][job] = json.loads(output.splitlines()[-1])
+        if PEER in record["jobs"]:
+            found["cpu_ratio"] = found["cpu_seconds"] / record["jobs"][PEER]["cpu_seconds"]
+        print(job, json.dumps(found), flush=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
 import sys
 from types import ModuleType
@@ -40,6 +42,11 @@ OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
 NOT_FOR_RELATIVES = ("test_weighted_combination_of_adapters", "test_lora_conversion")
 # Tests that match an error by the name of LoRA's own class; ours is asked for in test_adapters_options.
 LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_batches")
+# Files whose tests make their configs themselves, and the name in each that stands for ours. In the tests of conversion
+# that is LoKr, what is converted; LoRA, what it is converted to, stays.
+WRITTEN_OUT = {"test_low_level_api": "LoraConfig", "test_other": "LoraConfig", "test_lora_conversion": "LoKrConfig"}
+FIXTURES = {"model", "lokr_model"}  # of those files, made of that name
+QUANTIZED = {"r": 8, "target_modules": ["q_proj", "v_proj"]}  # our row among those of test_quantization
 
 
 def rewritten(row: Any) -> Any | None:
@@ -116,12 +123,40 @@ def exchange(mark: pytest.Mark, old: tuple[Any, ...], new: tuple[Any, ...]) -> p
 def pytest_collectstart(collector: pytest.Collector) -> None:
     if isinstance(collector, pytest.Module):
         substitute(collector.obj)
+        name = WRITTEN_OUT.get(stem(collector))
+        if name is not None and KIND != "lora":
+            setattr(collector.obj, name, CONFIG)
+        if stem(collector) == "test_quantization":
+            collector.obj.TEST_CASES[:] = [(CONFIG, QUANTIZED)]
         # Where a test asks "is this LoRA?" to skip or to relax something, our kind answers as LoRA does.
         ours = {"LoraConfig": CONFIG, "LoraLayer": adapters.LsrLayer, "replace": replace}
+        if stem(collector) == "test_lora_conversion":
+            return
         for module in (collector.obj, sys.modules.get(f"{collector.obj.__package__}.testing_common")):
             for name in ours if KIND != "lora" else ():
                 if hasattr(module, name):
                     setattr(module, name, ours[name])
+
+
+def stem(node: pytest.Item | pytest.Collector) -> str:
+    return node.path.stem
+
+
+def translated(init: Any) -> Any:
+    """The constructor of our config, which takes LoRA's names too; a test of what the kind has not is skipped."""
+
+    @functools.wraps(init)
+    def construct(self: Any, *args: Any, **settings: Any) -> None:
+        mine = settings if FIELDS.issuperset(settings) else renamed(settings)
+        if mine is None:
+            pytest.skip(f"{KIND} has not all of {sorted(settings)}")
+        init(self, *args, **mine)
+
+    return construct
+
+
+if KIND != "lora":
+    CONFIG.__init__ = translated(CONFIG.__init__)
 
 
 def replace(config: Any, **changes: Any) -> Any:
@@ -139,11 +174,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         spec = getattr(item, "callspec", None)
         foreign = KIND != "lora" and not_ours(item)
-        if spec is not None and not foreign and any(concerns_us(value) for value in spec.params.values()):
+        given = spec is not None and any(concerns_us(value) for value in spec.params.values())
+        if not foreign and (given or written_out(item)):
             kept.append(item)
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
+
+
+def written_out(item: pytest.Item) -> bool:
+    """Whether a test makes a config of our kind in its text or by a fixture."""
+    name = WRITTEN_OUT.get(stem(item))
+    if name is None:
+        return False
+    return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or name in inspect.getsource(item.function)  # type: ignore[attr-defined]
 
 
 def not_ours(item: pytest.Item) -> bool:
