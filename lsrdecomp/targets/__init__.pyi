@@ -1,8 +1,8 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .base import Dense as Dense
 from .base import LowRank as LowRank
-from .base import Rearranged as Rearranged
-from .base import Target as Target
+from .contract import Rearranged as Rearranged
+from .contract import Target as Target
 from .convert import as_target as as_target
 from .operator import Operator as Operator
 from .row_stream import RowStream as RowStream

@@ -12,7 +12,7 @@ import numpy as np
 from lsrdecomp.arrays import Array, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import Rearranged, require_formable, require_two_factors
+from lsrdecomp.targets.contract import Rearranged, require_formable, require_two_factors
 from lsrdecomp.targets.residual import Approximation, check_sizes, row_blocks
 from lsrdecomp.targets.row_stream import RowStream, block_norm
 

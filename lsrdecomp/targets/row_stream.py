@@ -14,7 +14,7 @@ from lsrdecomp.arrays import Array, adjoint, as_double, as_floating, device, fin
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import require_formable, require_two_factors
+from lsrdecomp.targets.contract import require_formable, require_two_factors
 from lsrdecomp.targets.residual import Approximation, block_height, check_sizes, norm_of_parts, rows_of, whole_blocks
 
 

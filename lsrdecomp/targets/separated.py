@@ -10,7 +10,8 @@ from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, is_complex, n
 from lsrdecomp.kronecker.rearrange import sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import Rearranged, RearrangedDense, require_two_factors
+from lsrdecomp.targets.base import RearrangedDense
+from lsrdecomp.targets.contract import Rearranged, require_two_factors
 from lsrdecomp.targets.residual import Approximation, residual_norm, row_blocks, rows_of
 from lsrdecomp.targets.row_stream import RearrangedRows
 

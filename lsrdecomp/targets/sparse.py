@@ -16,7 +16,7 @@ from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.base import require_formable, require_two_factors
+from lsrdecomp.targets.contract import require_formable, require_two_factors
 from lsrdecomp.targets.residual import Approximation, check_sizes, norm_of_parts, residual_norm
 
 

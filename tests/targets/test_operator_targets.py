@@ -246,9 +246,9 @@ def test_a_sparse_operator_too_large_to_fill_is_decomposed_and_measured():
 
 
 def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size(monkeypatch):
-    from lsrdecomp.targets import base
+    from lsrdecomp.targets import contract
 
-    monkeypatch.setattr(base, "LARGEST_FORMED", 999)
+    monkeypatch.setattr(contract, "LARGEST_FORMED", 999)
     with pytest.raises(ShapeError, match=r"10 × 10 × 10 places of a sparse matrix formed, 1,000 entries, more"):
         decompose(grid_operator(3, 4), KroneckerShape(((4, 4),) * 3), rank=3)
     with pytest.raises(ShapeError, match="an operator formed, 4,096 entries"):

@@ -1,0 +1,71 @@
+"""The contract of targets and of their rearrangements, and the sizes that are refused."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from lsrdecomp.arrays import Array
+from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.targets.residual import Approximation
+
+
+@runtime_checkable
+class Rearranged(Protocol):
+    """R(M) as an operator: a matrix of shape (m_1·n_1, m_2·n_2) known by its products."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def prototype(self) -> Array:
+        """Some array of the library, element type and device in which products are made."""
+        ...
+
+    def matmat(self, x: Array) -> Array:
+        """R(M) x for x of shape (m_2·n_2, b)."""
+        ...
+
+    def rmatmat(self, y: Array) -> Array:
+        """R(M)ᴴ y for y of shape (m_1·n_1, b)."""
+        ...
+
+    def formed(self) -> Array:
+        """R(M) as an array."""
+        ...
+
+
+class Target(Protocol):
+    """A matrix to approximate."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def norm(self) -> float:
+        """‖M‖_F in double precision."""
+        ...
+
+    def rearranged(self, shape: KroneckerShape) -> Rearranged:
+        """R(M) for two factors, as an operator."""
+        ...
+
+    def residual_norm(self, approximation: Approximation) -> float:
+        """‖M − M̂‖_F from residual entries in at least double precision."""
+        ...
+
+
+LARGEST_FORMED = 2**27
+"""Most entries that are formed of a matrix that is not held: 1 GiB in double precision."""
+
+
+def require_formable(entries: int, what: str) -> None:
+    """Raise `ShapeError` where three and more factors would need more than `LARGEST_FORMED` entries in memory."""
+    if entries > LARGEST_FORMED:
+        raise ShapeError(
+            f"three and more factors need {what} formed, {entries:,} entries, more than {LARGEST_FORMED:,}; "
+            "take a shape of two factors, which needs products alone"
+        )
+
+
+def require_two_factors(shape: KroneckerShape) -> None:
+    if shape.order != 2:
+        raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")
