@@ -18,6 +18,7 @@ servers: .venv/servers
 
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.calibration.bases import find_base; print('smollm2 is', find_base('smollm2'))"
+	@echo "Next: $(BIN)/lsrdecomp finetune --model smollm2 --data FILE.jsonl --out my-lora, as docs/language-models.md goes on"
 
 docs: .venv/docs
 	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
