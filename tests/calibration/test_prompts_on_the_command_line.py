@@ -12,6 +12,7 @@ pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
 from tiny_language_model import make_base, make_lora, write_rows  # noqa: E402
+from tiny_tokenizer import WORDS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
@@ -118,3 +119,17 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(place, tmp_pa
     with pytest.raises(LsrError, match=says):
         raise done.exception
     assert not (tmp_path / "o").exists()
+
+
+def test_what_compress_estimates_of_a_language_model_is_said_per_token(place, tmp_path):
+    rows = [{"prompt": f"user {one} {other}", "completion": one} for one in WORDS[:7] for other in WORDS[:7]]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(
+        *("compress", place / "lora", "--base", place / "base", "--data", file, "--ratio", 4, "--dry-run"),
+        *("--held-out", 8, "--max-length", 32),
+    )
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "nats per token" in said.partition("Estimated divergence")[2].partition("Truncated SVD")[0]
+    assert "nats per example" not in said
