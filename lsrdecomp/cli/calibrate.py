@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import memory_size
+from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
+from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
 
@@ -41,6 +43,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the order of the texts and of the drawn answers.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Dtype = "float32",
+    quiet: Quiet = False,
 ) -> None:
     """Measure input and gradient covariances of the adapted layers, for `compress --calibrated`.
 
@@ -60,7 +63,7 @@ def calibrate(
     with tables.quiet():
         found = bases.load_base(base, adapter, device=device, dtype=dtype)
     rounds, _ = questions.batches(found, size=batch, seed=seed)
-    with tables.late_meter("examples") as show:
+    with follow(quiet=quiet) as show:
         result = run(
             found.model,
             rounds,
@@ -76,7 +79,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            on_batch=lambda progress: show(progress.examples, progress.samples),
+            on_batch=lambda now: show(Step("calibrating", now.examples, now.samples, "examples")),
         )
     typer.echo(f"Wrote {out}: statistics of {len(found.modules)} layers from {result.examples:,} examples.")
     if result.effect is not None:

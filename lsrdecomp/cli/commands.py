@@ -27,11 +27,14 @@ from lsrdecomp.cli.options import (
     JsonFile,
     MaxMemory,
     Name,
+    Quiet,
     Wide,
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
+from lsrdecomp.compression.progress import Counter
 from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
@@ -44,17 +47,18 @@ def inspect(
     alpha: Alpha = None,
     wide: Wide = False,
     each: Each = False,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    with tables.progress(len(checkpoint.layers), "reading") as advance:
-        ranks = []
+    with follow(quiet=quiet) as step:
+        ranks, advance = [], Counter(step, "reading", len(checkpoint.layers), "layers").add
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
-            advance(layer)
+            advance()
     tables.show(json, tables.checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
@@ -65,14 +69,16 @@ def curve(
     out: Annotated[Path | None, NEW_FILE, typer.Option(help="Picture to write, .png or .svg.")] = None,
     name: Name = None,
     alpha: Alpha = None,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: Force = False,
 ) -> None:
     """Show how the error of a whole adapter falls with parameters, for each structure."""
     _check_picture(out)
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
-    with tables.progress(len(checkpoint.layers), "curves") as advance:
-        curves = compression.adapter_curves(checkpoint, on_layer=advance)
+    with follow(quiet=quiet) as step:
+        advance = Counter(step, "measuring curves", len(checkpoint.layers), "layers").add
+        curves = compression.adapter_curves(checkpoint, on_layer=lambda _: advance())
     if not any(curve.norm > 0.0 for curve in curves):
         raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
@@ -131,6 +137,7 @@ def export(
 
 def demo(
     out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
+    quiet: Quiet = False,
 ) -> None:
     """Compress the adapter that comes with the package 48 times, export it, measure both again, draw its curves."""
     with (
@@ -141,7 +148,7 @@ def demo(
             "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what"
         )
         typer.echo("its layers do. Forty-eight times fewer parameters, kept where they matter (about a minute):\n")
-        compress(source, out / "lsr", ratio="48", calibrated=statistics, storage="float16", force=True)
+        compress(source, out / "lsr", ratio="48", calibrated=statistics, storage="float16", force=True, quiet=quiet)
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
         typer.echo("\nThe same, measured again from the files:")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
+from lsrdecomp.compression.progress import Counter
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.compare import Results
@@ -27,6 +29,7 @@ def compare(
     dtype: Dtype = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     retry: Retry = False,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
 ) -> None:
@@ -42,8 +45,9 @@ def compare(
     if table:
         results = read_results(chosen, out)
     else:
-        with tables.quiet(), tables.progress(read_results(chosen, out).planned, "runs") as advance:
-            results = run(chosen, out, workers=workers, retry=retry, on_run=lambda one, outcome: advance(one))
+        with tables.quiet(), follow(quiet=quiet) as step:
+            advance = Counter(step, "training", read_results(chosen, out).planned, "runs").add
+            results = run(chosen, out, workers=workers, retry=retry, on_run=lambda *_: advance())
     show(results, out, json)
     if any(cell.failures for cell in results.cells):
         raise typer.Exit(1)

@@ -11,7 +11,19 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import promise, tables
-from lsrdecomp.cli.options import Adapter, Alpha, Each, Force, JsonFile, MaxMemory, Name, SolveDevice, Storage, Wide
+from lsrdecomp.cli.options import (
+    Adapter,
+    Alpha,
+    Each,
+    Force,
+    JsonFile,
+    MaxMemory,
+    Name,
+    Quiet,
+    SolveDevice,
+    Storage,
+    Wide,
+)
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.errors import BudgetError, CheckpointError
@@ -67,7 +79,7 @@ def compress(
     alpha: Alpha = None,
     wide: Wide = False,
     each: Each = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")] = False,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: Force = False,
     max_memory: MaxMemory = None,

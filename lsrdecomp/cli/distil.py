@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import Force, JsonFile
+from lsrdecomp.cli.options import Force, JsonFile, Quiet
 from lsrdecomp.cli.outputs import NEW_DIRECTORY
+from lsrdecomp.cli.progress import follow
+from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
 
@@ -31,6 +33,7 @@ def distil(
     dtype: Annotated[str, typer.Option(help="Of the base: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the split of the texts and their order.")] = 0,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: Force = False,
 ) -> None:
@@ -43,7 +46,7 @@ def distil(
         from lsrdecomp.promise.distil import distil as run
     except ImportError as error:
         raise LsrError(f"distillation runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
-    with tables.quiet(), tables.steps() as step, tables.meter(steps, "distilling") as show:
+    with tables.quiet(), follow(quiet=quiet) as show:
         done = run(
             adapter,
             base=base,
@@ -61,8 +64,8 @@ def distil(
             device=device,
             seed=seed,
             force=force,
-            on_step=lambda now, *_: show(now),
-            on_stage=step,
+            on_step=lambda now, all_steps, *_: show(Step("distilling", now, all_steps, "steps")),
+            on_stage=lambda words: show(Step(words, 0, 0)),
         )
     before, after, training = done.trial.before, done.trial.after, done.trial.training
     verdict = "" if done.trial.steps else "; no better, so the old form stays"

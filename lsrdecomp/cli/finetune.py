@@ -11,9 +11,11 @@ import typer
 from rich.table import Table
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile, assignment
+from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment
 from lsrdecomp.cli.outputs import PLACE
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
+from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.fields import SettingsError
 from lsrdecomp.training.settings import FinetuneSettings
@@ -32,6 +34,7 @@ def finetune(
         list[str] | None, typer.Option("--set", help="Any other setting, such as patience=3; repeat it.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
     **given: Any,
@@ -55,14 +58,19 @@ def finetune(
     run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **chosen, **more})
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
-    with tables.quiet(), tables.late_meter("steps") as show:
+    with tables.quiet(), follow(quiet=quiet) as show:
         try:
             from lsrdecomp.training.finetune import finetune as run
         except ImportError as error:
             raise LsrError(
                 f"training runs the model; without {error.name}: pip install 'lsrdecomp[finetune]'"
             ) from error
-        record = run(run_settings, out, resume=not fresh, on_step=lambda step: show(step.step, step.steps))
+        record = run(
+            run_settings,
+            out,
+            resume=not fresh,
+            on_step=lambda now: show(Step("training", now.step, now.steps, "steps")),
+        )
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks
     if json is not None:

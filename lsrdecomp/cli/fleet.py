@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import asdict, fields
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,10 @@ import typer
 from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, SolveDevice
+from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
 from lsrdecomp.cli.outputs import PLACE
+from lsrdecomp.cli.progress import follow
+from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
 
@@ -26,6 +29,7 @@ def fleet(
     device: SolveDevice = None,
     per_gpu: Annotated[int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")] = 1,
     retries: Annotated[int, typer.Option(help="Further attempts for an adapter whose worker died.")] = 1,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
@@ -40,7 +44,8 @@ def fleet(
         if ray is None
         else many.ray_runner(ray, device=device, per_gpu=per_gpu)
     )
-    with tables.progress(len(many.find_adapters(indir)), "adapters") as advance:
+    with follow(quiet=quiet) as step:
+        done = count(1)
         outcomes = many.run_fleet(
             indir,
             outdir,
@@ -48,7 +53,7 @@ def fleet(
             runner=runner,
             retries=retries,
             max_memory=max_memory,
-            on_outcome=lambda outcome, _: advance(outcome),
+            on_outcome=lambda _, total: step(Step("compressing", next(done), total, "adapters")),
         )
     counts = many.summary(outcomes)
     if json is not None:

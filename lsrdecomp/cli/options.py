@@ -60,5 +60,6 @@ MaxMemory = Annotated[
         help="Refuse, before it is read, a layer or tensor that takes more than this: 4000000, 512MB, 8GiB.",
     ),
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on standard error.")]
 Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide the table gets.")]
 Each = Annotated[bool, typer.Option("--all", help="A row for each layer; otherwise equal ones share a row.")]

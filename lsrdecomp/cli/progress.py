@@ -6,26 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from lsrdecomp.compression.progress import Step
 
 EVERY = 60.0
 """Seconds between two lines where nobody watches."""
-
-
-class Step(Protocol):
-    """Where a run stands: a stage in a few words, how much of it is done."""
-
-    @property
-    def stage(self) -> str: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def unit(self) -> str: ...
 
 
 @contextmanager
@@ -46,23 +34,18 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Step], None]]:
 
 @contextmanager
 def _bars() -> Iterator[Callable[[Step], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
-        TimeRemainingColumn(),
-    )
+    """One bar at a time: the present stage, how much of it is done, what it does now, the time left."""
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, tuple[Step, object]] = {}
+        now: tuple[TaskID, str, int] | None = None
 
         def show(step: Step) -> None:
-            known = tasks.get("now")
-            if known is None or known[0].stage != step.stage or known[0].total != step.total:
-                if known is not None:
-                    bars.remove_task(known[1])  # type: ignore[arg-type]
-                tasks["now"] = known = (step, bars.add_task(step.stage, total=step.total, unit=step.unit))
-            bars.update(known[1], completed=step.done)  # type: ignore[arg-type]
+            nonlocal now
+            if now is None or now[1:] != (step.stage, step.total):
+                if now is not None:
+                    bars.remove_task(now[0])
+                now = bars.add_task(step.stage, total=step.total or None, count=""), step.stage, step.total
+            bars.update(now[0], completed=step.done, count=_counts(step, "/"))
 
         yield show
 
@@ -72,17 +55,23 @@ class _Lines:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._last = clock, clock()
-        self._stage, self._begun = "", self._last
+        self._stage, self._begun, self._known = "", self._last, 0
 
     def show(self, step: Step) -> None:
         now = self._clock()
         if step.stage != self._stage or step.done == 0:
-            self._stage, self._begun = step.stage, now
+            self._stage, self._begun, self._known = step.stage, now, step.done
         if now - self._last >= EVERY:
             self._last = now
-            left = time_left(step.done, step.total, now - self._begun)
-            counted = f"{step.done:,} of {step.total:,} {step.unit}".rstrip()
-            print(f"lsrdecomp: {step.stage}: {counted}{left}", file=sys.stderr)
+            left = time_left(step.done - self._known, step.total - self._known, now - self._begun)
+            counts = _counts(step, " of ")
+            print(f"lsrdecomp: {step.stage}{counts and ': ' + counts}{left}", file=sys.stderr, flush=True)
+
+
+def _counts(step: Step, of: str) -> str:
+    """ "3 of 24 layers", and what is done now; nothing where neither is known."""
+    counts = f"{step.done:,}{of}{step.total:,} {step.unit}".rstrip() if step.total else ""
+    return ", ".join(words for words in (counts, step.part) if words)
 
 
 def time_left(done: int, total: int, seconds: float) -> str:

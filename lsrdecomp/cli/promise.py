@@ -111,7 +111,7 @@ def drawer(
 
 
 def _stages(step: Callable[[Step], None]) -> Callable[[str], None]:
-    return lambda words: step(Step(words, 0, 1))
+    return lambda words: step(Step(words, 0, 0))
 
 
 def words(result: Compression | Promised) -> Iterator[str]:

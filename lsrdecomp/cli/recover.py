@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile
+from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def recover(
     distil: Annotated[
         int | None, typer.Option(help="Steps of distillation of each form, without labels.", min=1)
     ] = None,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
 ) -> None:
@@ -53,7 +55,7 @@ def recover(
             failed.append(f"{run.directory}: {outcome.kind}: {outcome.message[:200]}")
 
     if not table:
-        with tables.quiet(), tables.steps() as step:
+        with tables.quiet(), follow(quiet=quiet) as step:
             parts.recover(chosen, out, retry=retry, on_run=note, on_step=step)
     found = read_recovery(chosen, out)
     show(found, out, json)

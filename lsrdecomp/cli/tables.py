@@ -1,13 +1,12 @@
-"""Tables for people, JSON for machines, progress on stderr when someone watches."""
+"""Tables for people, JSON for machines."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,7 @@ from lsrdecomp import checkpoints
 from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
 from lsrdecomp.cli.layer_tables import layers_table as layers_table
 from lsrdecomp.cli.layer_tables import verification_table as verification_table
-from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.progress import Step
 
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
@@ -51,39 +48,6 @@ def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
 def say(message: str) -> None:
     """A line on stderr, in the words of the program."""
     print(f"lsrdecomp: {message}", file=sys.stderr)
-
-
-@contextmanager
-def meter(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Progress on stderr, as `lsrdecomp.cli.progress.follow` shows it; yields what says how much is done."""
-    with late_meter(what) as show_both:
-        yield lambda done: show_both(done, total)
-
-
-@contextmanager
-def late_meter(what: str) -> Iterator[Callable[[int, int], None]]:
-    """As `meter`, where how much there is to do is known only when work has begun: (done, total)."""
-    with follow() as show_step:
-        yield lambda done, total: show_step(Step(what, done, total))
-
-
-@contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
-    """As `meter`, advanced by one with every call, whatever it is called with."""
-    with meter(total, what) as show:
-        count = itertools.count(1)
-        yield lambda _: show(next(count))
-
-
-@contextmanager
-def steps() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr with the present step, only on a terminal; yields the callback that names it."""
-    output = Console(stderr=True)
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with output.status("reading") as status:
-        yield status.update
 
 
 @contextmanager

@@ -11,9 +11,11 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import served, tables
-from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Wide
+from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import Input
+from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
+from lsrdecomp.compression.progress import Counter, OnStep, Step
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def verify(
     alpha: Alpha = None,
     wide: Wide = False,
     each: Each = False,
+    quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
@@ -79,8 +82,11 @@ def verify(
     if base is not None:
         questions.check()
     given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
-    result = compression.verify(given, checkpoints.open_checkpoint(written, max_memory=max_memory))
-    found = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype)
+    with follow(quiet=quiet) as step:
+        made = checkpoints.open_checkpoint(written, max_memory=max_memory)
+        advance = Counter(step, "measuring", len(given.layers), "layers").add
+        result = compression.verify(given, made, on_layer=lambda _: advance())
+        found = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype, step)
     tables.show(json, tables.verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if found is not None:
@@ -101,7 +107,7 @@ def verify(
 
 
 def _behaviour(
-    base: str, source: Path, written: Path, questions: Questions, size: int, device: str, dtype: str
+    base: str, source: Path, written: Path, questions: Questions, size: int, device: str, dtype: str, step: OnStep
 ) -> Behaviour:
     try:
         from lsrdecomp.calibration import base_model as bases
@@ -111,8 +117,9 @@ def _behaviour(
     with tables.quiet():
         pair = bases.load_pair(base, source, written, device=device, dtype=dtype)
     rounds, count = questions.batches(pair[0], size=size, seed=0)
-    with tables.meter(count, "examples") as show:
-        return compare_answers(*pair, rounds, on_batch=show)
+    return compare_answers(
+        *pair, rounds, on_batch=lambda done: step(Step("comparing answers", done, count, "examples"))
+    )
 
 
 def _sentences(answers: Behaviour) -> Iterator[str]:

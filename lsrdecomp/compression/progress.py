@@ -13,8 +13,9 @@ class Step:
 
     stage: str  # in a few words
     done: int
-    total: int
+    total: int  # 0: not known
     unit: str = ""  # what is counted
+    part: str = ""  # what is being done now, where stages have parts of their own
 
 
 OnStep = Callable[[Step], Any]
@@ -24,11 +25,17 @@ class Counter:
     """Calls ``on_step`` as the parts of a stage are done; silent without it."""
 
     def __init__(self, on_step: OnStep | None, stage: str, total: int, unit: str) -> None:
-        self._on_step, self._stage, self._total, self._unit, self._done = on_step, stage, total, unit, 0
+        self._on_step, self._stage, self._total, self._unit = on_step, stage, total, unit
+        self._done, self._part = 0, ""
         self.add(0)
 
     def add(self, count: int = 1) -> None:
         """So many more are done."""
         self._done += count
         if self._on_step is not None:
-            self._on_step(Step(self._stage, self._done, self._total, self._unit))
+            self._on_step(Step(self._stage, self._done, self._total, self._unit, self._part))
+
+    def name(self, part: str) -> None:
+        """What is being done now."""
+        self._part = part
+        self.add(0)

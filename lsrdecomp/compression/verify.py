@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +57,10 @@ class Verification:
         return sound and self.source_matches is not False and all(layer.agrees for layer in self.layers)
 
 
-def verify(source: Checkpoint, written: Checkpoint) -> Verification:
+def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str], Any] | None = None) -> Verification:
     """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
+
+    ``on_layer`` is called with the name of each layer once it is measured.
 
     Raises `CheckpointError` if a layer of the source is missing or has another size.
     """
@@ -71,7 +73,7 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
-    for layer in source.layers:
+    for layer in _told(source.layers, on_layer):
         pair = layer_pair(source, layer)
         if layer.name not in present and layer.name in dropped:
             size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
@@ -98,6 +100,14 @@ def verify(source: Checkpoint, written: Checkpoint) -> Verification:
         changed_files=changed_files(written.weights.parent) or (),
         changed_tensors=tuple(_changed_tensors(source, written)),
     )
+
+
+def _told(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Iterator[Any]:
+    """The layers one by one, each named when the next is asked for."""
+    for layer in layers:
+        yield layer
+        if on_layer is not None:
+            on_layer(layer.name)
 
 
 def _agree(measured: float, recorded: float | None) -> bool:

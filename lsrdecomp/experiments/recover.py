@@ -20,6 +20,7 @@ import torch
 from lsrdecomp.calibration.base_model import load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.compression.progress import Counter, OnStep
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.experiments.compress_lora import CompressedPoint, compress_lora, shape_settings
@@ -42,8 +43,6 @@ from lsrdecomp.training.settings import FinetuneSettings
 COMPRESSED, JUDGED, DISTILLED = "compressed.json", "squeezed.json", "distilled.json"
 WHOLE = 0
 """The budget of what is no smaller than the LoRA."""
-
-Notice = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def recover(
     search: Search | None = None,
     retry: bool = False,
     on_run: Callable[[Run, Outcome], object] | None = None,
-    on_step: Notice | None = None,
+    on_step: OnStep | None = None,
 ) -> None:
     """Do all of it; after a kill, the same call goes on where it was. `lsrdecomp.experiments.recover_table` reads it.
 
@@ -147,7 +146,7 @@ def recover(
     on_run : callable, optional
         Called with each run and its outcome.
     on_step : callable, optional
-        Called with a few words before each part of the work.
+        Called with a `Step` before each part of the work and after the last.
 
     Raises
     ------
@@ -159,29 +158,33 @@ def recover(
         If a head or a LoRA could not be trained: without them there is nothing to compress.
     """
     plan = recover_plan(suite)
-    say: Notice = on_step if on_step is not None else lambda words: None
     everything = jobs(suite, plan, out)
+    counter = Counter(on_step, "experiment", sum(2 + len(job.points()) for job in everything), "parts")
     for job in everything:
-        say(f"{job.task}, seed {job.seed}: head and LoRA")
+        counter.name(f"{job.task}, seed {job.seed}: head and LoRA")
         for run in (job.head(), job.lora()):
             do_runs([run], retry=retry, on_run=on_run)
             found = outcome(run)
             if isinstance(found, Failure):
                 raise LsrError(f"{run.directory}: {found.kind}: {found.message}; do it again with retry")
+        counter.add()
     for job in everything:
         if (gain(job) or 0.0) < plan.least_gain:
+            counter.add(1 + len(job.points()))
             continue
-        say(f"{job.task}, seed {job.seed}: calibration")
+        counter.name(f"{job.task}, seed {job.seed}: calibration")
         _calibrate(job)
         _train(job, "lora", WHOLE, retry, on_run)
+        counter.add()
         for structure, budget in job.points():
-            say(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
+            counter.name(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
             if not _compressed_and_judged(job, structure, budget, search):
                 continue
             _distil(job, structure, budget)
             if further:
                 _train(job, structure, budget, retry, on_run)
+            counter.add()
 
 
 def gain(job: Job) -> float | None:

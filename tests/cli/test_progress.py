@@ -1,17 +1,105 @@
-"""Progress where nobody watches: a line a minute that says how far a run is and how long it will take."""
+"""Progress: a bar on a terminal, a line a minute elsewhere, nothing with --quiet; every long verb has it."""
 
 from __future__ import annotations
 
-from lsrdecomp.cli import progress, tables
+import inspect
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+
+from lsrdecomp.cli import progress
+from lsrdecomp.cli.commands import ALL, export
+from lsrdecomp.cli.progress import follow
+from lsrdecomp.compression.progress import Counter, Step
+
+SHORT = {export}
+"""Verbs that only read and write."""
 
 
-def test_a_log_gets_a_line_a_minute_with_the_time_left(monkeypatch, capsys):
-    seconds = iter([0.0, 10.0, 50.0, 70.0, 100.0, 131.0])  # one is taken at the start, one with each call
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
-    with tables.meter(40, "examples") as show:
-        for done in (0, 10, 20, 25, 30):
-            show(done)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that pass only when a test says so; nobody watches what pytest catches."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def on_a_terminal(steps: list[Step], monkeypatch: pytest.MonkeyPatch, *, quiet: bool = False) -> str:
+    """What a terminal shows of these steps."""
+    main, other = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with os.fdopen(other, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with follow(quiet=quiet) as show:
+            for step in steps:
+                show(step)
+        terminal.write("end")
+        terminal.flush()
+        shown = b""
+        while not shown.endswith(b"end"):
+            shown += os.read(main, 65536)
+    os.close(main)
+    return shown.decode()
+
+
+def test_a_terminal_shows_stage_counts_and_what_is_done_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = on_a_terminal([Step("refining", 1, 2, "layers"), Step("solving", 1200, 2400, "layers")], monkeypatch)
+    assert "solving" in shown
+    assert "1,200/2,400 layers" in shown
+    assert "reading" in on_a_terminal([Step("reading", 0, 0)], monkeypatch)
+    assert "first part" in on_a_terminal([Step("experiment", 1, 3, "parts", "first part")], monkeypatch)
+
+
+def test_a_quiet_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_a_terminal([Step("solving", 1, 2, "layers")], monkeypatch, quiet=True) == "end"
+
+
+def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with follow() as show:
+        counter = Counter(show, "solving shapes", 40, "layers")
+        for _ in range(10):
+            clock[0] += 15.0
+            counter.add()
     assert capsys.readouterr().err.splitlines() == [
-        "lsrdecomp: examples: 20 of 40, about 60 s left",
-        "lsrdecomp: examples: 30 of 40, about 40 s left",
+        "lsrdecomp: solving shapes: 4 of 40 layers, about 9 min left",
+        "lsrdecomp: solving shapes: 8 of 40 layers, about 8 min left",
     ]
+
+
+def test_what_was_done_before_is_not_counted(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with follow() as show:
+        show(Step("calibrating", 100, 200, "examples"))  # gone on with after a kill
+        clock[0] += 60.0
+        show(Step("calibrating", 120, 200, "examples"))
+    assert capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
+
+
+def test_a_short_run_and_a_quiet_one_write_no_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, quiet in ((59.0, False), (600.0, True)):
+        with follow(quiet=quiet) as show:
+            clock[0] += seconds
+            show(Step("solving", 1, 2, "layers"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_stage_without_counts_is_named(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with follow() as show:
+        clock[0] += 60.0
+        show(Step("reading the base", 0, 0))
+    assert capsys.readouterr().err == "lsrdecomp: reading the base\n"
+
+
+def test_every_long_verb_can_be_quiet() -> None:
+    for verb in ALL:
+        asks = "quiet" in inspect.signature(verb, eval_str=False).parameters
+        assert asks == (verb not in SHORT), verb.__name__
+
+
+def test_bars_have_one_helper() -> None:
+    folder = Path(progress.__file__).parent
+    bars = [path.name for path in folder.glob("*.py") if "rich.progress" in path.read_text()]
+    assert bars == ["progress.py"]
