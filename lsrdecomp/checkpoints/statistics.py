@@ -125,6 +125,9 @@ class Statistics(Mapping[str, LayerStatistics]):
             raise KeyError(module)
         return LayerStatistics(*(self._weight(f"{module}.{side}") for side in SIDES))
 
+    def __contains__(self, module: object) -> bool:
+        return module in self._modules
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
@@ -178,6 +181,8 @@ class Statistics(Mapping[str, LayerStatistics]):
             shapes = ", ".join(f"{part} {array.shape}" for part, array in zip(PARTS, parts, strict=True))
             text = f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again"
             raise CheckpointError(text, path=self.path, tensor=name)
+        from scipy.linalg import solve_triangular
+
         gram = vectors.T @ vectors
         off = float(np.abs(gram - np.eye(values.size)).max(initial=0.0))
         if not off < ORTHONORMAL:
@@ -185,7 +190,7 @@ class Statistics(Mapping[str, LayerStatistics]):
             raise CheckpointError(text, path=self.path, tensor=f"{name}.{PARTS[0]}")
         if self._tensors[f"{name}.{PARTS[0]}"].dtype == "float16":
             # Orthonormal again, to the digits of a double, and no further away than rounding had moved them.
-            vectors = np.linalg.solve(np.linalg.cholesky(gram), vectors.T).T
+            vectors = solve_triangular(np.linalg.cholesky(gram), vectors.T, lower=True, check_finite=False).T
         try:
             return SpectralWeight(vectors, values, rest)
         except PrecisionError as error:

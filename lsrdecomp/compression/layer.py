@@ -84,16 +84,28 @@ def stored_layers(
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
     """
     opened = LayerCache()
+    known = None if statistics is None else set(statistics)
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
-        if statistics is not None and layer.name not in statistics:
+        if known is not None and layer.name not in known:
             raise missing_statistics(layer.name)
 
     def read(layer: LoraLayer) -> Layer:
-        return make_layers({layer.name: layer_pair(checkpoint, layer)}, statistics)[0]
+        return make_layers({layer.name: read_pair(layer)}, statistics)[0]
+
+    def read_pair(layer: LoraLayer) -> LowRank:
+        return layer_pair(checkpoint, layer)
 
     return [
-        StoredLayer(layer.name, layer.shape, layer.rank, partial(read, layer), opened, statistics is not None)
+        StoredLayer(
+            layer.name,
+            layer.shape,
+            layer.rank,
+            partial(read, layer),
+            partial(read_pair, layer),
+            opened,
+            statistics is not None,
+        )
         for layer in checkpoint.layers
     ]
 

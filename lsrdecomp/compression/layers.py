@@ -6,11 +6,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
+from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -34,8 +35,14 @@ PAIR_ENTRIES = 2**20
 DENSE_ENTRIES = 2**23
 """The same for the weights of their norms."""
 
-LEADING_ENTRIES = 2**22
-"""The same for the weights in their leading coordinates, of which solves make copies."""
+LEADING_ENTRIES = 2**19
+"""The same for the weights in their leading coordinates, which every step of a solve reads: about what a processor has
+at hand without going to memory."""
+
+SMALL = 2
+"""Leading coordinates so many times smaller than the norm are kept."""
+
+T = TypeVar("T")
 
 
 class Layer:
@@ -75,6 +82,11 @@ class Layer:
     @cached_property
     def norms(self) -> NormWeights:
         return self.weights if self.weights is not None else NormWeights.frobenius(self.shape)
+
+    @property
+    def is_frobenius(self) -> bool:
+        """Whether its norm is the plain one."""
+        return self.norms.is_frobenius
 
     @cached_property
     def leading(self) -> NormWeights:
@@ -139,7 +151,9 @@ class StoredLayer(Layer):
     shape : (m, n)
     rank : int
     read : callable
-        Reads the layer.
+        Reads the layer with its norm.
+    read_pair : callable
+        Reads the pair alone, which is far less.
     opened : LayerCache
         Where open layers are kept.
     weighted : bool
@@ -152,6 +166,7 @@ class StoredLayer(Layer):
         shape: tuple[int, int],
         rank: int,
         read: Callable[[], Layer],
+        read_pair: Callable[[], LowRank],
         opened: LayerCache,
         weighted: bool,
     ) -> None:
@@ -160,10 +175,16 @@ class StoredLayer(Layer):
         self._rank = rank
         self._weighted = weighted
         self._open = partial(opened.take, self, read)
+        self._opened, self._read_pair = opened, read_pair
+        self._leading: Callable[[], NormWeights] | None = None
+        self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
 
     @property
     def pair(self) -> LowRank:
-        return self._open().pair
+        known = self._opened.find(self)
+        if known is not None or not self._weighted:
+            return self._open().pair
+        return self._read_pair()
 
     @property
     def weights(self) -> NormWeights | None:
@@ -182,19 +203,46 @@ class StoredLayer(Layer):
         return self._open().norms if self._weighted else NormWeights.frobenius(self.shape)
 
     @property
+    def is_frobenius(self) -> bool:
+        return not self._weighted
+
+    @property
     def leading(self) -> NormWeights:
-        return self._open().leading if self._weighted else self.norms
+        """As `Layer.leading`; kept where it is far smaller than the norm, which takes long to read."""
+        if not self._weighted:
+            return self.norms
+        if self._leading is None:
+            found = self._open().leading
+            if SMALL * self.leading_entries > self.dense_entries:
+                return found
+            self._leading = self._opened.keep(found)
+        return self._leading()
 
     @property
     def gauge(self) -> tuple[Array, Array, Array]:
-        return self._open().gauge
+        if self._gauge is None:
+            self._gauge = self._opened.keep(self._open().gauge)
+        return self._gauge()
+
+    @cached_property
+    def leading_entries(self) -> int:
+        return _entries(self._open().leading) if self._weighted else 0
 
 
 class LayerCache:
     """The layers that are open, up to so many numbers; those not used for longest are closed first."""
 
     def __init__(self) -> None:
+        self._kept = SpillCache()
         self._open: OrderedDict[int, Layer] = OrderedDict()
+
+    def keep(self, value: T) -> Callable[[], T]:
+        """What a layer is wanted for often; the answer reads it back."""
+        return self._kept.put(value)
+
+    def find(self, layer: StoredLayer) -> Layer | None:
+        """The layer, if it is open."""
+        return self._open.get(id(layer))
 
     def take(self, layer: StoredLayer, read: Callable[[], Layer]) -> Layer:
         """The layer, opened."""
@@ -225,9 +273,10 @@ def make_layers(
         return [Layer(name, pair) for name, pair in pairs.items()]
     layers = []
     for name, pair in pairs.items():
-        if name not in statistics:
-            raise missing_statistics(name)
-        found = statistics[name]
+        try:
+            found = statistics[name]
+        except KeyError:
+            raise missing_statistics(name) from None
         layers.append(Layer(name, pair, found if isinstance(found, NormWeights) else found.weights()))
     return layers
 

@@ -11,7 +11,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.initialization import as_factors
 from lsrdecomp.solvers.pair.joint_als import extrapolated
-from lsrdecomp.solvers.pair.problem import Pair, PairProblem, State
+from lsrdecomp.solvers.pair.problem import Pair, PairProblem, Sight, State
 from lsrdecomp.solvers.pair.stacking import given_pair, stacked_norms, stacked_pairs, stacked_triangles
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
@@ -26,6 +26,7 @@ class Batch:
     pair: tuple[Array, Array]
     triangles: tuple[Array, Array]
     norms: NormWeights
+    sight: Sight
     device: str | None = None
 
     @classmethod
@@ -38,7 +39,7 @@ class Batch:
         if device is not None:
             check_device(device)
             arrays = placed(arrays, device)
-        return cls(*arrays, device)
+        return cls(*arrays, Sight.of(*arrays), device)
 
 
 class NestedTerms:
@@ -58,7 +59,7 @@ class NestedTerms:
 
     def __init__(self, batch: Batch, shape: ProductShape, cg_steps: int = 4) -> None:
         self.batch, self.shape = batch, shape
-        self.problem = PairProblem.of(batch.pair, batch.triangles, shape, batch.norms, cg_steps, ridge=0.0)
+        self.problem = PairProblem.of(batch.pair, batch.triangles, shape, batch.norms, cg_steps, 0.0, batch.sight)
 
     def clipped(self, ranks: Ranks) -> Ranks:
         """At most as many terms as each side can need."""

@@ -69,6 +69,22 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """Targets as the norm sees them, whatever the shape."""
+
+    weighted_left: Array  # G P
+    weighted_right: Array  # C Qᵀ, (L, n, R)
+    energy: Array  # ‖G^½ P Q C^½‖², (L,)
+
+    @classmethod
+    def of(cls, pair: tuple[Array, Array], triangles: tuple[Array, Array], norms: NormWeights) -> Sight:
+        """Of targets P Q and the R of thin QR factorizations of P and Qᵀ."""
+        (left, right), xp = pair, namespace(*pair)
+        size = _norm(triangles) if norms.is_frobenius else pair_norms(left, right, norms)
+        return cls(norms.output.apply(left), norms.input.apply(xp.matrix_transpose(right)), size**2)
+
+
+@dataclass(frozen=True, slots=True)
 class PairProblem:
     """A batch of targets with what does not change from sweep to sweep."""
 
@@ -93,16 +109,17 @@ class PairProblem:
         norms: NormWeights,
         cg_steps: int,
         ridge: float,
+        sight: Sight | None = None,
     ) -> PairProblem:
-        """Of targets P Q and the R of thin QR factorizations of P and Qᵀ."""
-        (left, right), xp = pair, namespace(*pair)
+        """Of targets P Q and the R of thin QR factorizations of P and Qᵀ; their sight in the norm, if it is known."""
+        left, right = pair
+        sight = sight or Sight.of(pair, triangles, norms)
         out_side, in_side = (
             Side.of(side, weight, cg_steps, ridge, left)
             for side, weight in ((shape.left, norms.output), (shape.right.transposed, norms.input))
         )
-        sight = norms.output.apply(left), norms.input.apply(xp.matrix_transpose(right))
-        size = _norm(triangles) if norms.is_frobenius else pair_norms(left, right, norms)
-        return cls(left, right, triangles, *sight, size**2, shape, norms, out_side, in_side, ridge)
+        seen = sight.weighted_left, sight.weighted_right, sight.energy
+        return cls(left, right, triangles, *seen, shape, norms, out_side, in_side, ridge)
 
     @property
     def fits_single(self) -> bool:

@@ -1,0 +1,110 @@
+"""Neighbours of the shapes that a budget chose: tried on a few layers, solved for all of their group where they pay."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+from typing import Any
+
+from lsrdecomp.compression.candidates import Lsr
+from lsrdecomp.compression.ladder import Ranks, more_terms, neighbours, parameters
+from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.search_state import Entry, SearchState
+from lsrdecomp.compression.solve import Request, Task
+from lsrdecomp.kronecker.shape import ProductShape
+
+PAYS = 0.02
+"""A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost, weighed against each
+other as the budget does, by this share."""
+
+ADOPTED = 2
+"""Most neighbours of one chosen shape that are solved for all layers of its group."""
+
+GROUPS = 3
+"""Most groups of layers of one chosen shape whose neighbours are tried in a round."""
+
+SMALLEST = 0.04
+"""Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all layers."""
+
+
+def explore(state: SearchState, chosen: Sequence[Entry], rate: float) -> bool:
+    """Solve for neighbours of the chosen shapes where they pay; whether anything new was solved.
+
+    ``rate`` is the loss that one parameter removes at the margin of the budget.
+    """
+    if rate <= 0.0:
+        return False
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, entry in enumerate(chosen):
+        if isinstance(entry.exact, Lsr):
+            groups.setdefault((state.layers[i].kind, entry.exact.shape), []).append(i)
+    least = len(state.layers) * SMALLEST
+    worthwhile = (item for item in groups.items() if len(item[1]) >= least)
+    largest = sorted(worthwhile, key=lambda item: -len(item[1]))[:GROUPS]
+    terms = _more_terms(state, chosen, [places for _, places in largest])
+    trials = [task for key, places in largest for task in _trials(state, key, chosen, places)]
+    count = sum(len(task.places) * len(task.requests) for task in (*terms, *trials))
+    counter = Counter(state.resources.on_step, "trying neighbours", count, "layers × shapes")
+    state.solve(iter(terms), counter)
+    adopted: list[Task] = []
+    for task, answers in state.answers(iter(trials), counter):
+        now = [chosen[i].product for i in task.places]
+        before = sum(one.squared_error + rate * one.parameters for one in now)
+        gains = []
+        for answer in answers:
+            after = answer.errors**2 + rate * parameters((answer.shape, answer.ranks))
+            pairs = zip(now, after.tolist(), strict=True)
+            gain = sum(max(0.0, one.squared_error + rate * one.parameters - value) for one, value in pairs)
+            gains.append((gain / before, answer))
+        state.add(task, answers)
+        members = groups[state.layers[task.places[0]].kind, now[0].shape]
+        for gain, answer in sorted(gains, key=lambda pair: -pair[0])[:ADOPTED]:
+            if gain > PAYS:
+                requests = [Request(answer.shape, _around(answer.ranks))]
+                adopted += [state.task(part, requests) for part in state.parts(members)]
+    counter = Counter(state.resources.on_step, "solving neighbours", sum(len(t.places) for t in adopted), "layers")
+    state.solve(iter(adopted), counter)
+    return bool(terms or adopted)
+
+
+def _more_terms(state: SearchState, chosen: Sequence[Entry], groups: Sequence[Sequence[int]]) -> list[Task]:
+    """One term more for the layers of each group, from where they stand."""
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for places in groups:
+        for i in places:
+            held = chosen[i].product
+            entries = (entry.exact for entry in state.table[i])
+            known = [one.ranks for one in entries if isinstance(one, Lsr) and one.shape == held.shape]
+            fresh = tuple(ranks for ranks in more_terms(held.ranks) if ranks not in known)
+            if fresh:
+                same.setdefault((state.layers[i].kind, held.shape, held.ranks, fresh), []).append(i)
+    tasks = []
+    for (_, shape, _, fresh), places in same.items():
+        for part in state.parts(places):
+            starts = [chosen[i].product.product() for i in part]
+            tasks.append(state.task(part, [Request(shape, fresh, starts)]))
+    return tasks
+
+
+def _trials(state: SearchState, key: tuple[Any, ...], chosen: Sequence[Entry], places: Sequence[int]) -> list[Task]:
+    """Neighbouring shapes of a group, on a few of its layers from all depths of the network."""
+    kind, shape = key
+    ranks, _ = Tally(chosen[i].product.ranks for i in places).most_common(1)[0]
+    some = list(places)[:: max(1, len(places) // state.search.probe_layers)][: state.search.probe_layers]
+    rank = min(max(state.layers[i].rank for i in places), state.search.inner_rank)
+    requests = []
+    for other, terms in neighbours((shape, ranks), rank):
+        if (kind, other, terms) not in state.tried and other not in _shapes(state, some):
+            state.tried.add((kind, other, terms))
+            requests.append(Request(other, (terms,)))
+    return [state.task(some, requests)] if requests else []
+
+
+def _shapes(state: SearchState, places: Sequence[int]) -> set[ProductShape]:
+    """Shapes that the first of these layers was solved for."""
+    return {entry.exact.shape for entry in state.table[places[0]] if isinstance(entry.exact, Lsr)}
+
+
+def _around(ranks: Ranks) -> tuple[Ranks, ...]:
+    s, t = ranks
+    return tuple(dict.fromkeys([(max(1, s - 1), max(1, t - 1)), (s, t), (s + 1, t + 1)]))
