@@ -1,5 +1,4 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
-from .compress import Compression as Compression
 from .compress import SearchedAdapter as SearchedAdapter
 from .compress import compress as compress
 from .compress import search_adapter as search_adapter
@@ -10,6 +9,7 @@ from .plan import CompressionPlan as CompressionPlan
 from .progress import Step as Step
 from .report import LayerReport as LayerReport
 from .report import Totals as Totals
+from .result import Compression as Compression
 from .search import Search as Search
 from .search_store import SearchStore as SearchStore
 from .search_store import store_beside as store_beside

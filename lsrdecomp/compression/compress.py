@@ -2,118 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint, write_lsr
+from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate
-from lsrdecomp.compression.html_report import summary_html
 from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
 from lsrdecomp.compression.layers import HasWeights, Layer
 from lsrdecomp.compression.materialize import Materialized, as_read
-from lsrdecomp.compression.plan import GOALS, CompressionPlan
+from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.progress import OnStep
-from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
+from lsrdecomp.compression.report import LayerReport
+from lsrdecomp.compression.result import REPORT as REPORT
+from lsrdecomp.compression.result import Compression as Compression
+from lsrdecomp.compression.result import product_of
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.searched import Fitted, Resources, Searched, search_layers
 from lsrdecomp.compression.size import fill
 from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.errors import BudgetError, CheckpointError
-from lsrdecomp.formats.quantized import CodedProduct
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.targets.weights import NormWeights
 
 EMPTY_FILE = 512
 """Bytes of a header that says where the file comes from."""
-
-REPORT = "compression.json"
-"""The report in a written directory; `verify` compares with it."""
-
-
-@dataclass(frozen=True, repr=False)
-class Compression:
-    """The result of `compress`: a report, and the factors ready to be written."""
-
-    source: Checkpoint
-    plan: CompressionPlan
-    layers: tuple[LayerReport, ...]
-    chosen: tuple[Materialized, ...] = field(repr=False)
-    low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
-    effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
-
-    @property
-    def totals(self) -> Totals:
-        return totals(self.layers, self.source.extra_parameters, self.low_rank_error, self.effect)
-
-    @property
-    def met(self) -> bool:
-        """Whether every layer meets the plan."""
-        return self.totals.missed == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The report with plan and source, as plain values."""
-        return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=self.source.path.name)
-
-    def __repr__(self) -> str:
-        """Goal, sizes and errors in a few lines, and what to do next."""
-        total, goal = self.totals, self.plan.to_json()
-        asked = next(name for name in GOALS if name in goal)
-        left_out = f", {total.dropped} of them left out" if total.dropped else ""
-        norm = "Frobenius" if total.functional_error is None else "K-FAC"
-        error = total.relative_error if total.functional_error is None else total.functional_error
-        svd = "" if total.low_rank_error is None else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
-        missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
-        return (
-            f"Compression of {self.source.path.name}, {asked} = {goal[asked]:,}\n"
-            f"   {total.layers} layers{left_out}: {total.parameters:,} of {total.parameters_before:,} parameters "
-            f"({total.ratio:.3g} times fewer), {total.bytes:,} bytes as {self.plan.storage}\n"
-            f"   relative error {error:.3g} in the {norm} norm{svd}{missed}\n"
-            "   not on disk before save(directory)"
-        )
-
-    def _repr_html_(self) -> str:
-        return summary_html(self)
-
-    def _report_text(self, record: bool) -> str:
-        facts = self.to_json()
-        if record:
-            return json.dumps(facts, indent=1, allow_nan=False) + "\n"
-        return json.dumps({key: value for key, value in facts.items() if key != "layers"}, allow_nan=False) + "\n"
-
-    def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
-        """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
-
-        With ``record`` its compression.json tells of every layer what `to_json` tells, else the sums alone.
-
-        Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
-        """
-        named = [(layer.name, chosen) for layer, chosen in zip(self.layers, self.chosen, strict=True)]
-        return write_lsr(
-            out,
-            source=self.source,
-            layers=(
-                (name, *stored_factors(_product(one)), 1.0)
-                for name, one in named
-                if one.stored is not None and not one.coded
-            ),
-            coded=_ReadWhenAsked({name: one for name, one in named if one.coded}),
-            storage=self.plan.float_storage,
-            force=force,
-            provenance={"plan": self.plan.to_json()},
-            packed=True,
-            dropped=[layer.name for layer in self.layers if layer.structure == "drop"],
-            files={REPORT: self._report_text(record)},
-        )
 
 
 def compress(
@@ -313,35 +233,9 @@ def _error(result: Compression) -> float:
     return total.relative_error if total.functional_error is None else total.functional_error
 
 
-class _ReadWhenAsked(Mapping[str, CodedProduct]):
-    """Codes by layer name, read from the cache one at a time."""
-
-    def __init__(self, coded: Mapping[str, Materialized]) -> None:
-        self._coded = coded
-
-    def __getitem__(self, name: str) -> CodedProduct:
-        codes = self._coded[name].codes
-        assert codes is not None
-        return codes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._coded)
-
-    def __len__(self) -> int:
-        return len(self._coded)
-
-
-def _product(chosen: Materialized) -> SeparatedProduct:
-    form = chosen.form
-    if not isinstance(form, SeparatedProduct):
-        structure = chosen.candidate.structure
-        raise CheckpointError(f"a candidate of structure {structure!r} has no place in an LSR directory")
-    return form
-
-
 def _report(source: Any, layer: Layer, chosen: Materialized, plan: CompressionPlan, functional: bool) -> LayerReport:
     best, norm, size = chosen.candidate, layer.pair.norm, math.sqrt(layer.squared_norm)
-    product = None if chosen.stored is None else as_read(_product(chosen), best.storage, coded=chosen.coded)
+    product = None if chosen.stored is None else as_read(product_of(chosen), best.storage, coded=chosen.coded)
     error = math.sqrt(best.squared_error)
     frobenius = error
     if functional:

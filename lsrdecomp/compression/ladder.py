@@ -26,8 +26,12 @@ MORE = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (6, 6), 
 WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6))
 """Terms of shapes with an inner rank."""
 
-TALL_SPLITS = (6, 3)
-"""The small side of a tall shape is the divisor nearest to one of these."""
+EVEN_INNER = ((2, 2), (2, 3))
+"""Inner shapes of even splits besides (1, 1)."""
+
+TALL = ((12, (2, 1)), (6, (4, 1)), (12, (1, 2)))
+"""Tall shapes: their small factor is the divisor nearest to this, and has all of the inner rank. On a language model
+these and the even ones come within a hundredth of 116 shapes from 1/96 to 1/4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +54,8 @@ def ladder(
     if 2 in orders:
         even = _even(m, 2), _even(n, 2)
         wanted.append((ProductShape(even[0], (1, 1), even[1]), MORE))
-        if rank >= 4:
-            wanted.append((ProductShape(even[0], (2, 2), even[1]), WIDE))
-        if rank >= 2:
-            wanted += [(ProductShape(_tall(m, q), (2, 1), _tall(n, q)), WIDE) for q in TALL_SPLITS]
+        wanted += [(ProductShape(even[0], inner, even[1]), WIDE) for inner in EVEN_INNER if math.prod(inner) <= rank]
+        wanted += [(_tall_shape(matrix_shape, near, inner), WIDE) for near, inner in TALL if max(inner) <= rank]
     chains = (_chain(shape, terms, most) for shape, terms in wanted)
     unique = {chain.shape: chain for chain in chains if chain.terms}
     return list(unique.values())
@@ -102,6 +104,12 @@ def _chain(shape: ProductShape, terms: Sequence[Ranks], most: float) -> Chain:
 def _even(size: int, order: int) -> tuple[int, ...]:
     """The split into ``order`` factors that are most alike, ascending."""
     return tuple(sorted(min(splits(size, order), key=lambda split: max(split) / min(split))))
+
+
+def _tall_shape(matrix_shape: tuple[int, int], near: int, inner: tuple[int, int]) -> ProductShape:
+    """The small factor of both sides is where the inner rank is: outermost or innermost."""
+    out, into = (_tall(size, near) for size in matrix_shape)
+    return ProductShape(out, inner, into) if inner[0] > 1 else ProductShape(out[::-1], inner, into[::-1])
 
 
 @cache

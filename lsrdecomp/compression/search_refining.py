@@ -18,9 +18,15 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 REFINED = 3e-4
 """A sweep that lowers no error by more ends refining."""
 
+NOTHING = 5e-4
+"""So does one that lowers no loss by this share of what a layer loses on average."""
 
-def refine(state: SearchState, chosen: Sequence[Entry]) -> bool:
-    """More sweeps for the chosen LSR products, then measured in the whole norm; whether there were any."""
+
+def refine(state: SearchState, chosen: Sequence[Entry], *, together: bool = True) -> bool:
+    """More sweeps for the chosen LSR products, then measured in the whole norm; whether there were any.
+
+    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
+    """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, entry in enumerate(chosen):
         if isinstance(entry.exact, Lsr) and not entry.exact.refined:
@@ -33,12 +39,14 @@ def refine(state: SearchState, chosen: Sequence[Entry]) -> bool:
                 counter.add(len(places[part]))
         return bool(groups)
     solver = state.search.refine
-    effort = Effort(solver.sweeps, solver.sweeps, solver.cg_steps, REFINED, 1, state.resources.device)
+    count = sum(isinstance(entry.exact, Lsr) for entry in chosen)
+    least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, count) if together else 0.0
+    effort = Effort(solver.sweeps, solver.sweeps, solver.cg_steps, REFINED, 1, least, state.resources.device)
     tasks = []
     for (_, shape, ranks), members in groups.items():
-        for part in state.parts(members):
-            starts = [chosen[i].product.product() for i in part]
-            tasks.append(state.task(part, [Request(shape, (ranks,), starts)], effort))
+        for run_of_layers in state.parts(members):
+            starts = [chosen[i].product.product() for i in run_of_layers]
+            tasks.append(state.task(run_of_layers, [Request(shape, (ranks,), starts)], effort))
     for task, answers in state.answers(iter(tasks), counter):
         for i, product in zip(task.places, answers[0].products, strict=True):
             _measure(state, i, chosen[i], product)

@@ -161,7 +161,8 @@ class Searched:
                     break
                 rows, choice, _ = self._allocated(draw)
             for _ in range(ROUNDS):
-                if not refine(self.state, [row[k][0] for row, k in zip(rows, choice, strict=True)]):
+                picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]
+                if not refine(self.state, picked, together=budget.layer_rtol is None):
                     break
                 rows, choice, _ = self._allocated(draw)
             rows, choice, _ = self._allocated(replace(draw, trusted=True))

@@ -34,6 +34,7 @@ class Effort:
     cg_steps: int = 4
     tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
     starts: int = 2
+    least: float = 0.0  # nor does one that lowers no squared error by more go on
     device: str | None = None
 
 
@@ -123,7 +124,7 @@ def solve(task: Task) -> list[Answer]:
                 begun, sweeps = problem.given(request.starts, ranks), effort.sweeps
             else:
                 begun, sweeps = problem.begin(ranks, effort.starts), effort.cold_sweeps
-            solved[ranks] = problem.descend(begun, sweeps, effort.tolerance)
+            solved[ranks] = problem.descend(begun, sweeps, effort.tolerance, effort.least)
         for ranks, state in solved.items():
             answers.append(Answer(request.shape, ranks, problem.errors(state), problem.products(state)))
     return answers

@@ -88,15 +88,21 @@ class NestedTerms:
                 state = self.problem.extended(state, side, more)
         return state
 
-    def descend(self, state: State, sweeps: int, tolerance: float = 1e-4) -> State:
-        """Sweeps with extrapolated steps, until one lowers the error of no problem by more than ``tolerance``."""
+    def descend(self, state: State, sweeps: int, tolerance: float = 1e-4, least: float = 0.0) -> State:
+        """Sweeps with extrapolated steps, until one lowers the error of no problem by more than ``tolerance``.
+
+        A problem whose squared error falls by no more than ``least`` counts as settled too.
+        """
         xp = namespace(state.error)
         step = xp.ones_like(state.error)
         for place in range(sweeps):
             before, state = state, self.problem.sweep(state)
             if place % 2 == 1:
                 state, step = extrapolated(self.problem, before, state, step)
-            if place > 0 and bool(xp.all(before.error - state.error <= tolerance * before.error)):
+            settled = before.error - state.error <= tolerance * before.error
+            if least > 0.0:
+                settled = xp.logical_or(settled, before.error**2 - state.error**2 <= least)
+            if place > 0 and bool(xp.all(settled)):
                 break
         return state
 
