@@ -23,7 +23,7 @@ FEW = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))
 MORE = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4), (6, 6), (8, 8))
 """Terms of two factors."""
 
-WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6))
+WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (8, 8), (12, 12))
 """Terms of shapes with an inner rank."""
 
 EVEN_INNER = ((2, 2), (2, 3))
@@ -46,19 +46,32 @@ def ladder(
     matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
 ) -> list[Chain]:
     """The shapes to solve for every layer of a size, each of at most ``most`` parameters, in a fixed order."""
+    return [*first_rungs(matrix_shape, orders, most), *upper_rungs(matrix_shape, rank, orders, inner_rank, most)]
+
+
+def first_rungs(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Chain]:
+    """The even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
+    m, n = matrix_shape
+    evens = ((order, ProductShape(_even(m, order), (1,) * order, _even(n, order))) for order in sorted(orders)[::-1])
+    return _chains([(shape, MORE if order == 2 else FEW) for order, shape in evens], 0, most)
+
+
+def upper_rungs(
+    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float, least: float = 0.0
+) -> list[Chain]:
+    """Even and tall shapes with an inner rank, of ``least`` to ``most`` parameters."""
     m, n = matrix_shape
     rank = min(rank, inner_rank, m, n)
-    wanted: list[tuple[ProductShape, tuple[Ranks, ...]]] = []
-    for order in (o for o in orders if o > 2):
-        wanted.append((ProductShape(_even(m, order), (1,) * order, _even(n, order)), FEW))
-    if 2 in orders:
-        even = _even(m, 2), _even(n, 2)
-        wanted.append((ProductShape(even[0], (1, 1), even[1]), MORE))
-        wanted += [(ProductShape(even[0], inner, even[1]), WIDE) for inner in EVEN_INNER if math.prod(inner) <= rank]
-        wanted += [(_tall_shape(matrix_shape, near, inner), WIDE) for near, inner in TALL if max(inner) <= rank]
-    chains = (_chain(shape, terms, most) for shape, terms in wanted)
-    unique = {chain.shape: chain for chain in chains if chain.terms}
-    return list(unique.values())
+    if 2 not in orders:
+        return []
+    even = (ProductShape(_even(m, 2), inner, _even(n, 2)) for inner in EVEN_INNER if math.prod(inner) <= rank)
+    tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
+    return _chains([(shape, WIDE) for shape in (*even, *tall)], least, most)
+
+
+def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], least: float, most: float) -> list[Chain]:
+    chains = (_chain(shape, terms, least, most) for shape, terms in wanted)
+    return list({chain.shape: chain for chain in chains if chain.terms}.values())
 
 
 def neighbours(configuration: Configuration, rank: int) -> Iterator[Configuration]:
@@ -95,9 +108,9 @@ def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
     return min(ranks[0], sides[0].max_separation_rank), min(ranks[1], sides[1].max_separation_rank)
 
 
-def _chain(shape: ProductShape, terms: Sequence[Ranks], most: float) -> Chain:
-    fitting = (ranks for ranks in terms if clipped(shape, ranks) == ranks and parameters((shape, ranks)) <= most)
-    return Chain(shape, tuple(fitting))
+def _chain(shape: ProductShape, terms: Sequence[Ranks], least: float, most: float) -> Chain:
+    whole = (ranks for ranks in terms if clipped(shape, ranks) == ranks)
+    return Chain(shape, tuple(ranks for ranks in whole if least <= parameters((shape, ranks)) <= most))
 
 
 @cache

@@ -1,13 +1,14 @@
-"""Neighbours of the shapes that a budget chose: tried on a few layers, solved for all of their group where they pay."""
+"""What is solved once a budget has chosen: upper rungs of the ladder at those sizes, neighbours of those shapes."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
 from collections.abc import Sequence
 from typing import Any
 
 from lsrdecomp.compression.candidates import Lsr
-from lsrdecomp.compression.ladder import Ranks, more_terms, neighbours, parameters
+from lsrdecomp.compression.ladder import Ranks, more_terms, neighbours, parameters, upper_rungs
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.search_state import Entry, SearchState
 from lsrdecomp.compression.solve import Request, Task
@@ -25,6 +26,34 @@ GROUPS = 3
 
 SMALLEST = 0.04
 """Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all layers."""
+
+
+STRIDE = 1.7
+"""Upper rungs are solved from this factor below the size that a layer was given to this factor above it."""
+
+
+def widen(state: SearchState, sizes: Sequence[int]) -> bool:
+    """Solve every layer at the upper rungs of the ladder of about these numbers of parameters; whether there were any.
+
+    Sizes are taken by powers of `STRIDE`, so that layers share a task, and budgets what they have in common.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (layer, size) in enumerate(zip(state.layers, sizes, strict=True)):
+        if size > 0 and layer.squared_norm > 0.0 and min(layer.shape) > 1:
+            step = round(math.log(size, STRIDE))
+            if ("rung", i, step) not in state.tried:
+                state.tried.add(("rung", i, step))
+                groups.setdefault((layer.kind, layer.rank, step), []).append(i)
+    tasks: list[Task] = []
+    for (_, rank, step), places in groups.items():
+        first, search = state.layers[places[0]], state.search
+        most = min(STRIDE ** (step + 1), first.parameters / 2)
+        chains = upper_rungs(first.shape, rank, search.orders, search.inner_rank, most, STRIDE ** (step - 1))
+        requests = [Request(chain.shape, chain.terms) for chain in chains]
+        tasks += [state.task(part, requests) for part in state.parts(places) if requests]
+    count = sum(len(task.places) * len(task.requests) for task in tasks)
+    state.solve(iter(tasks), Counter(state.resources.on_step, "solving more shapes", count, "layers × shapes"))
+    return bool(tasks)
 
 
 def explore(state: SearchState, chosen: Sequence[Entry], rate: float) -> bool:

@@ -1,8 +1,8 @@
 """A search over all layers of an adapter, and what any budget takes from it.
 
-Three stages. Every layer is solved at a short ladder of shapes; a budget chooses one candidate a layer; while they pay,
-neighbours of what it chose are tried. What is chosen is then refined and measured in the whole norm. All that was
-solved stays in the table, so that the next budget starts from it.
+Every layer is solved at the first rungs of a ladder of shapes; a budget chooses one candidate a layer. The upper rungs
+are solved at about the sizes it chose; then, while they pay, neighbours of what it chose are tried. What is chosen is
+refined and measured in the whole norm. All that was solved stays in the table, so that the next budget starts from it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
 )
 from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
-from lsrdecomp.compression.ladder import ladder
+from lsrdecomp.compression.ladder import first_rungs, ladder
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.materialize import Materialized
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.search import Search, choose_configurations
-from lsrdecomp.compression.search_neighbours import explore
+from lsrdecomp.compression.search_neighbours import explore, widen
 from lsrdecomp.compression.search_refining import refine
 from lsrdecomp.compression.search_state import Draw, Entry, SearchState
 from lsrdecomp.compression.search_state import Resources as Resources
@@ -62,12 +62,14 @@ class Searched:
     ) -> None:
         self.state = SearchState(layers, search, storages, cache, resources)
         self.layers, self.search = layers, search
+        self._widens = False  # whether upper rungs of the ladder are solved where a budget could want them
 
     # -- the ladder ----------------------------------------------------------------------------------------------------
 
     def solve_ladder(self, limits: Sequence[float | None]) -> None:
         """Every layer at the shapes of the ladder, or of a full search, for budgets of these costs (None: any)."""
         limit = None if any(one is None for one in limits) else max(one for one in limits if one is not None)
+        self._widens = limit is not None
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
             self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
@@ -96,7 +98,11 @@ class Searched:
         if limit is not None:
             most = min(most, limit, SHARE * limit * group[0].parameters / self.state.parameters)
         rank = max(layer.rank for layer in group)
-        chains = ladder(group[0].shape, rank, self.search.orders, self.search.inner_rank, most)
+        search = self.search
+        if self._widens:
+            chains = first_rungs(group[0].shape, search.orders, most)
+        else:
+            chains = ladder(group[0].shape, rank, search.orders, search.inner_rank, most)
         return [Request(chain.shape, chain.terms) for chain in chains]
 
     def _solve_probed(self, groups: dict[tuple[object, ...], list[int]], limit: float | None) -> None:
@@ -155,6 +161,8 @@ class Searched:
         draw = Draw(budget, Cost(budget, overhead), measured, allowed)
         rows, choice, baseline = self._allocated(draw)
         if solve:
+            if self._widens and widen(self.state, [row[k][1].parameters for row, k in zip(rows, choice, strict=True)]):
+                rows, choice, _ = self._allocated(draw)
             for _ in range(self.search.rounds if self.search.probes == 0 and not budget.layer_rtol else 0):
                 picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]
                 if not explore(self.state, picked, exchange_rate(rows, choice)):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.ladder import ladder, neighbours, parameters
+from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.compression.search import Search
@@ -149,6 +152,47 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
     state = problem.descend(problem.begin((2, 2)), 4)
     for layer, found, product in zip(layers, problem.errors(state), problem.products(state), strict=True):
         assert found**2 == pytest.approx(layer.squared_error(product), rel=0.03)
+
+
+def test_sweeps_end_where_they_lower_the_loss_by_nothing(layers: list[Layer]) -> None:
+    problem = NestedTerms(
+        Batch.of([x.pair for x in layers], [x.leading for x in layers]), ProductShape((4, 6), (1, 1), (6, 6))
+    )
+    begun = problem.begin((2, 2))
+    short, long = (problem.descend(begun, sweeps, 0.0) for sweeps in (2, 12))
+    assert np.all(long.error < short.error)
+    assert np.array_equal(problem.descend(begun, 12, 0.0, least=np.inf).error, short.error)
+
+
+def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, n, reads = 48, 64, dict.fromkeys(("a", "b", "c"), 0)
+    pairs = [(name, rng.standard_normal((m, RANK)), rng.standard_normal((RANK, n))) for name in reads]
+    write_lora(tmp_path / "lora", layers=pairs, config={"base_model_name_or_path": "base"})
+    norms = {name: NormWeights(weight(rng, m), weight(rng, n)) for name in reads}
+
+    class Counting(Mapping[str, NormWeights]):
+        def __getitem__(self, name: str) -> NormWeights:
+            reads[name] += 1
+            return norms[name]
+
+        def __contains__(self, name: object) -> bool:
+            return name in norms
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(norms)
+
+        def __len__(self) -> int:
+            return len(norms)
+
+    monkeypatch.setattr(layers_module, "DENSE_ENTRIES", 1)  # one layer is open at a time
+    budgets = [Budget(ratio=ratio) for ratio in (20.0, 8.0)]
+    searched = search_layers(stored_layers(open_checkpoint(tmp_path / "lora"), Counting()), budgets, search=QUICK)
+    assert set(reads.values()) == {1}
+    for count, budget in enumerate(budgets, 1):
+        searched.fit(budget)
+        assert max(reads.values()) <= 1 + 2 * count
 
 
 def test_more_terms_are_never_farther(layers: list[Layer]) -> None:
