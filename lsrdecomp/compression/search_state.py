@@ -66,9 +66,22 @@ class Draw:
     measured: bool  # whether errors count as rounded, which matters where they are bounded
     allowed: Callable[[Candidate], bool] | None
     trusted: bool = False  # whether only errors in the whole norm count
+    hope: float = 1.0  # share of its loss that refining is expected to leave of a product
 
     def allows(self, candidate: Candidate) -> bool:
         return candidate.structure == Structure.DROP or self.allowed is None or self.allowed(candidate)
+
+    def expected(self, candidate: Candidate) -> float:
+        """The loss of a candidate once it is refined."""
+        refined = not isinstance(candidate, Lsr) or candidate.refined
+        return candidate.squared_error * (1.0 if refined else self.hope)
+
+    def hoped(self, candidate: Candidate) -> Candidate:
+        """The candidate at that loss."""
+        loss = self.expected(candidate)
+        if loss == candidate.squared_error:
+            return candidate
+        return replace(candidate, price=replace(candidate.price, squared_error=loss))
 
 
 class SearchState:
@@ -109,7 +122,7 @@ class SearchState:
     def row(self, i: int, draw: Draw) -> Iterator[tuple[Entry, Candidate]]:
         """Candidates of a layer in their storages, those that a draw may take and no cheaper one beats."""
         integers = any(storage in INTEGER_BITS for storage in self.storages)
-        for entry in _worth_trying(self.table[i], integers):
+        for entry in _worth_trying(self.table[i], draw, near_hull=integers):
             if draw.trusted and isinstance(entry.exact, Lsr) and not (entry.exact.refined or self.exact[i]):
                 continue
             if draw.measured not in entry.priced:
@@ -118,11 +131,12 @@ class SearchState:
                     for storage in self.storages
                     if storage not in INTEGER_BITS or entry.exact.structure in (Structure.LSR, Structure.DROP)
                 ]
-            yield from ((entry, candidate) for candidate in entry.priced[draw.measured] if draw.allows(candidate))
+            found = (candidate for candidate in entry.priced[draw.measured] if draw.allows(candidate))
+            yield from ((entry, draw.hoped(candidate)) for candidate in found)
         if integers and not self._coded[i]:
-            found = [*water_filled_candidates(self.layers[i]), *unrotated_candidates(self.layers[i])]
+            coded = [*water_filled_candidates(self.layers[i]), *unrotated_candidates(self.layers[i])]
             most = max(INTEGER_BITS[storage] for storage in self.storages if storage in INTEGER_BITS)
-            self._coded[i] = [Entry(one) for one in found if max(one.bits) <= most]
+            self._coded[i] = [Entry(one) for one in coded if max(one.bits) <= most]
         yield from ((entry, entry.exact) for entry in self._coded[i] if draw.allows(entry.exact))
 
     def made(self, i: int, entry: Entry, candidate: Candidate) -> Materialized:
@@ -178,17 +192,17 @@ class SearchState:
         return replace(task, targets=targets, weights=norms or None)
 
 
-def _worth_trying(entries: Sequence[Entry], near_hull: bool) -> list[Entry]:
+def _worth_trying(entries: Sequence[Entry], draw: Draw, near_hull: bool) -> list[Entry]:
     """Without products that a cheaper one beats; for integers only those near the hull."""
     products = sorted(
-        (e for e in entries if isinstance(e.exact, Lsr)), key=lambda e: (e.exact.parameters, e.exact.squared_error)
+        (e for e in entries if isinstance(e.exact, Lsr)), key=lambda e: (e.exact.parameters, draw.expected(e.exact))
     )
     kept: list[Entry] = []
     least = math.inf
     for entry in products:
-        if entry.exact.squared_error < least:
+        if draw.expected(entry.exact) < least:
             kept.append(entry)
-            least = entry.exact.squared_error
+            least = draw.expected(entry.exact)
     if near_hull and kept:
         sizes, errors = [e.exact.parameters for e in kept], [e.exact.squared_error for e in kept]
         corners = Options.of(sizes, errors).hull()
