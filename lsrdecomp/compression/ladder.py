@@ -29,6 +29,9 @@ WIDE = ((1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (8, 8), (12, 12))
 EVEN_INNER = ((2, 2), (2, 3))
 """Inner shapes of even splits besides (1, 1)."""
 
+LARGE = ((2, 3), (4, 1))
+"""Inner shapes that pay only for about as many parameters as one rank of truncated SVD takes, or more."""
+
 TALL = ((12, (2, 1)), (6, (4, 1)), (12, (1, 2)))
 """Tall shapes: their small factor is the divisor nearest to this, and has all of the inner rank. On a language model
 these and the even ones come within a hundredth of 116 shapes from 1/96 to 1/4."""
@@ -66,7 +69,9 @@ def upper_rungs(
         return []
     even = (ProductShape(_even(m, 2), inner, _even(n, 2)) for inner in EVEN_INNER if math.prod(inner) <= rank)
     tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
-    return _chains([(shape, WIDE) for shape in (*even, *tall)], least, most)
+    pays = 0.6 * (m + n)
+    wanted = [shape for shape in (*even, *tall) if most >= pays or shape.inner not in LARGE]
+    return _chains([(shape, WIDE) for shape in wanted], least, most)
 
 
 def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], least: float, most: float) -> list[Chain]:

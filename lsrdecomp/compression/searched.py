@@ -42,6 +42,9 @@ HOPE = 0.7
 """Share of its loss that refining usually leaves of a product: what is chosen is chosen for what it may become, against
 truncated SVD, which is as good as it can be from the start. On a language model's layers it leaves .4 to .9."""
 
+WIDENINGS = 2
+"""Most times that upper rungs are solved for a budget: with them some layers are given more, others less."""
+
 ROUNDS = 3
 """Most times that a budget is drawn anew because refining changed what is best."""
 
@@ -165,7 +168,9 @@ class Searched:
         draw = Draw(budget, Cost(budget, overhead), measured, allowed)
         rows, choice, baseline = self._allocated(draw)
         if solve:
-            if self._widens and widen(self.state, [row[k][1].parameters for row, k in zip(rows, choice, strict=True)]):
+            for _ in range(WIDENINGS if self._widens else 0):
+                if not widen(self.state, [row[k][1].parameters for row, k in zip(rows, choice, strict=True)]):
+                    break
                 rows, choice, _ = self._allocated(draw)
             for _ in range(self.search.rounds if self.search.probes == 0 and not budget.layer_rtol else 0):
                 picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]

@@ -175,6 +175,13 @@ class LowRankPlusIdentity:
         xp = namespace(self.basis)
         return self._act(xp.sqrt(self.values), xp.sqrt(self.rest), x)
 
+    def with_rows(self, basis: Array) -> LowRankPlusIdentity:
+        """The same with the rows of V in another order; numbers that were checked are not checked again."""
+        found = object.__new__(LowRankPlusIdentity)
+        for name, value in (("basis", basis), ("values", self.values), ("rest", self.rest)):
+            object.__setattr__(found, name, value)
+        return found
+
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
         inside = namespace(self.basis).matrix_transpose(self.basis) @ x
         return rest[..., None, None] * x + self.basis @ ((values - rest[..., None])[..., :, None] * inside)

@@ -78,7 +78,7 @@ def moved_first(weight: Weight, sizes: Sequence[int], i: int) -> Weight:
         return Diagonal(_permuted(weight.values, sizes, first))
     if isinstance(weight, LowRankPlusIdentity):
         q = int(weight.basis.shape[-1])
-        return LowRankPlusIdentity(_permuted(weight.basis, (*sizes, q), (*first, d + 1)), weight.values, weight.rest)
+        return weight.with_rows(_permuted(weight.basis, (*sizes, q), (*first, d + 1)))
     if isinstance(weight, Dense):
         both = (*first, *(axis + d for axis in first[1:]))
         return Dense(_permuted(weight.matrix, (*sizes, *sizes), both))
