@@ -24,7 +24,7 @@ from lsrdecomp.solvers.batched_terms import (
     summed,
 )
 from lsrdecomp.solvers.pair.normal_equations import is_small, moved_first, normal_matrix
-from lsrdecomp.solvers.pair.partial_traces import PartialTraces
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces, inverse
 from lsrdecomp.targets.weights import Identity, Weight
 
 DAMPING = 64.0
@@ -149,12 +149,11 @@ class Side:
         """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
         xp = namespace(normal)
         batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
-        inverse = _inverse(self.traces.mean[:, None, None] * normal + diagonal_matrix(penalty))
-        part = self.traces.parts[i]
-        rows = None if part is None else _inverse(part)
+        columns = inverse(self.traces.mean[:, None, None] * normal + diagonal_matrix(penalty))
+        rows = self.traces.inverse(i)
 
         def precondition(x: Array) -> Array:
-            image = xp.reshape(x, (batch, m, r * s)) @ inverse
+            image = xp.reshape(x, (batch, m, r * s)) @ columns
             return xp.reshape(image if rows is None else rows @ image, x.shape)
 
         def apply(x: Array) -> Array:
@@ -164,9 +163,3 @@ class Side:
 
         residual = right_hand - apply(stacks[i])
         return stacks[i] + conjugate_gradients(apply, precondition, residual, self.cg_steps)
-
-
-def _inverse(matrices: Array) -> Array:
-    xp = namespace(matrices)
-    inverse = xp.linalg.inv(damped(matrices, 1e-8))
-    return 0.5 * (inverse + xp.matrix_transpose(inverse))

@@ -49,6 +49,17 @@ class PartialTraces:
         part = self.parts[i]
         return rows if part is None else part @ rows
 
+    def inverse(self, i: int) -> Array | None:
+        """W_i⁻¹, made when it is first asked for; None for the identity."""
+        part = self.parts[i]
+        if part is not None and i not in self._inverses:
+            self._inverses[i] = inverse(part)
+        return self._inverses.get(i)
+
+    @cached_property
+    def _inverses(self) -> dict[int, Array]:
+        return {}
+
     @cached_property
     def roots(self) -> tuple[list[Array | None], list[Array | None]]:
         """W_i^½ and W_i^-½ of every part."""
@@ -65,6 +76,13 @@ class PartialTraces:
             roots.append((vectors * half[:, None, :]) @ xp.matrix_transpose(vectors))
             inverses.append((vectors / half[:, None, :]) @ xp.matrix_transpose(vectors))
         return roots, inverses
+
+
+def inverse(matrices: Array) -> Array:
+    """Of positive definite matrices (L, n, n), symmetric; slightly damped."""
+    xp = namespace(matrices)
+    found = xp.linalg.inv(damped(matrices, 1e-8))
+    return 0.5 * (found + xp.matrix_transpose(found))
 
 
 def along_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:
