@@ -13,13 +13,15 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.ladder import ladder, neighbours, parameters
+from lsrdecomp.compression.candidates import Lsr
+from lsrdecomp.compression.ladder import first_rungs, ladder, neighbours, parameters, upper_rungs
 from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.search_neighbours import STRIDE
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.searched import Fitted, Resources, search_layers
+from lsrdecomp.compression.searched import WIDENINGS, Fitted, Resources, search_layers
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -214,6 +216,29 @@ def test_the_ladder_tiles_any_matrix_within_its_limit(size: tuple[int, int]) -> 
     for chain in chains:
         assert chain.shape.matrix_shape == size
         assert all(parameters((chain.shape, ranks)) <= 900 for ranks in chain.terms)
+
+
+def test_the_ladder_is_its_first_rungs_and_the_upper_ones() -> None:
+    whole = ladder((576, 576), 8, (2, 3), 8, 2000)
+    first, upper = first_rungs((576, 576), (2, 3), 2000), upper_rungs((576, 576), 8, (2, 3), 8, 2000)
+    assert [*first, *upper] == whole
+    assert all(max(chain.shape.inner) == 1 for chain in first)
+    assert all(max(chain.shape.inner) > 1 for chain in upper)
+    some = upper_rungs((576, 576), 8, (2, 3), 8, 2000, 700)
+    sizes = [parameters((chain.shape, terms)) for chain in some for terms in chain.terms]
+    assert len(sizes) > 5
+    assert all(700 <= size <= 2000 for size in sizes)
+
+
+def test_upper_rungs_are_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
+    searched = search_layers(layers, [Budget(ratio=6.0)], search=QUICK)
+    entries = [entry.exact for row in searched.state.table for entry in row if isinstance(entry.exact, Lsr)]
+    assert {max(one.shape.inner) for one in entries} == {1}
+    fitted = searched.fit(Budget(ratio=6.0))
+    entries = [entry.exact for row in searched.state.table for entry in row if isinstance(entry.exact, Lsr)]
+    assert max(max(one.shape.inner) for one in entries) > 1
+    largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
+    assert largest <= STRIDE ** (2 * WIDENINGS) * max(one.candidate.parameters for one in fitted.chosen)
 
 
 def test_neighbours_are_one_step_away() -> None:
