@@ -56,13 +56,13 @@ def first_rungs(matrix_shape: tuple[int, int], orders: Sequence[int], most: floa
     """The even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
     m, n = matrix_shape
     evens = ((order, ProductShape(_even(m, order), (1,) * order, _even(n, order))) for order in sorted(orders)[::-1])
-    return _chains([(shape, MORE if order == 2 else FEW) for order, shape in evens], 0, most)
+    return _chains([(shape, MORE if order == 2 else FEW) for order, shape in evens], most)
 
 
 def upper_rungs(
-    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float, least: float = 0.0
+    matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
 ) -> list[Chain]:
-    """Even and tall shapes with an inner rank, of ``least`` to ``most`` parameters."""
+    """Even and tall shapes with an inner rank, of at most ``most`` parameters."""
     m, n = matrix_shape
     rank = min(rank, inner_rank, m, n)
     if 2 not in orders:
@@ -71,11 +71,11 @@ def upper_rungs(
     tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
     pays = 0.6 * (m + n)
     wanted = [shape for shape in (*even, *tall) if most >= pays or shape.inner not in LARGE]
-    return _chains([(shape, WIDE) for shape in wanted], least, most)
+    return _chains([(shape, WIDE) for shape in wanted], most)
 
 
-def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], least: float, most: float) -> list[Chain]:
-    chains = (_chain(shape, terms, least, most) for shape, terms in wanted)
+def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float) -> list[Chain]:
+    chains = (_chain(shape, terms, most) for shape, terms in wanted)
     return list({chain.shape: chain for chain in chains if chain.terms}.values())
 
 
@@ -113,9 +113,9 @@ def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
     return min(ranks[0], sides[0].max_separation_rank), min(ranks[1], sides[1].max_separation_rank)
 
 
-def _chain(shape: ProductShape, terms: Sequence[Ranks], least: float, most: float) -> Chain:
+def _chain(shape: ProductShape, terms: Sequence[Ranks], most: float) -> Chain:
     whole = (ranks for ranks in terms if clipped(shape, ranks) == ranks)
-    return Chain(shape, tuple(ranks for ranks in whole if least <= parameters((shape, ranks)) <= most))
+    return Chain(shape, tuple(ranks for ranks in whole if parameters((shape, ranks)) <= most))
 
 
 @cache

@@ -29,13 +29,14 @@ SMALLEST = 0.04
 
 
 STRIDE = 1.7
-"""Upper rungs are solved from this factor below the size that a layer was given to this factor above it."""
+"""Upper rungs are solved up to this factor above the size that a layer was given; from the fewest terms, since what
+grew from fewer terms comes nearer than what starts from singular vectors."""
 
 
 def widen(state: SearchState, sizes: Sequence[int]) -> bool:
-    """Solve every layer at the upper rungs of the ladder of about these numbers of parameters; whether there were any.
+    """Solve every layer at the upper rungs of the ladder up to about so many parameters; whether there were any.
 
-    Sizes are taken by powers of `STRIDE`, so that layers share a task, and budgets what they have in common.
+    Sizes are taken by powers of `STRIDE`, so that layers share a task.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, (layer, size) in enumerate(zip(state.layers, sizes, strict=True)):
@@ -48,7 +49,7 @@ def widen(state: SearchState, sizes: Sequence[int]) -> bool:
     for (_, rank, step), places in groups.items():
         first, search = state.layers[places[0]], state.search
         most = min(STRIDE ** (step + 1), first.parameters / 2)
-        chains = upper_rungs(first.shape, rank, search.orders, search.inner_rank, most, STRIDE ** (step - 1))
+        chains = upper_rungs(first.shape, rank, search.orders, search.inner_rank, most)
         requests = [Request(chain.shape, chain.terms) for chain in chains]
         tasks += [state.task(part, requests) for part in state.parts(places) if requests]
     count = sum(len(task.places) * len(task.requests) for task in tasks)

@@ -1,8 +1,9 @@
 """A search over all layers of an adapter, and what any budget takes from it.
 
 Every layer is solved at the first rungs of a ladder of shapes; a budget chooses one candidate a layer. The upper rungs
-are solved at about the sizes it chose; then, while they pay, neighbours of what it chose are tried. What is chosen is
-refined and measured in the whole norm. All that was solved stays in the table, so that the next budget starts from it.
+are solved up to about the sizes it chose, for several budgets at once at all sizes; then, while they pay, neighbours of
+what it chose are tried. What is chosen is refined and measured in the whole norm. All that was solved stays in the
+table, so that the next budget starts from it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Searched:
     def solve_ladder(self, limits: Sequence[float | None]) -> None:
         """Every layer at the shapes of the ladder, or of a full search, for budgets of these costs (None: any)."""
         limit = None if any(one is None for one in limits) else max(one for one in limits if one is not None)
-        self._widens = limit is not None
+        self._widens = limit is not None and len(limits) == 1  # several budgets want most of the ladder
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
             self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
