@@ -102,9 +102,9 @@ def stored_layers(
             layer.shape,
             layer.rank,
             partial(read, layer),
-            partial(read_pair, layer),
             opened,
             statistics is not None,
+            partial(read_pair, layer),
         )
         for layer in checkpoint.layers
     ]

@@ -152,12 +152,12 @@ class StoredLayer(Layer):
     rank : int
     read : callable
         Reads the layer with its norm.
-    read_pair : callable
-        Reads the pair alone, which is far less.
     opened : LayerCache
         Where open layers are kept.
     weighted : bool
         Whether it has a norm of its own, which comes with reading.
+    read_pair : callable, optional
+        Reads the pair alone, which is far less than both.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class StoredLayer(Layer):
         shape: tuple[int, int],
         rank: int,
         read: Callable[[], Layer],
-        read_pair: Callable[[], LowRank],
         opened: LayerCache,
         weighted: bool,
+        read_pair: Callable[[], LowRank] | None = None,
     ) -> None:
         self.name = name
         self._shape = shape
@@ -181,8 +181,7 @@ class StoredLayer(Layer):
 
     @property
     def pair(self) -> LowRank:
-        known = self._opened.find(self)
-        if known is not None or not self._weighted:
+        if self._read_pair is None or not self._weighted or self._opened.holds(self):
             return self._open().pair
         return self._read_pair()
 
@@ -240,9 +239,9 @@ class LayerCache:
         """What a layer is wanted for often; the answer reads it back."""
         return self._kept.put(value)
 
-    def find(self, layer: StoredLayer) -> Layer | None:
-        """The layer, if it is open."""
-        return self._open.get(id(layer))
+    def holds(self, layer: StoredLayer) -> bool:
+        """Whether the layer is open."""
+        return id(layer) in self._open
 
     def take(self, layer: StoredLayer, read: Callable[[], Layer]) -> Layer:
         """The layer, opened."""
