@@ -11,37 +11,37 @@ import typer
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
+from lsrdecomp.cli.suites import Out, Retry, Table, Tasks, in_place_of_the_suites, open_suite, training_imports
 from lsrdecomp.compression.progress import Counter
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.compare import Results
 
 
+@in_place_of_the_suites
 def compare(
     suite: Annotated[Path, typer.Argument(help="TOML file: methods, tasks, seeds and rates.", show_default=False)],
+    *,
     out: Out,
     table: Table = False,
     tasks: Tasks = None,
-    data: Data = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     workers: Annotated[int, typer.Option(help="Processes.", min=1)] = 1,
     retry: Retry = False,
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
+    **given: Any,
 ) -> None:
     """Fine-tune by every method of a suite on every task, at the rate that suits it, over several seeds.
 
     Rates are chosen on a split of the training set. Finished runs are never redone. Writes table.md, and pictures where
-    matplotlib is installed. Exit code 1 if a run failed.
+    matplotlib is installed. Exit code 1 if a run failed. --data, --model, --device and --precision stand in place of
+    the suite's own.
     """
     with training_imports():
         from lsrdecomp.experiments.compare import compare as run
         from lsrdecomp.experiments.compare import read_results
-    chosen = open_suite(suite, tasks, data=data, model=model, device=device, dtype=dtype)
+    chosen = open_suite(suite, tasks, given)
     if table:
         results = read_results(chosen, out)
     else:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.suites import Data, Device, Dtype, Model, Out, Retry, Table, Tasks, open_suite, training_imports
+from lsrdecomp.cli.suites import Out, Retry, Table, Tasks, in_place_of_the_suites, open_suite, training_imports
 
 if TYPE_CHECKING:
     from lsrdecomp.experiments.recover_table import Recovery
     from lsrdecomp.experiments.runs import Outcome, Run
 
 
+@in_place_of_the_suites
 def recover(
     suite: Annotated[Path, typer.Argument(help="TOML file with a table [recover].", show_default=False)],
+    *,
     out: Out,
     table: Table = False,
     tasks: Tasks = None,
-    data: Data = None,
-    model: Model = None,
-    device: Device = None,
-    dtype: Dtype = None,
     retry: Retry = False,
     distil: Annotated[
         int | None, typer.Option(help="Steps of distillation of each form, without labels.", min=1)
@@ -34,18 +32,20 @@ def recover(
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
+    **given: Any,
 ) -> None:
     """Train a LoRA, compress it by each structure to each budget, judge that, train on, and judge again.
 
     With --distil, or a suite that says so, forms are also trained on the LoRA's own answers and judged. Beside it the
     same shapes are trained from scratch for as many steps. Finished parts are never redone. Writes table.md, and
-    pictures where matplotlib is installed. Exit code 1 if a run failed.
+    pictures where matplotlib is installed. Exit code 1 if a run failed. --data, --model, --device and --precision stand
+    in place of the suite's own.
     """
     with training_imports():
         from lsrdecomp.experiments import recover as parts
         from lsrdecomp.experiments.recover_table import read_recovery
         from lsrdecomp.experiments.runs import Failure
-    chosen = open_suite(suite, tasks, data=data, model=model, device=device, dtype=dtype)
+    chosen = open_suite(suite, tasks, given)
     if distil is not None:
         chosen = replace(chosen, recover={**chosen.recover, "distil": distil})
     failed: list[str] = []

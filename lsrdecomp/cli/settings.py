@@ -15,30 +15,35 @@ from lsrdecomp.training.fields import OPTION, READ, Field, Settings
 V = TypeVar("V", bound=Callable[..., Any])
 
 
-def options_of(settings: type[Settings], *, elsewhere: tuple[str, ...] = ()) -> Callable[[V], V]:
+def options_of(
+    settings: type[Settings], *, elsewhere: tuple[str, ...] = (), only: tuple[str, ...] | None = None
+) -> Callable[[V], V]:
     """The verb, whose ``**given`` takes the fields that are options; the help lists the others under ``--set``.
 
     ``given`` holds every such field under its name, None where it was not on the command line. The fields named in
-    ``elsewhere`` are options that the verb declares itself.
+    ``elsewhere`` are options that the verb declares itself; with ``only``, those named there are the options, and
+    neither defaults nor others are shown.
     """
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
         first, *others = (each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD)
         fields = settings.fields.values()
-        made = [_parameter(field) for field in fields if OPTION in field.marks]
+        chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
+        made = [_parameter(each, default=only is None) for each in chosen]
         verb.__signature__ = signature.replace(parameters=[first, *made, *others])  # type: ignore[attr-defined]
         verb.__annotations__ |= {each.name: each.annotation for each in made}
-        rest = [field for field in fields if OPTION not in field.marks and field.name not in elsewhere]
-        verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\n{_listed(rest)}"
+        if only is None:
+            rest = [each for each in fields if each not in chosen and each.name not in elsewhere]
+            verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\n{_listed(rest)}"
         return verb
 
     return decorate
 
 
-def _parameter(field: Field) -> inspect.Parameter:
+def _parameter(field: Field, *, default: bool) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
-    shown = field.shown_default.strip('"') or False
+    shown = default and (field.shown_default.strip('"') or False)
     option = typer.Option(*flags, help=field.help, show_default=shown)
     marks = (Input, option) if READ in field.marks else (option,)
     kind = field.type | None
