@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import typer
@@ -27,8 +28,7 @@ def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) ->
     """`serving.check_served` in words; exit code 1 if no layer would apply."""
     if base is None:
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
-    with tables.quiet():
-        found = serving.check_served(adapter, server, base_files(base))
+    found = serving.check_served(adapter, server, base_files(base))
     tables.show(json, *_sentences(found))
     if json is not None:
         tables.write_json(found.to_json(), json)
@@ -63,7 +63,7 @@ def by_asking(
 ) -> None:
     """`serving.ask_server` in words; exit code 1 if the adapter does not act, or acts at another scale."""
     lines = {} if prompts is None else {"prompts": _lines(prompts)}
-    with tables.quiet():
+    with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
         found = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
     tables.show(json, *_answers(found, url))
     if json is not None:

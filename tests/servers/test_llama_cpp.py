@@ -20,6 +20,7 @@ from checkpoint_files import directory, pair
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.compression.export import export_lora
+from lsrdecomp.serving import ask_server, check_served
 
 pytestmark = pytest.mark.servers
 
@@ -82,8 +83,8 @@ def gguf_file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def ask(gguf_file: Path, adapters: dict[str, tuple[Path, Path]]) -> Iterator[Callable[..., Any]]:
-    """A request to a running server that was started with both adapters."""
+def address(gguf_file: Path, adapters: dict[str, tuple[Path, Path]]) -> Iterator[str]:
+    """Of a running server that was started with both adapters."""
     import xllamacpp
 
     settings = xllamacpp.CommonParams()
@@ -98,7 +99,13 @@ def ask(gguf_file: Path, adapters: dict[str, tuple[Path, Path]]) -> Iterator[Cal
         infos.append(info)
     settings.lora_adapters = infos
     server = xllamacpp.Server(settings)
-    address = server.listening_address
+    yield server.listening_address
+    del server
+
+
+@pytest.fixture(scope="module")
+def ask(address: str) -> Callable[..., Any]:
+    """A request to that server."""
 
     def request(path: str, fields: object = None) -> Any:
         body = None if fields is None else json.dumps(fields).encode()
@@ -106,8 +113,7 @@ def ask(gguf_file: Path, adapters: dict[str, tuple[Path, Path]]) -> Iterator[Cal
         with urllib.request.urlopen(urllib.request.Request(address + path, body, kind)) as reply:
             return json.load(reply)
 
-    yield request
-    del server
+    return request
 
 
 @pytest.fixture(scope="module")
@@ -242,3 +248,16 @@ def test_an_adapter_switched_off_leaves_the_bare_base_and_one_left_out_of_a_requ
     assert completion(ask, prompts[0], None)[0] == served["none"][0][0]
     ask("/lora-adapters", [{"id": 0, "scale": 1.0}])
     assert completion(ask, prompts[0], None)[0] == served["a"][0][0]
+
+
+def test_a_server_that_is_asked_tells_which_adapter_acts_and_at_which_scale(address, ask, adapters, gguf_file):
+    """`verify --server`: PEFT is nearest at the scale that is set, however llama.cpp rounds."""
+    assert all(len(check_served(file, "llama.cpp", gguf_file).applied) > 100 for _, file in adapters.values())
+    for scale in (1.0, 0.5):
+        ask("/lora-adapters", [{"id": number, "scale": scale} for number in (0, 1)])
+        found = ask_server(address, adapters["a"][0], name="a", base="smollm2")
+        print(f"\na set to {scale}: fitted {found.fitted_scale:.3f}, {found.fit:.4f} nats there, ", end="")
+        print(f"{found.misfit:.3f} without the adapter; effect {found.effect:.3f}, noise {found.noise:.1e}", end="")
+        assert (found.acts, found.set_scale, found.scaled_right) == (True, scale, True)
+        assert found.fitted_scale == pytest.approx(scale, abs=0.15 * scale)  # measured .964 and .478
+        assert found.fit < found.misfit / 3

@@ -1,6 +1,8 @@
 """What servers of language models would apply, by their rules: beside PEFT itself, and as vLLM's loader reads."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -207,6 +209,18 @@ def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
     assert "general.type is None" in check_served(tmp_path / "model.gguf", "llama.cpp", base).refusals[0]
 
 
+def test_headers_are_compared_without_torch(base, tmp_path):
+    folder = adapter(tmp_path / "a")
+    code = (
+        "import sys; from pathlib import Path; from lsrdecomp.cli.served import by_rules\n"
+        f"for server in ('peft', 'vllm'): by_rules(Path({str(folder)!r}), server, {str(base)!r}, None)\n"
+        "print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("8 of 8 layers would apply") == 2
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_what_cannot_be_asked(base, tmp_path):
     folder = adapter(tmp_path / "a")
     with pytest.raises(LsrError, match="'vlm'; did you mean 'vllm'"):
@@ -235,7 +249,7 @@ def test_the_command_line_says_it_in_sentences_and_in_json(base, tmp_path):
     assert facts["refusals"] == ["llama.cpp loads GGUF files: export --to gguf"]
     for arguments, words in [
         ([folder, "--for", "vllm"], "name it by --base"),
-        ([folder, folder, "--for", "vllm", "--base", base], "looks at one adapter"),
+        ([folder, folder, "--for", "vllm", "--base", base], "look at one adapter"),
         ([folder], "name what was written from it too"),
     ]:
         done = lsr("verify", *arguments)
