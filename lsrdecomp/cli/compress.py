@@ -88,8 +88,8 @@ def compress(
 
     One goal: --rtol, --ratio, --params, --bytes, --kl or --separation-rank. Without --calibrated errors are in the
     Frobenius norm, closeness of numbers: there plain truncated SVD is hard to beat, and is taken where it is better.
-    With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller still act. Exit
-    code 1, and nothing written, if --rtol cannot be met in this storage.
+    With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller keep much of what
+    they do. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
 
     With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
     adapter does on held-out texts, and --distil 200 trains it on the LoRA's own answers, without labels.
@@ -220,9 +220,17 @@ def _write(
             waiting[report].write_text(page, encoding="utf-8")
     if place is not None:
         tables.show(json, tables.file_sizes(checkpoint, place))
-        tables.show(json, f"Wrote {place}. Open it with PEFT after `import lsrdecomp.adapters`.")
+        tables.show(json, f"Wrote {place}. {_next(checkpoint, place)}")
     if report is not None:
         tables.show(json, f"Wrote {report}.")
+
+
+def _next(checkpoint: Checkpoint, place: Path) -> str:
+    """What opens it: PEFT, or for the formats of image programs the file they read."""
+    if checkpoint.format in ("kohya", "diffusers"):
+        to = checkpoint.format
+        return f"As a {to} LoRA again: lsrdecomp export {place} --to {to} --out {place}.safetensors"
+    return "Open it with PEFT after `import lsrdecomp.adapters`."
 
 
 def _write_figures(results: list[Any], json: Path | None) -> None:

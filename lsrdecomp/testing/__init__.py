@@ -1,8 +1,13 @@
 """Property tests for Kronecker code, yours as well as ours: strategies that draw cases, checks that find wrong code.
 
-Needs the package hypothesis. `check_kron`, `check_apply`, `check_rearrange`, `check_sum` and `check_decomposition` take
-*your* function, `check_operator` your class; `identities` holds each identity by itself.
+Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. `check_kron`, `check_apply`, `check_rearrange`, `check_sum` and
+`check_decomposition` take *your* function, `check_operator` your class; `identities` holds each identity by itself.
 """
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+except ImportError as _error:
+    raise ImportError("lsrdecomp.testing needs hypothesis: pip install 'lsrdecomp[testing]'") from _error
 
 from lsrdecomp.testing import identities as identities
 from lsrdecomp.testing.agreement import IdentityError as IdentityError
