@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from lsrdecomp.experiments.compare_table import Spread, Table
-from lsrdecomp.experiments.recover import DISTILLED, WHOLE, Job, chosen_rate, jobs, read_outcomes, read_point
+from lsrdecomp.experiments.recover import DISTILLED, chosen_rate, read_outcomes, read_point
+from lsrdecomp.experiments.recover_jobs import WHOLE, Job, jobs
 from lsrdecomp.experiments.recover_plan import STRUCTURES, recover_plan
 from lsrdecomp.experiments.runs import outcome
 from lsrdecomp.experiments.suite import Suite

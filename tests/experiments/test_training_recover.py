@@ -28,7 +28,8 @@ from lsrdecomp.compression.search import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
 from lsrdecomp.experiments import recover_table  # noqa: E402
 from lsrdecomp.experiments.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
-from lsrdecomp.experiments.recover import chosen_rate, jobs, recover  # noqa: E402
+from lsrdecomp.experiments.recover import chosen_rate, recover  # noqa: E402
+from lsrdecomp.experiments.recover_jobs import jobs  # noqa: E402
 from lsrdecomp.experiments.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
 from lsrdecomp.experiments.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.solvers.pair.joint_als import JointALS  # noqa: E402
