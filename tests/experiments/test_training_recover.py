@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 from peft import PeftModel  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import AutoModelForSequenceClassification  # noqa: E402
+from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
@@ -341,6 +342,8 @@ def test_statistics_of_another_base_are_refused_by_name(done, first, tmp_path, s
 
 
 def test_the_precision_of_the_base_can_be_given_on_the_command_line(done):
-    common = {"data": None, "model": None, "device": None}
-    assert open_suite(done[0], None, **common, dtype="bfloat16").common["precision"] == "bfloat16"
-    assert "precision" not in open_suite(done[0], None, **common, dtype=None).common
+    given = {"data": None, "model": None, "device": None}
+    assert open_suite(done[0], None, {**given, "precision": "bfloat16"}).common["precision"] == "bfloat16"
+    assert "precision" not in open_suite(done[0], None, {**given, "precision": None}).common
+    (verb,) = (command for command in get_command(app).commands.values() if command.name == "recover")
+    assert any("--dtype" in parameter.opts for parameter in verb.params)
