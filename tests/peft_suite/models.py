@@ -41,7 +41,11 @@ OPT = {**PAD, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 
 # name on the hub: (architecture, model type, sizes)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "peft-internal-testing/tiny-random-OPTForCausalLM": ("OPTForCausalLM", "opt", {**OPT, "word_embed_proj_dim": 32}),
-    "peft-internal-testing/opt-125m": ("OPTForCausalLM", "opt", {**OPT, "word_embed_proj_dim": 32}),
+    "peft-internal-testing/opt-125m": (
+        "OPTForCausalLM",
+        "opt",
+        {**OPT, "word_embed_proj_dim": 32, "num_hidden_layers": 12},  # tests count its layers, and name the sixth
+    ),
     "peft-internal-testing/tiny-random-GPT2LMHeadModel": ("GPT2LMHeadModel", "gpt2", GPT),
     "hf-internal-testing/tiny-random-gpt2": ("GPT2LMHeadModel", "gpt2", GPT),
     "peft-internal-testing/tiny-random-GPTJForCausalLM": ("GPTJForCausalLM", "gptj", {**GPT, "rotary_dim": 4}),
