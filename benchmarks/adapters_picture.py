@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -46,57 +47,81 @@ def model(case: dict[str, Any], ceilings: dict[str, float], itemsize: int) -> di
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Left: medians and quartiles of the time against PEFT's LoRA. Right: the cost model against the measurement."""
+    """A panel a case: medians and quartiles of the time against PEFT's LoRA. Last: the cost model against the clock."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure, (costs, models) = plt.subplots(1, 2, figsize=(11, 5.2), width_ratios=(1.5, 1), layout="constrained")
     cases = record["cases"]
     names = list(dict.fromkeys(arm["arm"] for case in cases for arm in case["arms"]))
-    means = {name: sum(arm["ratio"] for case in cases for arm in case["arms"] if arm["arm"] == name) for name in names}
-    names.sort(key=lambda name: means[name], reverse=True)
-    for number, case in enumerate(cases):
-        offset = (len(cases) / 2 - number) * 0.7 / len(cases)
-        places = {arm["arm"]: arm for arm in case["arms"]}
-        shown = [name for name in names if name in places]
-        middle = [places[name]["ratio"] for name in shown]
-        low = [places[name]["ratio"] - places[name]["ratio_low"] for name in shown]
-        high = [places[name]["ratio_high"] - places[name]["ratio"] for name in shown]
-        heights = [names.index(name) + offset for name in shown]
-        colour = COLOURS[number % len(COLOURS)]
-        costs.errorbar(middle, heights, xerr=(low, high), fmt="o", ms=4, lw=1, color=colour, label=case["name"])
-    costs.axvline(1, color="0.6", lw=1, zorder=0)
-    costs.set_yticks(range(len(names)), names)
-    costs.set_xlabel("time of forward and backward, PEFT LoRA = 1 (median and quartiles over rounds)")
-    costs.legend(fontsize=7, loc="upper right", frameon=False)
-    costs.grid(axis="y", color="0.93")
-    itemsize = 4 if "32" in record["dtype"] else 2
-    ends = []
-    for number, case in enumerate(case for case in cases if case["shapes"]):
-        expected = model(case, record["ceilings"], itemsize)
-        measured = {arm["arm"]: arm["ratio"] for arm in case["arms"]}
-        for sign, arm in zip("os^vD", (name for name in expected if name != YARDSTICK), strict=True):
-            if arm not in measured:
-                continue
-            point = expected[arm] / expected[YARDSTICK], measured[arm]
-            ends += point
-            colour = COLOURS[number % len(COLOURS)]
-            models.plot(*point, sign, color=colour, ms=5, mfc="none", label=arm if number == 0 else None)
-    if ends:
-        models.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.6", lw=1, zorder=0)
-    models.set(xlabel="ratio to PEFT LoRA by the cost model", ylabel="measured")
-    for axis in (costs.xaxis, models.xaxis, models.yaxis):
+    sums = {name: sum(arm["ratio"] for case in cases for arm in case["arms"] if arm["arm"] == name) for name in names}
+    names.sort(key=lambda name: sums[name], reverse=True)
+    columns = 4
+    rows = -(-(len(cases) + 1) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(11, 3.6 * rows), layout="constrained", squeeze=False)
+    panels = [panel for line in grid for panel in line]
+    for number, (panel, case) in enumerate(zip(panels, cases, strict=False)):
+        _times(panel, case, names)
+        panel.set_yticks(range(len(names)), names if number % columns == 0 else [""] * len(names), fontsize=8)
+        panel.set_title(textwrap.fill(case["name"], 28), fontsize=9)
+        panel.set_xlabel("time, PEFT LoRA = 1", fontsize=8)
+    span = [end for panel in panels[: len(cases)] for end in panel.get_xlim()]
+    for panel in panels[: len(cases)]:
+        panel.set_xlim(min(span), max(span))
+    _against_model(panels[len(cases)], record)
+    for panel in panels[len(cases) + 1 :]:
+        panel.set_visible(False)
+    scaled = [panel.xaxis for panel in panels[: len(cases) + 1]] + [panels[len(cases)].yaxis]
+    for axis in scaled:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_locator(FixedLocator((0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)))
+        axis.set_major_locator(FixedLocator((0.7, 1, 1.5, 2, 3, 4)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-    legend = models.legend(fontsize=7, frameon=False)
-    for handle in legend.legend_handles:
-        handle.set_color("0.2")
-    figure.suptitle(f"{record['environment']['device']}, {record['dtype'].removeprefix('torch.')}", fontsize=9)
+        axis.set_tick_params(labelsize=8)
+    device, dtype = record["environment"]["device"], record["dtype"].removeprefix("torch.")
+    figure.suptitle(f"Forward and backward on {device} in {dtype}: median and quartiles over rounds", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _times(panel: Any, case: dict[str, Any], names: list[str]) -> None:
+    """One case: a point and a bar for each arm; ours filled, others hollow."""
+    for arm in case["arms"]:
+        middle, low, high = arm["ratio"], arm["ratio_low"], arm["ratio_high"]
+        ours = arm["arm"].startswith(("LSR", "our"))
+        colour = COLOURS[0] if ours else "0.35"
+        bars = [[middle - low], [high - middle]]
+        height = names.index(arm["arm"])
+        panel.errorbar(
+            middle, height, xerr=bars, fmt="o" if ours else "s", ms=4, lw=1.2, color=colour, mfc=None if ours else "w"
+        )
+    panel.axvline(1, color="0.6", lw=1, zorder=0)
+    panel.grid(axis="y", color="0.93")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+
+
+def _against_model(panel: Any, record: dict[str, Any]) -> None:
+    """All cases: what the cost model expects across, what was measured up; on the line they agree."""
+    itemsize = 4 if "32" in record["dtype"] else 2
+    points: dict[str, list[tuple[float, float]]] = {}
+    for case in record["cases"]:
+        if case["shapes"]:
+            expected = model(case, record["ceilings"], itemsize)
+            measured = {arm["arm"]: arm["ratio"] for arm in case["arms"]}
+            for arm in expected:
+                if arm != YARDSTICK and arm in measured:
+                    points.setdefault(arm, []).append((expected[arm] / expected[YARDSTICK], measured[arm]))
+    ends = [value for own in points.values() for point in own for value in point]
+    if ends:
+        panel.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.6", lw=1, zorder=0)
+    for (arm, own), sign, colour in zip(points.items(), "os^vD", COLOURS, strict=False):
+        panel.plot(*zip(*own, strict=True), sign, color=colour, ms=5, mfc="none", label=arm)
+    panel.set_title("measured, against the cost model", fontsize=9)
+    panel.set_xlabel("by the model, PEFT LoRA = 1", fontsize=8)
+    panel.spines[["top", "right"]].set_visible(False)
+    if points:
+        panel.legend(fontsize=7, frameon=False, loc="upper left")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from lsrdecomp.analysis import ErrorCurve
 
@@ -35,7 +36,7 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
     up = _Axis(min(y for _, y in every) / 1.3, max(1.0, max(y for _, y in every)) * 1.2, HEIGHT - BOTTOM, TOP)
     parts = [*_grid(across, up)]
-    labels = _Labels()
+    labels = _Labels([[(across(x), up(y)) for x, y in line] for line in points])
     if lora:
         x = across(lora)
         parts.append(
@@ -75,18 +76,38 @@ class _Axis:
 
 
 class _Labels:
-    """Texts to the right of points, each pushed down until it covers no earlier one."""
+    """Texts beside points, each where it covers no curve and no earlier text, or the least of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Sequence[Sequence[tuple[float, float]]] = ()) -> None:
         self._taken: list[tuple[float, float, float]] = []  # left, right, middle
+        self._ink = [place for line in lines for place in _along(line)]
         self.texts: list[str] = []
 
     def beside(self, x: float, y: float, text: str, kind: str) -> None:
-        left, right = x + 9.0, x + 9.0 + 9.5 * len(text)
-        while any(left < b and a < right and abs(y - middle) < 19.0 for a, b, middle in self._taken):
-            y += 4.0
-        self._taken.append((left, right, y))
-        self.texts.append(f'<text class="{kind}" x="{left:.1f}" y="{y + 4:.1f}">{escape(text)}</text>')
+        wide = 9.5 * len(text)
+        ways = [
+            (self._covered(left, left + wide, y + down), abs(down) + 2.0 * (left < x), left, y + down)
+            for left in (x + 9.0, x - 9.0 - wide)
+            for down in (4.0 * step for step in range(-8, 17))
+            if left >= LEFT and left + wide <= WIDTH and TOP <= y + down <= HEIGHT - BOTTOM
+        ]
+        _, _, left, middle = min(ways, default=(0, 0.0, x + 9.0, y))
+        self._taken.append((left, left + wide, middle))
+        self.texts.append(f'<text class="{kind}" x="{left:.1f}" y="{middle + 4:.1f}">{escape(text)}</text>')
+
+    def _covered(self, left: float, right: float, middle: float) -> int:
+        """How much of the curves lies under a text there; another text counts for more than any curve."""
+        texts = sum(left < b and a < right and abs(middle - other) < 19.0 for a, b, other in self._taken)
+        return 1000 * texts + sum(left - 4.0 < x < right + 4.0 and abs(y - middle) < 10.0 for x, y in self._ink)
+
+
+def _along(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Places on a curve, some four apart."""
+    places = list(line[-1:])
+    for (x, y), (u, v) in pairwise(line):
+        steps = max(1, round(math.hypot(u - x, v - y) / 4.0))
+        places += [(x + (u - x) * k / steps, y + (v - y) * k / steps) for k in range(steps)]
+    return places
 
 
 def _drawn(curve: ErrorCurve) -> list[tuple[float, float]]:

@@ -39,11 +39,14 @@ def label_ends(ax: Axes, ends: Sequence[End]) -> None:
             continue
         width = 0.66 * TEXT * point * len(end.label)
         own = lines.get(end.label, np.zeros((0, 2)))
-        own = _dense(own)[::-1]
+        shown: Any = np.flatnonzero((own[:, 1] >= box.y0) & (own[:, 1] <= box.y1)) if len(own) else []
+        own = _dense(own[: shown[-1] + 1] if len(shown) else own)[::-1]  # not where it dives out of the picture
         seen = own[(own[:, 1] >= box.y0 + 0.5 * height) & (own[:, 1] <= box.y1)][::8]
         u, v = ax.transData.transform((end.x, end.y))
         if not len(seen) and len(own):  # a line that lies below the axes has its label where it starts
             u, v = own[-1]
+        if len(shown) and not box.y0 <= v <= box.y1:
+            u, v = own[0]
         if box.y0 <= v <= box.y1 or not len(seen):
             seen = np.concatenate([[(u, min(max(v, box.y0 + 0.5 * height), box.y1))], seen])
         best = (math.inf, 0.0, 0.0, True)

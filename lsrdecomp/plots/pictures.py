@@ -59,6 +59,8 @@ def plot_error_curves(
     _floors(ax, drawn, storages)
     if against == "bytes" and drawn and not storages:
         ax.set_ylim(bottom=0.5 * max(curve.floor(storage) for curve in drawn))
+    if any(errors := [error for curve in drawn for error in curve.relative_errors]):
+        ax.set_ylim(top=1.6 * max(errors))  # margins of a logarithmic axis grow with what lies below the picture
     for limit in limits:
         _reference(ax, limit)
     words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}

@@ -63,7 +63,7 @@ def plot_stages(
     panels = figure.subplots(1, len(stages), sharex=True, sharey=True, squeeze=False)[0]
     for panel, stage in zip(panels, stages, strict=True):
         for i, (structure, path) in enumerate(paths.items()):
-            aside = 1.0 + 0.035 * (i - (len(paths) - 1) / 2)  # bars of one size must not cover each other
+            aside = 1.0 + 0.05 * (i - (len(paths) - 1) / 2)  # bars of one size must not cover each other
             points = [
                 Point(structure, aside * point.size, point.mean, point.deviation)
                 for point in sorted(path.get(stage, ()), key=lambda point: point.size)
@@ -75,7 +75,7 @@ def plot_stages(
             panel.plot(x, y, marker=marker, markersize=4.5, linewidth=1.6, color=colour, label=label)
         panel.set_xscale("log")
         panel.set_title(stage, fontsize=10)
-        _levels(panel, references or {})
+        _levels(panel, references or {}, named=panel is panels[-1])
         _dress(panel, size, quality if panel is panels[0] else "")
     named = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(list(named.values()), list(named), frameon=False, fontsize=TEXT, loc="outside lower center", ncols=3)
@@ -89,7 +89,12 @@ def _spread(ax: Axes, points: Sequence[Point], colour: str) -> None:
         ax.errorbar(x, y, yerr=spread, linestyle="none", color=colour, capsize=2, linewidth=0.8)
 
 
-def _levels(ax: Axes, references: Mapping[str, float]) -> None:
+def _levels(ax: Axes, references: Mapping[str, float], named: bool) -> None:
+    """Level lines; their names stand to the right of the last panel, where nothing is drawn."""
     for label, value in references.items():
         ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":")
-        ax.annotate(label, (0.01, value), xycoords=("axes fraction", "data"), fontsize=8, color=GREY, va="bottom")
+        if named:
+            at = ("axes fraction", "data")
+            ax.annotate(
+                label, (1.01, value), xycoords=at, fontsize=TEXT, color=GREY, va="center", annotation_clip=False
+            )

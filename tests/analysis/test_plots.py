@@ -137,6 +137,15 @@ def test_labels_do_not_cover_each_other():
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
 
 
+def test_the_label_of_a_line_that_leaves_the_picture_stands_where_it_is_still_seen():
+    """An exact last point lies far below the axes; its label belongs to the last point one sees, not to the axis."""
+    dive = ErrorCurve("exact at last", (0, 1, 2, 3), (0, 100, 200, 300), (1.0, 0.5, 0.2, 1e-14), 1.0)
+    ax = plot_error_curves([dive], storages=("float16",))
+    label = next(text for text in ax.texts if text.get_text() == "exact at last")
+    assert 0.05 < label.get_position()[1] < 0.6
+    assert ax.get_ylim()[1] < 2.0  # and the margin above does not grow with what lies below
+
+
 def test_colours_stay_apart_for_common_colour_blindness():
     """Simulated protanopia and deuteranopia (Viénot et al. 1999), distances in the linear RGB that remains."""
     linear = np.array([[int(c[k : k + 2], 16) / 255 for k in (1, 3, 5)] for c in COLOURS]) ** 2.2

@@ -162,3 +162,12 @@ def test_the_summary_for_a_notebook_is_escaped():
     text = summary_html(record())
     assert "my &amp; adapter" in text
     assert "4.10" in text
+
+
+def test_the_mark_of_this_adapter_is_named_where_no_curve_runs():
+    """The mark lies on a level curve: its name stands above or below, not on the line."""
+    level = ErrorCurve("level", (0, 1, 2, 3), (0, 500, 1000, 4000), (1.0, 0.5, 0.5, 0.5), 1.0)
+    svg = svg_curves([level], here=(1000, 0.5))
+    mark = float(re.search(r'class="here" cx="[\d.]+" cy="([\d.]+)"', svg).group(1))
+    text = float(re.search(r'class="mark" x="[\d.]+" y="([\d.]+)"', svg).group(1)) - 4.0
+    assert abs(text - mark) >= 10.0
