@@ -24,6 +24,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "shell",
     "results",
+    "public_names",
 ]
 exclude_patterns = ["_build", "_extensions", "conftest.py"]
 root_doc = "index"

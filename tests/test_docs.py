@@ -83,6 +83,19 @@ def test_the_tables_of_results_are_made_from_files_that_are_here():
         assert all(len(row) == len(head) for row in rows)
 
 
+def test_the_index_of_names_has_every_room_and_a_sentence_for_each_name():
+    names = extension("public_names")
+    rooms = " ".join(re.findall(r"```\{names\} (.+)", (DOCS / "api" / "index.md").read_text(encoding="utf-8"))).split()
+    there = {f"lsrdecomp.{place.parent.name}" for place in (ROOT / "lsrdecomp").glob("*/__init__.pyi")} - {
+        "lsrdecomp.formats"
+    }  # number formats: shown on the page on precision
+    assert there <= set(rooms)
+    for room in rooms:
+        listed = names.sentences(room)
+        assert listed
+        assert [name for name, _, what in listed if len(what) < 8] == []
+
+
 def test_the_commands_on_the_pages_run():
     shell = extension("commands")
     seen = 0

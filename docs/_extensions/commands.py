@@ -14,6 +14,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+COLUMNS = 100
+"""Width of the terminal on the pages: what fits beside the navigation on a common screen."""
 FENCE = re.compile(r"^```\{shell\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -34,7 +36,7 @@ class Shell:
         if program != "lsrdecomp":
             raise RuntimeError(f"only lsrdecomp runs here, not {program!r}")
         with _inside(self.folder):
-            result = CliRunner().invoke(app, arguments)
+            result = CliRunner().invoke(app, arguments, env={"COLUMNS": str(COLUMNS)})
         if result.exit_code != 0:
             raise RuntimeError(f"{command}: exit code {result.exit_code}\n{result.output}\n{result.exception!r}")
         return result.stdout

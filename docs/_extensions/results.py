@@ -10,6 +10,11 @@ from result_tables import RESULTS, TABLES, table
 from sphinx.util.docutils import SphinxDirective
 
 
+def unbroken(cell: str) -> str:
+    """A figure and its spread stay on one line."""
+    return cell.replace(" ± ", "\u00a0±\u00a0").replace("→ ", "→\u00a0")
+
+
 class ResultsDirective(SphinxDirective):
     required_arguments = 1
 
@@ -17,7 +22,7 @@ class ResultsDirective(SphinxDirective):
         name = self.arguments[0]
         self.env.note_dependency(str(RESULTS / TABLES[name][0]))
         head, rows = table(name)
-        lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *rows)]
+        lines = ["| " + " | ".join(map(unbroken, row)) + " |" for row in (head, ("---",) * len(head), *rows)]
         block = nodes.Element()
         self.state.nested_parse(StringList(lines), self.content_offset, block)
         return block.children

@@ -5,11 +5,17 @@ All blocks of a page share one fresh directory, in which ``adapter/`` is the ada
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
-from commands import Shell
+from commands import COLUMNS, Shell
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+
+
+def folded(line: str) -> str:
+    """A sentence as a terminal folds it; tables fit already."""
+    return textwrap.fill(line, COLUMNS) if len(line) > COLUMNS else line
 
 
 class ShellDirective(SphinxDirective):
@@ -20,7 +26,8 @@ class ShellDirective(SphinxDirective):
         self.env.temp_data["shell"] = shell
         shown = []
         for command in (line for line in self.content if line.strip()):
-            shown += [f"$ {command}", *shell.run(command).rstrip().splitlines()]
+            printed = shell.run(command).rstrip().splitlines()
+            shown += [f"$ {command}", *(folded(line) for line in printed)]
         block = nodes.literal_block("\n".join(shown), "\n".join(shown), classes=["terminal"])
         block["language"] = "text"
         return [block]

@@ -20,10 +20,16 @@ def common_prefix(names: Sequence[str]) -> str:
 
     >>> common_prefix(["model.layers.0.q_proj", "model.layers.1.q_proj"])
     'model.layers.'
+
+    Names of kohya's files have underscores for dots:
+
+    >>> common_prefix(["lora_unet_down_blocks_0_to_q", "lora_unet_down_blocks_1_to_q"])
+    'lora_unet_down_blocks_'
     """
+    mark = "_" if all(name.startswith("lora_") and "." not in name for name in names) else "."
     shared = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+    for parts in zip(*(name.split(mark)[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
-    return ".".join(shared) + "." if shared and len(names) > 1 else ""
+    return mark.join(shared) + mark if shared and len(names) > 1 else ""
