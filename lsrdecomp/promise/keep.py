@@ -99,6 +99,10 @@ def smallest(
             on_measured(seen)
         if 0.0 <= found.kept - keep <= ENOUGH * (found.behaviour.standard_error or 0.0):
             break  # no smaller form could be told from one that keeps too little
+    if not any(one.kept >= keep for one in seen) and len(seen) < most:
+        seen.append(Measured(whole, measure(whole)))  # sizes closed in on the LoRA's own, which itself was not asked
+        if on_measured is not None:
+            on_measured(seen)
     enough = [one for one in seen if one.kept >= keep]
     if not enough:
         best = max(seen, key=lambda one: one.kept)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -32,6 +32,7 @@ def curve(factor, power):
 SMALL = 4096.0
 
 
+@example(factor=3.0, power=0.75, keep=0.875, prior=0.4)  # all but the LoRA's own size keep too little
 @given(
     factor=st.floats(0.2, 3.0), power=st.floats(0.75, 1.4), keep=st.floats(0.5, 0.95), prior=st.sampled_from([0.4, 1.0])
 )

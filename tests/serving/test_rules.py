@@ -229,6 +229,10 @@ def test_what_cannot_be_asked(base, tmp_path):
         check_served(folder, "peft", tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is no base"):
         check_served(folder, "peft", tmp_path)
+
+
+def test_a_file_that_is_no_gguf_cannot_be_asked(base, tmp_path):
+    pytest.importorskip("gguf")
     (tmp_path / "x.gguf").write_bytes(b"GGUF nonsense" * 9)
     with pytest.raises(CheckpointError, match="is no GGUF"):
         check_served(tmp_path / "x.gguf", "llama.cpp", base)
