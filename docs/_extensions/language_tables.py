@@ -1,8 +1,8 @@
-"""Tables of the language-model suite and of distillation."""
+"""Tables of the language-model suite."""
 
 from __future__ import annotations
 
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
@@ -42,25 +42,10 @@ def distilled(results: dict[str, Any]) -> Table:
     """Share of the gain before and after distillation."""
     rows = []
     for structure in ("SVD, K-FAC", "LSR"):
-        before = {row["budget"]: row for row in _means(results, "ratio", structure)}
         for row in _means(results, "ratio", f"{structure}, distilled"):
             seeds = ", ".join(map(str, row["seeds"]))
-            held = {seed: _of_seed(results, structure, row["budget"], seed) for seed in row["seeds"]}
-            start = fmean(held.values()) if held else before[row["budget"]]["loss_share"]
+            start = fmean(_of_seed(results, structure, row["budget"], seed) for seed in row["seeds"])
             rows.append((LABELS[structure], f"1/{row['budget']:g}", f"{start:.3f}", _cell(row), seeds))
-    return ("structure", "parameters", "compressed", "distilled", "seeds"), rows
-
-
-def distilled_encoder(results: dict[str, Any]) -> Table:
-    """Share of the LoRA's behaviour on dev before and after distillation, over seeds."""
-    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for row in results["rows"]:
-        groups.setdefault((row["structure"], row["ratio"]), []).append(row)
-    rows = []
-    for (structure, ratio), found in groups.items():
-        spread = [[row[stage]["dev_kept"] for row in found] for stage in ("before", "after")]
-        label = LABELS["LSR" if structure == "LSR" else "SVD, K-FAC"]
-        rows.append((label, f"1/{ratio:g}", *map(_spread, spread), ", ".join(str(row["seed"]) for row in found)))
     return ("structure", "parameters", "compressed", "distilled", "seeds"), rows
 
 
@@ -91,7 +76,3 @@ def _of_seed(results: dict[str, Any], structure: str, budget: float, seed: int) 
 def _cell(row: dict[str, Any]) -> str:
     half = row["loss_share_half_width"]
     return f"{row['loss_share']:.3f}" + ("" if half is None else f" ± {half:.3f}")
-
-
-def _spread(values: list[float]) -> str:
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
