@@ -96,11 +96,10 @@ def recover(
         for structure, budget in job.points():
             counter.name(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
-            if not _compressed_and_judged(job, structure, budget, search):
-                continue
-            _distil(job, structure, budget)
-            if further:
-                _train(job, structure, budget, retry, on_run)
+            if _compressed_and_judged(job, structure, budget, search):
+                _distil(job, structure, budget)
+                if further:
+                    _train(job, structure, budget, retry, on_run)
             counter.add()
 
 
@@ -212,6 +211,7 @@ def _calibrate(job: Job) -> None:
         head=base.head,
         base=settings.model,
         adapter_base=base.adapter_base,
+        adapter=base.adapter_sha256,
     )
 
 
