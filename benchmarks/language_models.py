@@ -20,9 +20,12 @@ import os
 import shutil
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +37,16 @@ from language_tasks import write_tasks
 
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import prompt_text, read_jsonl, token_batches, tokenize
+from lsrdecomp.calibration.dataset import read_jsonl, token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.language import generate
 from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
 SMALL: dict[str, Any] = {"seeds": [0], "samples": 8, "held": 6, "others": 4, "ratios": [48.0], "bytes": [25000]}
-SMALL |= {"distilled": {"structures": ["LSR"], "ratios": [48.0], "steps": 4}}
-SMALL_STEPS = 3
+SMALL |= {"distilled": {"structures": ["LSR"], "ratios": [48.0], "coded": ["LSR, bits"], "bytes": [25000], "steps": 4}}
+SMALL_TASK = {"steps": 3, "generate": 2, "new_tokens": 4, "speaking": ["lsr-ratio-48"]}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Driver:
             self.suite |= SMALL
             self.suite["training"]["rate"] = 1e-2
             for task in self.suite["tasks"].values():
-                task |= {"steps": SMALL_STEPS} | ({"generate": 2, "new_tokens": 4} if "generate" in task else {})
+                task |= SMALL_TASK
         self.suite["model"] = options.model or self.suite["model"]
         self.tasks = options.work / "tasks"
         if options.data is not None or not self.tasks.exists():
@@ -189,47 +191,61 @@ class Driver:
             self.judge(part)
 
     def judge(self, part: Part) -> None:
-        """Every form that is there and not judged."""
-        found = sorted(part.directory.glob(f"forms/*/{forms.FORM}"))
-        left = [file.parent for file in found if not (file.parent / "judged.json").exists()]
-        if not left:
-            return
-        task = self.suite["tasks"][part.task]
-        source, own, others = self.judges(part)
-        spoken = own.examples[: task.get("generate", 0)]
-        whole = part.directory / "lora.json"
-        if not whole.exists():
+        """Every form that is there and not judged, and what those say that the task asks to speak."""
+        whole, task = part.directory / "lora.json", self.suite["tasks"][part.task]
+        found = [file.parent for file in sorted(part.directory.glob(f"forms/*/{forms.FORM}"))]
+        unjudged = [each for each in found if not (each / "judged.json").exists()]
+        if unjudged and not whole.exists():
+            source, own, others = self.judges(part)
             facts: dict[str, Any] = {"lora": own.judge(None), "others": {n: j.judge(None) for n, j in others.items()}}
             with source.model.disable_adapter():
                 facts["none"] = own.judge(source)
                 facts["none_others"] = {name: judge.judge(source) for name, judge in others.items()}
-                if spoken:
-                    prompts = [prompt_text(example, source.tokenizer) for example in spoken]
-                    texts = generate(
-                        source.model, source.tokenizer, prompts, new_tokens=task["new_tokens"], autocast=True
-                    )
-                    facts["none"] |= overlaps(texts, spoken) | {"said": texts[:4]}
-            if spoken:
-                texts = said(source, spoken, new_tokens=task["new_tokens"])
-                facts["lora"] |= overlaps(texts, spoken) | {"said": texts[:4]}
-                facts["prompts"] = [example.prompt for example in spoken[:4]]
             write_json(whole, facts)
-        for directory in left:
+        for directory in unjudged:
+            _, own, others = self.judges(part)
             self.stage(f"{part.name}: {directory.name}")
             form = self.opened(directory)
             facts = {"own": own.judge(form), "others": {name: judge.judge(form) for name, judge in others.items()}}
-            if spoken:
-                texts = said(form, spoken, new_tokens=task["new_tokens"])
-                facts["own"] |= overlaps(texts, spoken) | {"said": texts[:4]}
             write_json(directory / "judged.json", facts)
+        if task.get("generate", 0):
+            names = task.get("speaking", [each.name for each in found])
+            self.speak(part, whole, [each for each in found if each.name in names])
+
+    def speak(self, part: Part, whole: Path, chosen: list[Path]) -> None:
+        """BLEU, chrF and samples of what base, LoRA and chosen forms write, into their records."""
+        task = self.suite["tasks"][part.task]
+        examples = read_jsonl(self.held(part.task))[: task["generate"]]
+
+        def tell(record: Path, key: str, name: str, base: Callable[[], Base], *, bare: bool = False) -> None:
+            facts = read_json(record)
+            if "said" in facts[key]:
+                return
+            self.stage(f"{part.name}: texts of {name}")
+            opened = base()
+            with opened.model.disable_adapter() if bare else nullcontext():
+                texts = said(opened, examples, new_tokens=task["new_tokens"])
+            facts[key] |= overlaps(texts, examples) | {"said": texts[:4]}
+            write_json(record, facts)
+
+        if whole.exists():
+            source = partial(self.opened, part.directory / "lora" / ADAPTER)
+            tell(whole, "lora", "the LoRA", source)
+            tell(whole, "none", "the base", source, bare=True)
+            write_json(whole, read_json(whole) | {"prompts": [example.prompt for example in examples[:4]]})
+        for directory in chosen:
+            tell(directory / "judged.json", "own", directory.name, partial(self.opened, directory))
 
     def distil(self, part: Part) -> None:
         """Forms that the suite names, trained without labels on the LoRA's answers to prompts of the training set."""
         table = self.suite.get("distilled", {})
-        for structure in table.get("structures", []):
-            for ratio in table["ratios"]:
-                made = forms.place(part.directory / "forms", structure, "ratio", ratio)
-                out = forms.place(part.directory / "forms", f"{structure}, distilled", "ratio", ratio)
+        for kind, names, budgets in (
+            ("ratio", table.get("structures", []), table.get("ratios", [])),
+            ("bytes", table.get("coded", []), table.get("bytes", [])),
+        ):
+            for structure, budget in product(names, budgets):
+                made = forms.place(part.directory / "forms", structure, kind, budget)
+                out = forms.place(part.directory / "forms", f"{structure}, distilled", kind, budget)
                 if not (made / forms.FORM).exists() or (out / forms.FORM).exists():
                     continue
                 self.stage(f"{part.name}: {made.name}, {table['steps']} steps of distillation")
@@ -242,6 +258,7 @@ class Driver:
                     teacher=part.directory / "lora" / ADAPTER,
                     steps=table["steps"],
                     out=out,
+                    calibrated=part.directory / "statistics" if kind == "bytes" else None,
                     held_out=32,
                     max_length=self.suite["max_length"],
                     dtype=table.get("dtype", "float32"),
@@ -249,11 +266,11 @@ class Driver:
                     seed=part.seed,
                     force=True,
                 )
-                known = json.loads((made / forms.FORM).read_text(encoding="utf-8"))
+                known = read_json(made / forms.FORM)
                 facts = {"parameters": known["parameters"], "number_bytes": known["number_bytes"]}
                 facts |= {"cpu_seconds": round(time.process_time() - begin, 1)}
                 facts |= {"distillation": done.trial.to_json()}
-                forms.write_form(out, f"{structure}, distilled", "ratio", ratio, facts)
+                forms.write_form(out, f"{structure}, distilled", kind, budget, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:
         """The base with the LoRA, and its answers on the task and on the others; those of the latest part are kept."""
@@ -283,6 +300,12 @@ class Driver:
         if self.options.device == "auto":
             return "cuda" if torch.cuda.is_available() else "cpu"
         return str(self.options.device)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from its file."""
+    value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return value
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("accelerate")
+pytest.importorskip("sacrebleu")
 
 from tiny_language_model import make_base  # noqa: E402
 
@@ -34,7 +35,15 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
     found = driver.main([str(each) for each in arguments])
     assert [lora["task"] for lora in found["loras"]] == ["arithmetic"]
     structures = {form["structure"] for form in found["forms"]}
-    assert {"LSR", "SVD", "SVD, K-FAC", "LoRA int8", "LoRA int4", "LSR, distilled"} <= structures
+    assert {
+        "LSR",
+        "SVD",
+        "SVD, K-FAC",
+        "LoRA int8",
+        "LoRA int4",
+        "LSR, distilled",
+        "LSR, bits, distilled",
+    } <= structures
     (whole,) = (form for form in found["forms"] if form["structure"] == "LoRA int8")
     (four,) = (form for form in found["forms"] if form["structure"] == "LoRA int4")
     before, after = (
@@ -43,6 +52,10 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
     )
     assert after["parameters"] == before["parameters"]
     assert after["distillation"]["steps"] == 4
+    spoken = [form for form in found["forms"] if "said" in form["own"]]
+    assert [(form["structure"], form["kind"]) for form in spoken] == [("LSR", "ratio")]
+    assert len(found["loras"][0]["none"]["said"]) == len(found["loras"][0]["prompts"]) == 2
+    assert {"bleu", "chrf"} <= set(spoken[0]["own"])
     assert 0.0 < whole["own"]["kl"] < four["own"]["kl"]
     assert whole["number_bytes"] < 2 * four["number_bytes"]
     assert whole["own"]["effect"] > whole["own"]["kl"]
