@@ -11,18 +11,11 @@ import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.compression.candidates import Keep, Lsr, keep, lsr_candidate, solve_together
-from lsrdecomp.compression.layers import (
-    HasWeights,
-    Layer,
-    LayerCache,
-    StoredLayer,
-    batches,
-    make_layers,
-    missing_statistics,
-)
+from lsrdecomp.compression.layers import HasWeights, Layer, batches, make_layers, missing_statistics
 from lsrdecomp.compression.materialize import Materialized, materialize
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.compression.stored_layers import LayerCache, StoredLayer
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix

@@ -1,17 +1,15 @@
-"""Layers to compress: in memory, or read from a checkpoint when asked for and forgotten when others are."""
+"""Layers to compress, each with the norm its error counts in, and how many fit in memory together."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -38,11 +36,6 @@ DENSE_ENTRIES = 2**23
 LEADING_ENTRIES = 2**19
 """The same for the weights in their leading coordinates, which every step of a solve reads: about what a processor has
 at hand without going to memory."""
-
-SMALL = 2
-"""Leading coordinates so many times smaller than the norm are kept."""
-
-T = TypeVar("T")
 
 
 class Layer:
@@ -129,136 +122,17 @@ class Layer:
     @cached_property
     def dense_entries(self) -> int:
         """Numbers in the weights of its norm."""
-        return _entries(self.norms)
+        return norm_entries(self.norms)
 
     @cached_property
     def is_leading(self) -> bool:
         """Whether the leading coordinates are all there are."""
-        return _entries(self.leading) == _entries(self.norms)
+        return norm_entries(self.leading) == norm_entries(self.norms)
 
     @cached_property
     def leading_entries(self) -> int:
         """The same of `leading`."""
-        return _entries(self.leading)
-
-
-class StoredLayer(Layer):
-    """A layer in a file: known by its sizes, opened when its numbers are asked for.
-
-    Parameters
-    ----------
-    name : str
-    shape : (m, n)
-    rank : int
-    read : callable
-        Reads the layer with its norm.
-    opened : LayerCache
-        Where open layers are kept.
-    weighted : bool
-        Whether it has a norm of its own, which comes with reading.
-    read_pair : callable, optional
-        Reads the pair alone, which is far less than both.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rank: int,
-        read: Callable[[], Layer],
-        opened: LayerCache,
-        weighted: bool,
-        read_pair: Callable[[], LowRank] | None = None,
-    ) -> None:
-        self.name = name
-        self._shape = shape
-        self._rank = rank
-        self._weighted = weighted
-        self._open = partial(opened.take, self, read)
-        self._opened, self._read_pair = opened, read_pair
-        self._leading: Callable[[], NormWeights] | None = None
-        self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
-
-    @property
-    def pair(self) -> LowRank:
-        if self._read_pair is None or not self._weighted or self._opened.holds(self):
-            return self._open().pair
-        return self._read_pair()
-
-    @property
-    def weights(self) -> NormWeights | None:
-        return self._open().weights if self._weighted else None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._shape
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def norms(self) -> NormWeights:
-        return self._open().norms if self._weighted else NormWeights.frobenius(self.shape)
-
-    @property
-    def is_frobenius(self) -> bool:
-        return not self._weighted
-
-    @property
-    def leading(self) -> NormWeights:
-        """As `Layer.leading`; kept where it is far smaller than the norm, which takes long to read."""
-        if not self._weighted:
-            return self.norms
-        if self._leading is None:
-            found = self._open().leading
-            if SMALL * self.leading_entries > self.dense_entries:
-                return found
-            self._leading = self._opened.keep(found)
-        return self._leading()
-
-    @property
-    def gauge(self) -> tuple[Array, Array, Array]:
-        if self._gauge is None:
-            self._gauge = self._opened.keep(self._open().gauge)
-        return self._gauge()
-
-    @cached_property
-    def leading_entries(self) -> int:
-        return _entries(self._open().leading) if self._weighted else 0
-
-
-class LayerCache:
-    """The layers that are open, up to so many numbers; those not used for longest are closed first."""
-
-    def __init__(self) -> None:
-        self._kept = SpillCache()
-        self._open: OrderedDict[int, Layer] = OrderedDict()
-
-    def keep(self, value: T) -> Callable[[], T]:
-        """What a layer is wanted for often; the answer reads it back."""
-        return self._kept.put(value)
-
-    def holds(self, layer: StoredLayer) -> bool:
-        """Whether the layer is open."""
-        return id(layer) in self._open
-
-    def take(self, layer: StoredLayer, read: Callable[[], Layer]) -> Layer:
-        """The layer, opened."""
-        found = self._open.pop(id(layer), None)
-        if found is None:
-            self._make_room(layer.parameters, 0)
-            found = read()
-            self._make_room(layer.parameters, found.dense_entries)
-        self._open[id(layer)] = found
-        return found
-
-    def _make_room(self, pairs: int, dense: int) -> None:
-        while self._open and not _fits(
-            pairs + sum(layer.parameters for layer in self._open.values()),
-            dense + sum(layer.dense_entries for layer in self._open.values()),
-        ):
-            self._open.popitem(last=False)
+        return norm_entries(self.leading)
 
 
 def make_layers(
@@ -301,11 +175,13 @@ def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
     return [*runs, slice(start, len(layers))] if layers else []
 
 
-def _fits(pairs: int, dense: int) -> bool:
+def fits(pairs: int, dense: int) -> bool:
+    """Whether layers with so many numbers in their pairs and in their norms are held at once."""
     return pairs <= PAIR_ENTRIES and dense <= DENSE_ENTRIES
 
 
-def _entries(norms: NormWeights) -> int:
+def norm_entries(norms: NormWeights) -> int:
+    """Numbers in the weights of both sides."""
     sides = norms.output, norms.input
     return sum(math.prod(getattr(side, "matrix", getattr(side, "basis", _NOTHING)).shape) for side in sides)
 

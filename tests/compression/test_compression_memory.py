@@ -14,10 +14,11 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression import layers as open_layers
 from lsrdecomp.compression import spill_cache as shelf
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layers import Layer, LayerCache, StoredLayer, batches
+from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.compression.stored_layers import LayerCache, StoredLayer
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
