@@ -6,6 +6,9 @@ import sys
 
 from lsrdecomp.errors import LsrError
 
+STOPPED = 130
+"""Exit code after Ctrl-C, as shells give it: 128 and the number of the signal."""
+
 
 def run() -> None:
     """Exit codes: 0 done, 1 a budget was missed or a check failed, 2 unusable input, 130 stopped by Ctrl-C."""
@@ -22,9 +25,11 @@ def run() -> None:
     except MemoryError:
         print("lsrdecomp: not enough memory for a layer of this size", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != STOPPED:  # typer's answer to Ctrl-C is that code without a word
+            raise
         print("lsrdecomp: stopped; what was not finished was not written", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
@@ -137,18 +135,3 @@ def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeyp
     monkeypatch.undo()
     commands.compress(source, separation_rank=1, **outputs)
     assert all(path.exists() for path in outputs.values())
-
-
-def test_ctrl_c_while_the_program_starts_is_one_line():
-    code = (
-        "import sys, lsrdecomp.cli.main as main\n"
-        "class Stop:\n"
-        "    def find_spec(self, name, *_):\n"
-        "        if name == 'lsrdecomp.cli.commands': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Stop())\n"
-        "sys.argv = ['lsrdecomp', 'inspect']\n"
-        "main.run()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (130, 1)
-    assert "Traceback" not in done.stderr
