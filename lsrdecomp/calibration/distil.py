@@ -9,26 +9,23 @@ relative change in every layer, whatever its scale and however a layer shares it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.distil_state import State, read_state, save_state
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import Batch, CalibrationError
-from lsrdecomp.checkpoints.writing import new_file
 
 RATES = (0.01, 0.03, 0.1)
 """Learning rates that are tried, in relative change of a factor's numbers per step."""
@@ -53,19 +50,6 @@ class Distillation:
     after: float  # of what was kept: never less than before
     passes: float  # forward and backward passes of the base, each for a batch of a step, checks and teacher included
     checks: tuple[tuple[int, float], ...] = ()  # step, share
-
-
-@dataclass(slots=True)
-class _State:
-    """Where an interrupted run goes on."""
-
-    u: Tensor
-    moments: tuple[Tensor, Tensor]
-    best: Tensor
-    step: int = 0
-    rate: float = 0.0
-    passes: float = 0.0
-    checks: list[tuple[int, float]] = field(default_factory=list)
 
 
 def distil_factors(
@@ -121,7 +105,7 @@ def distil_factors(
     if steps < 1 or not lessons:
         raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
     work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None))
-    now = None if state is None else _resumed(state, work, settings or {})
+    now = None if state is None else read_state(state, work.zero, settings or {})
     if now is None:
         now = work.begin()
         if rate is None:
@@ -134,7 +118,7 @@ def distil_factors(
         if now.step % every == 0 or now.step == steps:
             work.look(now)
             if state is not None:
-                _save(state, now, settings or {})
+                save_state(state, now, settings or {})
     work.put(now.best)
     shares = [share for _, share in now.checks]
     if state is not None:
@@ -160,6 +144,7 @@ class _Work:
             raise CalibrationError("the adapter has no effect on the held-out texts: there is nothing to keep")
         self.parameters = trained(student.model)
         self.start = [parameter.detach().clone() for parameter in self.parameters]
+        self.zero = torch.zeros(sum(value.numel() for value in self.start), device=self.start[0].device)
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
         self.source, self.lessons = source, lessons
@@ -167,10 +152,8 @@ class _Work:
         self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
-    def begin(self) -> _State:
-        size = sum(value.numel() for value in self.start)
-        zero = torch.zeros(size, device=self.start[0].device)
-        now = _State(zero, (zero.clone(), zero.clone()), zero.clone())
+    def begin(self) -> State:
+        now = State(self.zero.clone(), (self.zero.clone(), self.zero.clone()), self.zero.clone())
         self.look(now)
         return now
 
@@ -181,7 +164,7 @@ class _Work:
             for parameter, start, scale, part in zip(self.parameters, self.start, self.scales, places, strict=True):
                 parameter.copy_(start + scale * part.view_as(start))
 
-    def tried(self, now: _State) -> _State:
+    def tried(self, now: State) -> State:
         """The state after a trial of each rate, the best one's."""
         length = max(3, round(TRIAL * self.steps))
         best, least, rates = now, math.inf, list(RATES)
@@ -201,12 +184,12 @@ class _Work:
         best.step, best.passes = spent, now.passes
         return best
 
-    def scheduled(self, now: _State) -> float:
+    def scheduled(self, now: State) -> float:
         """The rate of the next step."""
         warm = max(1.0, WARMUP * self.steps)
         return now.rate * min(1.0, (now.step + 1) / warm) * (1.0 - now.step / self.steps)
 
-    def step(self, now: _State, rate: float) -> float:
+    def step(self, now: State, rate: float) -> float:
         """One step of AdamW on the relative changes; returns the loss before it, nats per answer."""
         self.put(now.u)
         parts = self.lesson(now)
@@ -236,7 +219,7 @@ class _Work:
         self.on_step(now.step, self.steps, float(loss))
         return float(loss)
 
-    def lesson(self, now: _State) -> list[tuple[Batch, Callable[[], Tensor], int]]:
+    def lesson(self, now: State) -> list[tuple[Batch, Callable[[], Tensor], int]]:
         """The lesson of the next step with the source's answers, which are asked for once."""
         round_, place = divmod(now.step, len(self.lessons))
         generator = torch.Generator().manual_seed((self.seed << 20) + round_)
@@ -250,7 +233,7 @@ class _Work:
             now.passes += 1.0
         return self.answers[chosen]
 
-    def look(self, now: _State) -> None:
+    def look(self, now: State) -> None:
         """The share kept on the check texts; the best factors so far are remembered."""
         self.put(now.u)
         found = self.check.compare(self.student).kept
@@ -289,37 +272,3 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def _stalled(checks: Sequence[tuple[int, float]]) -> bool:
     shares = [share for _, share in checks]
     return len(shares) > PATIENCE and max(shares[-PATIENCE:]) <= max(shares[:-PATIENCE])
-
-
-def _save(path: Path, now: _State, settings: dict[str, Any]) -> None:
-    if not PartialState().is_main_process:
-        return
-    tensors = {"u": now.u, "first": now.moments[0], "second": now.moments[1], "best": now.best}
-    about = {"step": now.step, "rate": now.rate, "passes": now.passes, "checks": now.checks, "settings": settings}
-    with new_file(path, force=True) as part:
-        save_file({name: value.cpu() for name, value in tensors.items()}, part, {"state": json.dumps(about)})
-
-
-def _resumed(path: Path, work: _Work, settings: dict[str, Any]) -> _State | None:
-    """The saved state, if it is of the same run."""
-    if not path.exists():
-        return None
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about = json.loads((file.metadata() or {})["state"])
-        device = work.start[0].device
-        tensors = {name: value.to(device) for name, value in load_file(path).items()}
-    except (SafetensorError, OSError, KeyError, ValueError):
-        return None
-    size = sum(value.numel() for value in work.start)
-    if about["settings"] != json.loads(json.dumps(settings)) or tensors["u"].numel() != size:
-        return None
-    return _State(
-        tensors["u"],
-        (tensors["first"], tensors["second"]),
-        tensors["best"],
-        about["step"],
-        about["rate"],
-        about["passes"],
-        [(int(step), float(share)) for step, share in about["checks"]],
-    )
