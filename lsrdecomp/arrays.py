@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import array_api_compat
@@ -32,16 +34,36 @@ ROW_ENTRIES = 2**14
 """Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64, for a fast cache."""
 
 
+NUMPY = SimpleNamespace(
+    **{
+        **vars(array_api_compat.numpy),
+        "reshape": lambda array, shape: array.reshape(shape),
+        "permute_dims": lambda array, axes: array.transpose(axes),
+        "matrix_transpose": lambda array: array.swapaxes(-1, -2),
+        "concat": np.concatenate,
+    }
+)
+"""`array_api_compat.numpy`, with what small problems call most taken straight from NumPy."""
+
+
 def namespace(*arrays: Array) -> Namespace:
     """The array API namespace that all ``arrays`` share."""
-    if all(type(array) is np.ndarray for array in arrays):  # the usual case, asked for many times in small problems
-        return array_api_compat.numpy
-    return array_api_compat.array_namespace(*arrays)
+    for array in arrays:
+        if type(array) is not np.ndarray:
+            return array_api_compat.array_namespace(*arrays)
+    return NUMPY  # the usual case, asked for many times in small problems
 
 
 def dtype_name(array: Array) -> str:
     """Name of the element type, the same in every library: ``"float32"``, ``"bfloat16"``, …"""
+    if type(array) is np.ndarray:
+        return _numpy_name(array.dtype)
     return str(getattr(array.dtype, "name", array.dtype)).rsplit(".", 1)[-1]
+
+
+@cache
+def _numpy_name(dtype: Any) -> str:
+    return str(dtype.name)
 
 
 def as_floating(value: Any, name: str = "matrix") -> Array:

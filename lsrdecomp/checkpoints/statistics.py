@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lsrdecomp.arrays import Array
 from lsrdecomp.checkpoints.files import read_json
@@ -119,6 +120,7 @@ class Statistics(Mapping[str, LayerStatistics]):
         self.metadata = metadata
         self.path = path
         self._tensors = tensors
+        self._sound: set[str] = set()  # weights found orthonormal: a search reads them again and again
 
     def __getitem__(self, module: str) -> LayerStatistics:
         if module not in self._modules:
@@ -181,20 +183,32 @@ class Statistics(Mapping[str, LayerStatistics]):
             shapes = ", ".join(f"{part} {array.shape}" for part, array in zip(PARTS, parts, strict=True))
             text = f"{shapes}; expected (n, q), (q,) and () with q ≤ n; calibrate again"
             raise CheckpointError(text, path=self.path, tensor=name)
-        from scipy.linalg import solve_triangular
-
-        gram = vectors.T @ vectors
-        off = float(np.abs(gram - np.eye(values.size)).max(initial=0.0))
-        if not off < ORTHONORMAL:
-            text = f"eigenvectors are not orthonormal: VᵀV differs from I by {off:.2g}; damaged, calibrate again"
-            raise CheckpointError(text, path=self.path, tensor=f"{name}.{PARTS[0]}")
-        if self._tensors[f"{name}.{PARTS[0]}"].dtype == "float16":
-            # Orthonormal again, to the digits of a double, and no further away than rounding had moved them.
-            vectors = solve_triangular(np.linalg.cholesky(gram), vectors.T, lower=True, check_finite=False).T
+        half = self._tensors[f"{name}.{PARTS[0]}"].dtype == "float16"
+        if half or name not in self._sound:
+            vectors = self._orthonormal(name, vectors, half)
+            self._sound.add(name)
         try:
             return SpectralWeight(vectors, values, rest)
         except PrecisionError as error:
             raise CheckpointError(str(error), path=self.path, tensor=name) from None
+
+    def _orthonormal(self, name: str, vectors: NDArray[np.float64], half: bool) -> NDArray[np.float64]:
+        """Eigenvectors as they are if they are orthonormal; from half precision orthonormal again."""
+        stored = vectors if half else vectors.astype(np.float32)  # whose digits are more than enough for the check
+        gram = stored.T @ stored
+        off = float(np.abs(gram - np.eye(len(gram))).max(initial=0.0))
+        if not off < ORTHONORMAL:
+            text = f"eigenvectors are not orthonormal: VᵀV differs from I by {off:.2g}; damaged, calibrate again"
+            raise CheckpointError(text, path=self.path, tensor=f"{name}.{PARTS[0]}")
+        if not half:
+            return vectors
+        from scipy.linalg import solve_triangular
+
+        # To the digits of a double, and no further away than rounding had moved them.
+        found: NDArray[np.float64] = solve_triangular(
+            np.linalg.cholesky(gram), vectors.T, lower=True, check_finite=False
+        ).T
+        return found
 
 
 def _last_part(base: str) -> str:

@@ -61,7 +61,7 @@ class Search:
     inner_rank: int = 8
     terms: int = 16
     solver: JointALS = field(default_factory=lambda: JointALS(sweeps=8, trials=1))
-    refine: JointALS = field(default_factory=lambda: JointALS(sweeps=40, cg_steps=4))
+    refine: JointALS = field(default_factory=lambda: JointALS(sweeps=40))
     low_rank: bool = True
     direct: bool = False
     seed: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.search_state import Entry, SearchState
-from lsrdecomp.compression.solve import Effort, Request
+from lsrdecomp.compression.solve import Answer, Effort, Request, Task, product_of
 from lsrdecomp.kronecker.product import SeparatedProduct
 
 REFINED = 3e-4
@@ -22,35 +22,67 @@ NOTHING = 5e-4
 """So does one that lowers no loss by this share of what a layer loses on average."""
 
 
+PORTION = 8
+"""Sweeps at a time, after which only the layers go on whose losses they lowered by as much as ends refining each."""
+
+
 def refine(state: SearchState, chosen: Sequence[Entry], *, together: bool = True) -> bool:
     """More sweeps for the chosen LSR products, then measured in the whole norm; whether there were any.
 
     With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, entry in enumerate(chosen):
-        if isinstance(entry.exact, Lsr) and not entry.exact.refined:
-            groups.setdefault((state.layers[i].kind, *entry.exact.configuration), []).append(i)
-    counter = Counter(state.resources.on_step, "refining", sum(map(len, groups.values())), "layers")
+    places = [i for i, entry in enumerate(chosen) if isinstance(entry.exact, Lsr) and not entry.exact.refined]
+    counter = Counter(state.resources.on_step, "refining", len(places), "layers")
     if state.search.probes > 0:
-        for (_, *configuration), places in groups.items():
-            for part in batches([state.layers[i] for i in places]):
-                _refine_fully(state, places[part], chosen, (configuration[0], configuration[1]))
-                counter.add(len(places[part]))
-        return bool(groups)
+        for (_, *configuration), members in _groups(state, chosen, places).items():
+            for part in batches([state.layers[i] for i in members]):
+                _refine_fully(state, members[part], chosen, (configuration[0], configuration[1]))
+                counter.add(len(members[part]))
+        return bool(places)
     solver = state.search.refine
     count = sum(isinstance(entry.exact, Lsr) for entry in chosen)
     least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, count) if together else 0.0
-    effort = Effort(solver.sweeps, solver.sweeps, solver.cg_steps, REFINED, 1, least, state.resources.device)
+    products = {i: chosen[i].product.product() for i in places}
+    losses = {i: chosen[i].exact.squared_error for i in places}
+    for swept in range(0, solver.sweeps, PORTION):
+        # The layers that still gain go on among themselves, so that no batch waits for its slowest.
+        sweeps = min(PORTION, solver.sweeps - swept)
+        effort = Effort(sweeps, sweeps, solver.cg_steps, REFINED, 1, least, state.resources.device)
+        going = []
+        for task, answers in _portion(state, chosen, list(products), products, effort):
+            for place, i in enumerate(task.places):
+                product, loss = product_of(answers[0].factors_of(place)), float(answers[0].errors[place]) ** 2
+                if swept + sweeps < solver.sweeps and losses[i] - loss > PORTION * max(least, 2.0 * REFINED * loss):
+                    going.append((i, product, loss))
+                    continue
+                _measure(state, i, chosen[i], product)
+                counter.add()
+        products = {i: product for i, product, _ in going}
+        losses = {i: loss for i, _, loss in going}
+    return bool(places)
+
+
+def _portion(
+    state: SearchState,
+    chosen: Sequence[Entry],
+    places: Sequence[int],
+    products: Mapping[int, SeparatedProduct],
+    effort: Effort,
+) -> Iterator[tuple[Task, list[Answer]]]:
+    """Some more sweeps for these layers, each from its product."""
     tasks = []
-    for (_, shape, ranks), members in groups.items():
-        for run_of_layers in state.parts(members):
-            starts = [chosen[i].product.product() for i in run_of_layers]
-            tasks.append(state.task(run_of_layers, [Request(shape, (ranks,), starts)], effort))
-    for task, answers in state.answers(iter(tasks), counter):
-        for i, product in zip(task.places, answers[0].products, strict=True):
-            _measure(state, i, chosen[i], product)
-    return bool(groups)
+    for (_, shape, ranks), members in _groups(state, chosen, places).items():
+        for part in state.parts(members):
+            tasks.append(state.task(part, [Request(shape, (ranks,), [products[i] for i in part])], effort))
+    yield from state.answers(iter(tasks), Counter(None, "", 0, ""))
+
+
+def _groups(state: SearchState, chosen: Sequence[Entry], places: Sequence[int]) -> dict[tuple[Any, ...], list[int]]:
+    """Layers of one kind, shape and number of terms."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i in places:
+        groups.setdefault((state.layers[i].kind, *chosen[i].product.configuration), []).append(i)
+    return groups
 
 
 def _measure(state: SearchState, i: int, entry: Entry, product: SeparatedProduct) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Lsr, Price, Structure
 from lsrdecomp.compression.choice import Cost
+from lsrdecomp.compression.ladder import parameters
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.materialize import Materialized, materialize, priced_as
 from lsrdecomp.compression.progress import Counter, OnStep
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.solve import Answer, Effort, Request, Task, run
+from lsrdecomp.compression.solve import Answer, Effort, Factors, Request, Task, product_of, run
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import unrotated_candidates, water_filled_candidates
 from lsrdecomp.formats.allocation import Options
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
@@ -174,12 +177,13 @@ class SearchState:
     def add(self, task: Task, answers: Sequence[Answer]) -> None:
         """Candidates of the layers of a task, but those that one of no more parameters beats."""
         for answer in answers:
-            for i, error, product in zip(task.places, answer.errors, answer.products, strict=True):
-                price = Price(product.parameters, float(error) ** 2)
+            for place, (i, error) in enumerate(zip(task.places, answer.errors.tolist(), strict=True)):
+                ranks = answer.ranks_of(place)
+                price = Price(parameters((answer.shape, ranks)), error**2)
                 known = (entry.exact for entry in self.table[i] if isinstance(entry.exact, Lsr))
                 if not any(_beats(one.price, price) for one in known):
-                    shape, ranks = answer.shape, product.separation_ranks
-                    self.table[i].append(Entry(Lsr(price, shape, ranks, self.cache.put(product))))
+                    waiting = partial(_made, self.cache.put(answer.factors_of(place)))
+                    self.table[i].append(Entry(Lsr(price, answer.shape, ranks, waiting)))
 
     def _loaded(self, task: Task) -> Task:
         targets: list[LowRank] = []
@@ -209,6 +213,11 @@ def _worth_trying(entries: Sequence[Entry], draw: Draw, near_hull: bool) -> list
         limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
         kept = [e for e, limit in zip(kept, limits, strict=True) if e.exact.squared_error <= limit]
     return [*(e for e in entries if not isinstance(e.exact, Lsr)), *kept]
+
+
+def _made(factors: Callable[[], Factors]) -> SeparatedProduct:
+    """Most of what is solved is never chosen: products are made of those that are."""
+    return product_of(factors())
 
 
 def _beats(one: Price, other: Price) -> bool:

@@ -24,6 +24,8 @@ from lsrdecomp.solvers.pair.problem import State
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
+Factors = tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -31,7 +33,7 @@ class Effort:
 
     sweeps: int = 2  # after a start from fewer terms
     cold_sweeps: int = 4  # after a start from singular vectors
-    cg_steps: int = 4
+    cg_steps: int = 8
     tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
     starts: int = 2
     least: float = 0.0  # nor does one that lowers no squared error by more go on
@@ -64,9 +66,30 @@ class Answer:
 
     shape: ProductShape
     ranks: Ranks
-    errors: NDArray[np.float64]  # in the task's norm
-    products: Sequence[SeparatedProduct]
+    errors: NDArray[np.float64]  # in the task's norm, (L,)
+    factors: Factors  # of both sides, (L, s, m_i, r_i) and (L, t, r_i, n_i)
 
+    def ranks_of(self, place: int) -> Ranks:
+        """Terms of a layer's product, those that vanished not counted."""
+        left, right = (
+            sum(all(factor[place, k].any() for factor in side) for k in range(side[0].shape[1]))
+            for side in self.factors
+        )
+        return left, right
+
+    def factors_of(self, place: int) -> Factors:
+        """The factors of one layer."""
+        left, right = ([np.ascontiguousarray(factor[place]) for factor in side] for side in self.factors)
+        return left, right
+
+
+def product_of(factors: Factors) -> SeparatedProduct:
+    """The product of two sides of factors (s, m_i, r_i) and (t, r_i, n_i), its terms normalised."""
+    left, right = (SeparatedMatrix.from_factors(side) for side in factors)
+    return SeparatedProduct(left, right)
+
+
+SIDES = "left", "right"
 
 AHEAD = 8
 """Tasks a worker that are read and handed out together, so that not all layers are in memory at once."""
@@ -87,10 +110,10 @@ def run(
     while part := list(islice(tasks, 1 if workers == 1 else AHEAD * workers)):
         keys = [_key(task) if store is not None else "" for task in part]
         answers: list[list[Answer] | None] = [None] * len(part)
-        for place, (task, key) in enumerate(zip(part, keys, strict=True)):
+        for place, key in enumerate(keys):
             known = store.get(key) if store is not None else None
             if known is not None:
-                answers[place] = _unpacked(task, known)
+                answers[place] = _unpacked(known)
         missing = [place for place, found in enumerate(answers) if found is None]
         for place, found in _solved([part[place] for place in missing], workers):
             if store is not None:
@@ -126,7 +149,7 @@ def solve(task: Task) -> list[Answer]:
                 begun, sweeps = problem.begin(ranks, effort.starts), effort.cold_sweeps
             solved[ranks] = problem.descend(begun, sweeps, effort.tolerance, effort.least)
         for ranks, state in solved.items():
-            answers.append(Answer(request.shape, ranks, problem.errors(state), problem.products(state)))
+            answers.append(Answer(request.shape, ranks, problem.errors(state), problem.factors(state)))
     return answers
 
 
@@ -184,34 +207,16 @@ def _packed(answers: Sequence[Answer]) -> dict[str, NDArray[np.float64]]:
         arrays[f"{i}.errors"] = answer.errors
         arrays[f"{i}.shape"] = np.array([answer.shape.out, answer.shape.inner, answer.shape.into], dtype=float)
         arrays[f"{i}.ranks"] = np.array(answer.ranks, dtype=float)
-        for side in ("left", "right"):
-            matrices = [getattr(product, side) for product in answer.products]
-            arrays[f"{i}.{side}.weights"] = np.stack([_padded(m.weights, answer.ranks, side) for m in matrices])
-            for j in range(answer.shape.order):
-                arrays[f"{i}.{side}.{j}"] = np.stack([_padded(m.factors[j], answer.ranks, side) for m in matrices])
+        for name, side in zip(SIDES, answer.factors, strict=True):
+            arrays |= {f"{i}.{name}.{j}": factor for j, factor in enumerate(side)}
     return arrays
 
 
-def _padded(array: Any, ranks: Ranks, side: str) -> NDArray[np.float64]:
-    """Terms that vanished come back as zeros, so that layers can be stacked."""
-    array, rank = to_numpy(array), ranks[0] if side == "left" else ranks[1]
-    missing = rank - array.shape[0]
-    return np.concatenate([array, np.zeros((missing, *array.shape[1:]))]) if missing else array
-
-
-def _unpacked(task: Task, arrays: dict[str, NDArray[np.float64]]) -> list[Answer]:
+def _unpacked(arrays: dict[str, NDArray[np.float64]]) -> list[Answer]:
     answers = []
     for i in range(sum(name.endswith(".errors") for name in arrays)):
         out, inner, into = (tuple(int(q) for q in row) for row in arrays[f"{i}.shape"])
         s, t = (int(rank) for rank in arrays[f"{i}.ranks"])
-        products = []
-        for k in range(len(task.places)):
-            sides = []
-            for side in ("left", "right"):
-                weights = arrays[f"{i}.{side}.weights"][k]
-                kept = weights > 0.0
-                factors = tuple(arrays[f"{i}.{side}.{j}"][k][kept] for j in range(len(out)))
-                sides.append(SeparatedMatrix(weights[kept], factors))
-            products.append(SeparatedProduct(*sides))
-        answers.append(Answer(ProductShape(out, inner, into), (s, t), arrays[f"{i}.errors"], products))
+        left, right = ([arrays[f"{i}.{name}.{j}"] for j in range(len(out))] for name in SIDES)
+        answers.append(Answer(ProductShape(out, inner, into), (s, t), arrays[f"{i}.errors"], (left, right)))
     return answers

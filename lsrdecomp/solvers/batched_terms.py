@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TypeAlias
 
-from lsrdecomp.arrays import Array, device, namespace
+from lsrdecomp.arrays import NUMPY, Array, device, namespace
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, khatri_rao, pairs_of_rows, rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 
@@ -69,6 +69,18 @@ def _split_columns(stacks: Stacks, shape: KroneckerShape) -> list[Array]:
     return [xp.permute_dims(x, (0, 2, 1, 3)) for x in split]
 
 
+def other_columns(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) -> Array:
+    """Kronecker products of the other factors of each term, side by side: (L, Π m_j, Π r_j · s)."""
+    xp, (batch, _, s) = namespace(*stacks), stacks[0].shape
+    product, rows, columns = None, 1, 1
+    for j in others:
+        m, r = shape.factors[j]
+        factor = xp.reshape(stacks[j], (batch, 1, m, 1, r, s))
+        product = factor if product is None else xp.reshape(product, (batch, rows, 1, columns, 1, s)) * factor
+        rows, columns = rows * m, columns * r
+    return xp.reshape(product, (batch, rows, columns * s))
+
+
 def term_norms(stacks: Stacks) -> Array:
     """λ, the norm of each term: shape (L, s)."""
     xp = namespace(*stacks)
@@ -104,14 +116,16 @@ def chosen(condition: Array, first: Sequence[Array], second: Sequence[Array]) ->
 
 def dot(a: Array, b: Array) -> Array:
     """Inner product of each problem, shaped (L, 1, …, 1) to multiply it."""
-    xp = namespace(a, b)
-    return xp.sum(a * b, axis=tuple(range(1, a.ndim)), keepdims=True)
+    xp, batch = namespace(a, b), a.shape[0]
+    return xp.reshape(xp.reshape(a, (batch, 1, -1)) @ xp.reshape(b, (batch, -1, 1)), (batch, *[1] * (a.ndim - 1)))
 
 
 def safe_ratio(a: Array, b: Array) -> Array:
     """a / b, and zero where b is not positive."""
     xp = namespace(a, b)
     positive = b > 0
+    if xp is NUMPY and xp.all(positive):  # elsewhere the answer would have to be waited for
+        return a / b
     return xp.where(positive, a / xp.where(positive, b, xp.ones_like(b)), xp.zeros_like(b))
 
 

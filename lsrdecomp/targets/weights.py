@@ -175,12 +175,12 @@ class LowRankPlusIdentity:
         xp = namespace(self.basis)
         return self._act(xp.sqrt(self.values), xp.sqrt(self.rest), x)
 
-    def with_rows(self, basis: Array) -> LowRankPlusIdentity:
-        """The same with the rows of V in another order; numbers that were checked are not checked again."""
-        found = object.__new__(LowRankPlusIdentity)
-        for name, value in (("basis", basis), ("values", self.values), ("rest", self.rest)):
-            object.__setattr__(found, name, value)
-        return found
+    def gram(self, x: Array) -> Array:
+        """xᵀ C x, (…, b, b), for x of shape (…, size, b): half the cost of `apply`."""
+        xp = namespace(self.basis)
+        inside, excess = xp.matrix_transpose(self.basis) @ x, (self.values - self.rest[..., None])[..., :, None]
+        inner = xp.matrix_transpose(inside) @ (excess * inside)
+        return inner + self.rest[..., None, None] * (xp.matrix_transpose(x) @ x)
 
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
         inside = namespace(self.basis).matrix_transpose(self.basis) @ x

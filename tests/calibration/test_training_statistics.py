@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lsrdecomp.checkpoints.statistics import LayerStatistics, SpectralWeight, read_statistics
+from lsrdecomp.checkpoints.statistics import LayerStatistics, SpectralWeight, Statistics, read_statistics
 from lsrdecomp.errors import CheckpointError
 
 ATTENTION = "layer.0.query"
@@ -133,6 +133,23 @@ def test_half_precision_eigenvectors_are_orthonormal_again(directory):
     side = read_statistics(directory)[ATTENTION].input
     np.testing.assert_allclose(side.eigenvectors.T @ side.eigenvectors, np.eye(5), atol=1e-12)
     np.testing.assert_allclose(side.to_matrix(), weight(5, 5).to_matrix(), atol=2e-2)
+
+
+@pytest.mark.parametrize(("kind", "checks"), [(np.float32, 1), (np.float16, 2)])
+def test_read_again_eigenvectors_are_not_checked_again(directory, monkeypatch, kind, checks):
+    tensors = load_file(directory / "statistics.safetensors")
+    stored = {name: value.astype(kind) if "vectors" in name else value for name, value in tensors.items()}
+    save_file(stored, directory / "statistics.safetensors")
+    statistics, check, seen = read_statistics(directory), Statistics._orthonormal, []
+
+    def counted(self, name, *rest):
+        seen.append(name)
+        return check(self, name, *rest)
+
+    monkeypatch.setattr(Statistics, "_orthonormal", counted)
+    first, second = (statistics[ATTENTION].input.eigenvectors for _ in range(2))
+    assert np.array_equal(first, second)
+    assert len(seen) == 2 * checks  # of both sides
 
 
 @pytest.mark.parametrize(

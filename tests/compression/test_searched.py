@@ -11,7 +11,8 @@ import pytest
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
-from lsrdecomp.compression import solve
+from lsrdecomp.compression import search_refining, solve
+from lsrdecomp.compression import searched as searched_module
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.ladder import first_rungs, ladder, neighbours, parameters, upper_rungs
@@ -31,6 +32,7 @@ from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 M, N, RANK, COUNT = 24, 36, 4, 3
+LONG = Search(orders=(2,), rounds=0, refine=JointALS(sweeps=20, cg_steps=4))
 QUICK = Search(orders=(2,), rounds=0, refine=JointALS(sweeps=3, cg_steps=4))
 
 
@@ -152,8 +154,42 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
     assert batches[0].norms.is_frobenius
     problem = NestedTerms(batches[1], ProductShape((4, 6), (1, 1), (6, 6)))
     state = problem.descend(problem.begin((2, 2)), 4)
-    for layer, found, product in zip(layers, problem.errors(state), problem.products(state), strict=True):
-        assert found**2 == pytest.approx(layer.squared_error(product), rel=0.03)
+    answer = solve.Answer(problem.shape, (2, 2), problem.errors(state), problem.factors(state))
+    for place, layer in enumerate(layers):
+        product = solve.product_of(answer.factors_of(place))
+        assert answer.ranks_of(place) == product.separation_ranks
+        assert answer.errors[place] ** 2 == pytest.approx(layer.squared_error(product), rel=0.03)
+
+
+def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
+    refined: list[tuple[int, tuple[int, ...]]] = []
+
+    def counted(task: solve.Task) -> list[solve.Answer]:
+        if task.requests[0].starts is not None:
+            refined.append((task.effort.sweeps, task.places))
+        return solved(task)
+
+    solved = solve.solve
+    monkeypatch.setattr(solve, "solve", counted)
+    monkeypatch.setattr(searched_module, "ROUNDS", 1)
+    monkeypatch.setattr(search_refining, "REFINED", 1e-9)
+    for nothing, portions in ((1e-9, 3), (1e9, 1)):
+        monkeypatch.setattr(search_refining, "NOTHING", nothing)
+        refined.clear()
+        fitted = search_layers(layers, [Budget(ratio=8.0)], search=LONG).fit(Budget(ratio=8.0))
+        count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
+        assert count > 0
+        sweeps = [sum(n for n, places in refined if i in places) for i in range(COUNT)]
+        assert max(sweeps) == (20 if portions == 3 else search_refining.PORTION)
+
+
+def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
+    left, right = ([rng.standard_normal((2, 3, 4, 1)), rng.standard_normal((2, 3, 5, 1))] for _ in range(2))
+    left[1][1, 2] = 0.0
+    right = [factor.swapaxes(2, 3) for factor in right]
+    answer = solve.Answer(ProductShape((4, 5), (1, 1), (4, 5)), (3, 3), np.zeros(2), (left, right))
+    assert [answer.ranks_of(place) for place in range(2)] == [(3, 3), (2, 3)]
+    assert solve.product_of(answer.factors_of(1)).separation_ranks == (2, 3)
 
 
 def test_sweeps_end_where_they_lower_the_loss_by_nothing(layers: list[Layer]) -> None:

@@ -145,7 +145,8 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
     solver = JointALS(sweeps=3, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
     formed = solver.solve(target, shape, (2, 3), weights=weights)
-    monkeypatch.setattr("lsrdecomp.solvers.pair.normal_equations.LARGEST_BLOCK", 0)
+    for largest in ("LARGEST_BLOCK", "LARGEST_SPECTRAL"):
+        monkeypatch.setattr(f"lsrdecomp.solvers.pair.normal_equations.{largest}", 0)
     stepped = solver.solve(target, shape, (2, 3), weights=weights)
     assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
     few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(target, shape, (2, 3), weights=weights)

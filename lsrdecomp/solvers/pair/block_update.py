@@ -6,14 +6,16 @@ stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor,
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.batched_terms import (
+    Operator,
     Stacks,
     balanced_terms,
     conjugate_gradients,
@@ -25,7 +27,8 @@ from lsrdecomp.solvers.batched_terms import (
 )
 from lsrdecomp.solvers.pair.normal_equations import is_small, moved_first, normal_matrix
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces, inverse
-from lsrdecomp.targets.weights import Identity, Weight
+from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
+from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
 
 DAMPING = 64.0
 """Proximal term of a block solve, in units of size × unit roundoff × mean diagonal: harmless to convergence, and the
@@ -41,12 +44,14 @@ class Side:
     cg_steps: int
     ridge: float
     traces: PartialTraces
-    reordered: tuple[Weight, ...]  # W with index i outermost, for the blocks that are formed
+    reordered: tuple[Any, ...]  # W with index i outermost, of few eigenpairs V alone with index i innermost
 
     @classmethod
     def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, like: Array) -> Side:
         """The side of a batch as long as ``like``."""
-        reordered = tuple(moved_first(weight, shape.rows, i) for i in range(shape.order))
+        spectral = isinstance(weight, LowRankPlusIdentity)
+        move: Callable[..., Any] = basis_for if spectral else moved_first
+        reordered = tuple(move(weight, shape.rows, i) for i in range(shape.order))
         return cls(shape, weight, cg_steps, ridge, PartialTraces.of(weight, shape.rows, like), reordered)
 
     def update(self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()) -> Stacks:
@@ -67,22 +72,25 @@ class Side:
                 continue
             right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
-            if is_small(self.weight, self.shape, i, int(stacks[i].shape[2])):
-                normal = normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
-                stacks[i] = self._direct(stacks[i], 1, normal, penalty, right_hand)
+            small = is_small(self.weight, self.shape, i, int(stacks[i].shape[2]))
+            seen = self._seen(stacks, i, gram, small)
+            if small:
+                formed = seen.matrix() if seen else normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
+                stacks[i] = self._direct(stacks[i], 1, formed, penalty, right_hand)
                 continue
             normal = self._normal(stacks, gram_tensor, i)
             if isinstance(self.weight, Identity):
                 stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
             else:
-                stacks[i] = self._conjugate_gradients(stacks, i, normal, penalty, right_hand, gram)
+                apply = seen.apply if seen else self._operator(stacks, i, gram)
+                stacks[i] = self._conjugate_gradients(stacks[i], i, normal, penalty, right_hand, apply)
         return balanced_terms(stacks)
 
     def gram(self, stacks: Stacks, formed: Array) -> Array:
         """XᵀWX of the side X, (L, r, r); without a weight from the factors, which are far smaller than X."""
         if isinstance(self.weight, Identity):
             return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
-        return namespace(formed).matrix_transpose(formed) @ self.weight.apply(formed)
+        return self._weighted_gram(formed)
 
     def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over one number for each term: its first stack is multiplied by it."""
@@ -90,12 +98,17 @@ class Side:
         batch, r = int(gram.shape[0]), int(gram.shape[1])
         terms = [summed([stack[:, :, k : k + 1] for stack in stacks], self.shape) for k in range(s)]
         columns = xp.concat(terms, axis=2)  # (L, m, s·r)
-        seen = xp.reshape(xp.matrix_transpose(columns) @ self.weight.apply(columns), (batch, s, r, s, r))
+        seen = xp.reshape(self._weighted_gram(columns), (batch, s, r, s, r))
         normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         step = right_hand - xp.sum(normal, axis=2)
         change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
+
+    def _weighted_gram(self, x: Array) -> Array:
+        if isinstance(self.weight, LowRankPlusIdentity):
+            return self.weight.gram(x)
+        return namespace(x).matrix_transpose(x) @ self.weight.apply(x)
 
     @property
     def _inner(self) -> KroneckerShape:
@@ -117,12 +130,12 @@ class Side:
         products = xp.reshape(products, (batch, r, s, r, s))
         return xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s))
 
-    def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array:
+    def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array | None:
         """ridge · mean(W) · tr H / r · ∏_{j≠i} ‖F_kʲ‖² for every column (a, k) of block i; shape (L, r_i·s)."""
+        if self.ridge == 0.0:
+            return None
         xp = namespace(gram)
         batch, s, r = gram.shape[0], stacks[0].shape[2], self.shape.columns[i]
-        if self.ridge == 0.0:
-            return xp.zeros((batch, r * s), dtype=gram.dtype, device=device(gram))
         sizes = xp.ones((batch, s), dtype=gram.dtype, device=device(gram))
         for j, stack in enumerate(stacks):
             if j != i:
@@ -130,36 +143,56 @@ class Side:
         scale = self.ridge * self.traces.mean * xp.linalg.trace(gram) / gram.shape[1]
         return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
 
-    def _direct(self, stack: Array, rows: int, normal: Array, penalty: Array, right_hand: Array) -> Array:
+    def _direct(self, stack: Array, rows: int, normal: Array, penalty: Array | None, right_hand: Array) -> Array:
         """Exact block minimum, as a proximal step from the present block; ``rows`` of it share the normal matrix."""
         xp, batch, n = namespace(normal), normal.shape[0], normal.shape[1]
         block = xp.reshape(stack, (batch, rows, n))
-        repeats = n // penalty.shape[1]
-        penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
-        normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
+        if penalty is not None:
+            repeats = n // penalty.shape[1]
+            penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
+            normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
         gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
         safe = damped(normal, DAMPING * n * unit_roundoff(dtype_name(normal)))
         step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
         step = xp.astype(step, normal.dtype)
         return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
 
+    def _seen(self, stacks: Stacks, i: int, gram: Array, small: bool) -> SpectralBlock | None:
+        """What block i sees of a weight of few eigenpairs, where that is cheaper than the weight itself."""
+        if not isinstance(self.weight, LowRankPlusIdentity):
+            return None
+        if not small and not pays(self.shape, i, int(stacks[i].shape[2]), self.cg_steps):
+            return None
+        return SpectralBlock.of(self.weight, self.reordered[i], self.shape, stacks, i, gram)
+
+    def _operator(self, stacks: Stacks, i: int, gram: Array) -> Operator:
+        """N of block i, by the whole weight."""
+
+        def apply(x: Array) -> Array:
+            formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
+            return contraction(self.weight.apply(formed @ gram), self.shape)(stacks, i)
+
+        return apply
+
     def _conjugate_gradients(
-        self, stacks: Stacks, i: int, normal: Array, penalty: Array, right_hand: Array, gram: Array
+        self, stack: Array, i: int, normal: Array, penalty: Array | None, right_hand: Array, apply: Operator
     ) -> Array:
         """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
         xp = namespace(normal)
-        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stacks[i].shape[2]
-        columns = inverse(self.traces.mean[:, None, None] * normal + diagonal_matrix(penalty))
+        batch, (m, r), s = normal.shape[0], self.shape.factors[i], stack.shape[2]
+        columns = self.traces.mean[:, None, None] * normal
+        columns = inverse(columns if penalty is None else columns + diagonal_matrix(penalty))
         rows = self.traces.inverse(i)
 
         def precondition(x: Array) -> Array:
             image = xp.reshape(x, (batch, m, r * s)) @ columns
             return xp.reshape(image if rows is None else rows @ image, x.shape)
 
-        def apply(x: Array) -> Array:
-            formed = summed([x if j == i else stack for j, stack in enumerate(stacks)], self.shape)
-            image = contraction(self.weight.apply(formed @ gram), self.shape)(stacks, i)
+        def penalized(x: Array) -> Array:
+            image = apply(x)
+            if penalty is None:
+                return image
             return image + xp.reshape(xp.reshape(x, (batch, m, r * s)) * penalty[:, None, :], x.shape)
 
-        residual = right_hand - apply(stacks[i])
-        return stacks[i] + conjugate_gradients(apply, precondition, residual, self.cg_steps)
+        residual = right_hand - penalized(stack)
+        return stack + conjugate_gradients(penalized, precondition, residual, self.cg_steps)

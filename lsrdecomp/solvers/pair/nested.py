@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from lsrdecomp.arrays import Array, check_device, namespace, placed
 from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.initialization import as_factors
 from lsrdecomp.solvers.pair.joint_als import extrapolated
@@ -57,7 +56,7 @@ class NestedTerms:
     What depends on the shape alone, the weights with their indices reordered and their partial traces, is made once.
     """
 
-    def __init__(self, batch: Batch, shape: ProductShape, cg_steps: int = 4) -> None:
+    def __init__(self, batch: Batch, shape: ProductShape, cg_steps: int = 8) -> None:
         self.batch, self.shape = batch, shape
         self.problem = PairProblem.of(batch.pair, batch.triangles, shape, batch.norms, cg_steps, 0.0, batch.sight)
 
@@ -111,16 +110,8 @@ class NestedTerms:
         errors = self.problem.errors(state)
         return errors if self.batch.device is None else placed(errors, None)
 
-    def products(self, state: State) -> list[SeparatedProduct]:
-        """What was found for each target, as NumPy arrays."""
+    def factors(self, state: State) -> tuple[list[Array], list[Array]]:
+        """Factors of both sides, each (L, s, m_i, r_i) or (L, t, r_i, n_i), as NumPy arrays."""
         pair: Pair = state.pair if self.batch.device is None else placed(state.pair, None)
-        xp = namespace(pair[0][0])
-        left, right = as_factors(pair[0], self.shape.left), as_factors(pair[1], self.shape.right.transposed)
-        right = [xp.matrix_transpose(factor) for factor in right]
-        return [
-            SeparatedProduct(
-                SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in left]),
-                SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in right]),
-            )
-            for i in range(int(left[0].shape[0]))
-        ]
+        right = as_factors(pair[1], self.shape.right.transposed)
+        return as_factors(pair[0], self.shape.left), [namespace(factor).matrix_transpose(factor) for factor in right]

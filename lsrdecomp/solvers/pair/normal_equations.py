@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from lsrdecomp.arrays import Array, device, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.batched_terms import Stacks
+from lsrdecomp.solvers.batched_terms import Stacks, other_columns
 from lsrdecomp.targets.weights import Dense, Diagonal, LowRankPlusIdentity, Weight
 
 LARGEST_BLOCK = 192
 """Unknowns of a block up to which its normal matrix is formed and solved."""
+
+LARGEST_SPECTRAL = 80
+"""The same where the weight has few eigenpairs: steps with them are so cheap that only small solves are cheaper."""
 
 LARGEST_DENSE = 1024
 """Rows up to which a dense weight is contracted with the other factors."""
@@ -20,7 +23,7 @@ LARGEST_DENSE = 1024
 def is_small(weight: Weight, shape: KroneckerShape, i: int, terms: int) -> bool:
     """Whether block i has few enough unknowns, and a weight that can be contracted."""
     m, r = shape.factors[i]
-    if m * r * terms > LARGEST_BLOCK:
+    if m * r * terms > (LARGEST_SPECTRAL if isinstance(weight, LowRankPlusIdentity) else LARGEST_BLOCK):
         return False
     if isinstance(weight, Dense):
         return weight.size <= LARGEST_DENSE
@@ -35,7 +38,7 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     Parameters
     ----------
     weight : Weight
-        Dense, diagonal or low rank + identity, reordered by `moved_first`.
+        Dense or diagonal, reordered by `moved_first`; low rank + identity is `SpectralBlock.matrix`.
     shape : KroneckerShape
     stacks : list of Array, shapes (L, m_j·r_j, s)
     i : int
@@ -45,7 +48,7 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     xp, batch = namespace(gram), gram.shape[0]
     (m, r), s = shape.factors[i], int(stacks[0].shape[2])
     others = [j for j in range(shape.order) if j != i]
-    columns = _others(stacks, shape, others)  # (L, o, c·s)
+    columns = other_columns(stacks, shape, others)  # (L, o, c·s)
     c = math.prod(shape.columns[j] for j in others)
     middle = _contracted(weight, m, columns)  # (L, m, c·s, m, c·s)
     middle = xp.permute_dims(xp.reshape(middle, (batch, m, c, s, m, c, s)), (0, 1, 3, 4, 6, 2, 5))
@@ -58,27 +61,12 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     return xp.reshape(normal, (batch, m * r * s, m * r * s))
 
 
-def _others(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) -> Array:
-    """Kronecker products of the other factors of each term, side by side: (L, Π m_j, Π r_j · s)."""
-    xp, (batch, _, s) = namespace(*stacks), stacks[0].shape
-    product, rows, columns = None, 1, 1
-    for j in others:
-        m, r = shape.factors[j]
-        factor = xp.reshape(stacks[j], (batch, 1, m, 1, r, s))
-        product = factor if product is None else xp.reshape(product, (batch, rows, 1, columns, 1, s)) * factor
-        rows, columns = rows * m, columns * r
-    return xp.reshape(product, (batch, rows, columns * s))
-
-
 def moved_first(weight: Weight, sizes: Sequence[int], i: int) -> Weight:
     """The weight with its rows and columns reordered so that index i of the Kronecker split is the outermost."""
     d = len(sizes)
     first = (0, i + 1, *(j + 1 for j in range(d) if j != i))
     if isinstance(weight, Diagonal):
         return Diagonal(_permuted(weight.values, sizes, first))
-    if isinstance(weight, LowRankPlusIdentity):
-        q = int(weight.basis.shape[-1])
-        return weight.with_rows(_permuted(weight.basis, (*sizes, q), (*first, d + 1)))
     if isinstance(weight, Dense):
         both = (*first, *(axis + d for axis in first[1:]))
         return Dense(_permuted(weight.matrix, (*sizes, *sizes), both))
@@ -99,14 +87,6 @@ def _contracted(weight: Weight, m: int, columns: Array) -> Array:
         values = xp.reshape(weight.values, (-1, m, o, 1))
         blocks = xp.matrix_transpose(columns)[:, None, :, :] @ (values * columns[:, None, :, :])  # (L, m, f, f)
         return rows * blocks[:, :, :, None, :]
-    if isinstance(weight, LowRankPlusIdentity):
-        q = int(weight.basis.shape[-1])
-        seen = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(weight.basis, (-1, m, o, q))  # (L, m, f, q)
-        seen = xp.reshape(seen, (batch, m * f, q))
-        excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, q))
-        low = xp.reshape((seen * excess) @ xp.matrix_transpose(seen), (batch, m, f, m, f))
-        grams = xp.reshape(weight.rest, (-1, 1, 1)) * (xp.matrix_transpose(columns) @ columns)
-        return low + rows * grams[:, None, :, None, :]
     assert isinstance(weight, Dense)
     half = xp.reshape(weight.matrix, (-1, m * o * m, o)) @ columns  # (L, m·o·m, f)
     whole = xp.matrix_transpose(columns)[:, None, :, :] @ xp.reshape(half, (batch, m, o, m * f))
