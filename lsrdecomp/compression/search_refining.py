@@ -46,13 +46,12 @@ def refine(state: SearchState, chosen: Sequence[Entry], *, together: bool = True
     losses = {i: chosen[i].exact.squared_error for i in places}
     for swept in range(0, solver.sweeps, PORTION):
         # The layers that still gain go on among themselves, so that no batch waits for its slowest.
-        sweeps = min(PORTION, solver.sweeps - swept)
-        effort = Effort(sweeps, sweeps, solver.cg_steps, REFINED, 1, least, state.resources.device)
-        going = []
-        for task, answers in _portion(state, chosen, list(products), products, effort):
+        left, going = solver.sweeps - swept, []
+        effort = Effort(left, left, solver.cg_steps, REFINED, 1, least, state.resources.device)
+        for task, answers in _portion(state, chosen, products, effort):
             for place, i in enumerate(task.places):
                 product, loss = product_of(answers[0].factors_of(place)), float(answers[0].errors[place]) ** 2
-                if swept + sweeps < solver.sweeps and losses[i] - loss > PORTION * max(least, 2.0 * REFINED * loss):
+                if task.effort.sweeps < left and losses[i] - loss > PORTION * max(least, 2.0 * REFINED * loss):
                     going.append((i, product, loss))
                     continue
                 _measure(state, i, chosen[i], product)
@@ -63,17 +62,15 @@ def refine(state: SearchState, chosen: Sequence[Entry], *, together: bool = True
 
 
 def _portion(
-    state: SearchState,
-    chosen: Sequence[Entry],
-    places: Sequence[int],
-    products: Mapping[int, SeparatedProduct],
-    effort: Effort,
+    state: SearchState, chosen: Sequence[Entry], products: Mapping[int, SeparatedProduct], effort: Effort
 ) -> Iterator[tuple[Task, list[Answer]]]:
-    """Some more sweeps for these layers, each from its product."""
-    tasks = []
-    for (_, shape, ranks), members in _groups(state, chosen, places).items():
+    """Some more sweeps for these layers, each from its product; all that are left for a layer in a batch of its own."""
+    tasks, few = [], min(PORTION, effort.sweeps)
+    some = replace(effort, sweeps=few, cold_sweeps=few)
+    for (_, shape, ranks), members in _groups(state, chosen, list(products)).items():
         for part in state.parts(members):
-            tasks.append(state.task(part, [Request(shape, (ranks,), [products[i] for i in part])], effort))
+            starts = [products[i] for i in part]
+            tasks.append(state.task(part, [Request(shape, (ranks,), starts)], some if len(part) > 1 else effort))
     yield from state.answers(iter(tasks), Counter(None, "", 0, ""))
 
 

@@ -173,14 +173,18 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     monkeypatch.setattr(solve, "solve", counted)
     monkeypatch.setattr(searched_module, "ROUNDS", 1)
     monkeypatch.setattr(search_refining, "REFINED", 1e-9)
-    for nothing, portions in ((1e-9, 3), (1e9, 1)):
+    for nothing, goes_on in ((1e-9, True), (1e9, False)):
         monkeypatch.setattr(search_refining, "NOTHING", nothing)
         refined.clear()
         fitted = search_layers(layers, [Budget(ratio=8.0)], search=LONG).fit(Budget(ratio=8.0))
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
         assert count > 0
-        sweeps = [sum(n for n, places in refined if i in places) for i in range(COUNT)]
-        assert max(sweeps) == (20 if portions == 3 else search_refining.PORTION)
+        assert any(len(places) > 1 for _, places in refined)
+        together = next(places for _, places in refined if len(places) > 1)
+        taken = [[sweeps for sweeps, places in refined if i in places] for i in together]
+        assert all(sweeps[0] == search_refining.PORTION for sweeps in taken)
+        assert (max(map(len, taken)) > 1) == goes_on
+        assert max(map(sum, taken)) == (20 if goes_on else search_refining.PORTION)
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:

@@ -120,9 +120,10 @@ def _partial_trace(weight: Weight, sizes: Sequence[int], i: int, like: Array) ->
     if isinstance(weight, LowRankPlusIdentity):
         q = weight.basis.shape[-1]
         basis = xp.permute_dims(xp.reshape(weight.basis, (-1, before, size, after, q)), (0, 2, 1, 3, 4))
-        excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, 1, 1, q))
+        excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, 1, q))
         batch = basis.shape[0]
-        flat, scaled = (xp.reshape(b, (batch, size, before * after * q)) for b in (basis, basis * excess))
+        rows = xp.reshape(basis, (batch, size, before * after, q))
+        flat, scaled = (xp.reshape(b, (batch, size, before * after * q)) for b in (rows, rows * excess))
         part = scaled @ xp.matrix_transpose(flat)
         return part + xp.reshape(weight.rest * (before * after), (-1, 1, 1)) * identity_like(part)
     matrix = weight.matrix if isinstance(weight, Dense) else weight.apply(_identity(weight.size, like))
