@@ -25,8 +25,9 @@ class Shell:
     def __init__(self) -> None:
         self._held = tempfile.TemporaryDirectory(prefix="lsrdecomp-docs-")  # removed with this object
         self.folder = Path(self._held.name)
-        with as_file(files("lsrdecomp.cli") / "demo_adapter") as source:
-            shutil.copytree(source, self.folder / "adapter")
+        for name in ("adapter", "statistics"):
+            with as_file(files("lsrdecomp.cli") / f"demo_{name}") as source:
+                shutil.copytree(source, self.folder / name)
 
     def run(self, command: str) -> str:
         """What one line prints; `RuntimeError` if it does not exit with 0."""

@@ -144,9 +144,10 @@ def compress(
                 if store is not None:
                     store.remove()
                 raise
-            _show(result, json, wide=wide, each=each, unit=getattr(getattr(result, "promise", None), "unit", unit))
+            unit = getattr(getattr(result, "promise", None), "unit", unit)
+            _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
-                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record)
+                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record, unit)
                 tables.show(json, *promise.words(result))
                 if calibrated is None and base is None:
                     _warn_of_wreck(result, adapter)
@@ -208,15 +209,16 @@ def _write(
     json: Path | None,
     force: bool,
     record: bool,
+    unit: str,
 ) -> None:
     """The directory, its report and its figures: all appear, or none."""
     curves = () if report is None else compression.adapter_curves(checkpoint)
-    pages = {} if report is None else {report: compression.html_report(result, curves)}
+    pages = {} if report is None else {report: compression.html_report(result, curves, unit=unit)}
     with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
         if place is not None:
             result.save(place, force=force, record=record)
         if report is not None:  # again, now with the sizes of the files
-            page = compression.html_report(result, curves, out=place)
+            page = compression.html_report(result, curves, out=place, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
     if place is not None:
         tables.show(json, tables.file_sizes(checkpoint, place))

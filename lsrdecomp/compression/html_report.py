@@ -30,7 +30,9 @@ class Reported(Protocol):
     def totals(self) -> Totals: ...
 
 
-def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out: Path | None = None) -> str:
+def html_report(
+    compression: Reported, curves: Sequence[ErrorCurve] = (), *, out: Path | None = None, unit: str = "example"
+) -> str:
     """One self-contained page: summary, curves, a table of layers that sorts, what was written, provenance.
 
     Parameters
@@ -41,6 +43,8 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
         Of the whole adapter, as `adapter_curves` returns them; none: no picture.
     out : Path, optional
         The directory that was written, to list its files.
+    unit : str
+        What the network answers once for, "example" or "token"; a measured promise knows it itself.
 
     Returns
     -------
@@ -58,7 +62,7 @@ def html_report(compression: Reported, curves: Sequence[ErrorCurve] = (), *, out
         name=Path(str(source.path)).name,
         sentence=_sentence(total),
         promise=_promise(compression),
-        tiles=_tiles(compression.layers, total),
+        tiles=_tiles(compression.layers, total, getattr(getattr(compression, "promise", None), "unit", unit)),
         svg=svg_curves(curves, here, total.parameters_before) if curves else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
         rows=_rows(compression.layers, functional),
@@ -105,7 +109,7 @@ def _verdict(total: Totals) -> str:
     return "Every layer meets the plan."
 
 
-def _tiles(layers: Sequence[LayerReport], total: Totals) -> list[tuple[str, str]]:
+def _tiles(layers: Sequence[LayerReport], total: Totals, unit: str) -> list[tuple[str, str]]:
     kinds: dict[str, int] = {}
     for layer in layers:
         kinds[layer.structure] = kinds.get(layer.structure, 0) + 1
@@ -119,7 +123,7 @@ def _tiles(layers: Sequence[LayerReport], total: Totals) -> list[tuple[str, str]
     if total.functional_error is not None:
         tiles.insert(1, ("error in the K-FAC norm", f"{total.functional_error:.3g}"))
     if total.kl is not None:
-        tiles.insert(2, ("estimated KL, nats an example", f"{total.kl:.3g}"))
+        tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
     if total.low_rank_error is not None:
         tiles.append(("truncated SVD in the same size", f"{total.low_rank_error:.3g}"))
     if total.extra_parameters:

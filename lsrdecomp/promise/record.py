@@ -64,15 +64,16 @@ class Promise:
         """The promise in words.
 
         >>> told = Promise(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
-        >>> print(told.sentence().replace(" (", "\\n("))
+        >>> print(told.sentence().replace(" (", "\\n(").replace(" · m", "\\n· m"))
         keeps 95.2 ± 0.8 % of what the adapter does
         (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · file 3.7 MB → 12 kB
-        (heads 0 B) · measured on 128 held-out examples of a.jsonl
+        · measured on 128 held-out examples of a.jsonl
         """
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         what = "token" if self.unit == "token" else "answer"
         same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
-        sizes = f"{size_text(self.bytes_before)} → {size_text(self.bytes_after)} (heads {size_text(self.head_bytes)})"
+        head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""
+        sizes = f"{size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}"
         trained = f" · distilled for {self.distilled} steps" if self.distilled else ""
         return (
             f"keeps {100 * self.kept:.1f}{error} % of what the adapter does (divergence {self.kl:.3g} of "

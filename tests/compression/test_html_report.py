@@ -12,6 +12,7 @@ from lsrdecomp.compression.html_report import html_report, summary_html
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, totals
 from lsrdecomp.compression.svg_curves import svg_curves
+from lsrdecomp.promise.record import Promise
 
 LAYER = LayerReport(
     name="model.layers.0.q", kind="linear", rows=384, columns=384, source_rank=8, structure="LSR",
@@ -41,6 +42,11 @@ class Record:
     @property
     def totals(self):
         return totals(self.layers, 770)
+
+
+@dataclass(frozen=True)
+class PromisedRecord(Record):
+    promise: Promise | None = None
 
 
 def record(count=3):
@@ -101,6 +107,14 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
     assert "(0.125 in the K-FAC norm)" in text
     assert page.texts.count("0.125") == 4, "each layer, the worst and the total"
     assert sum(tag == "td" for tag, _ in page.tags) == 22
+
+
+def test_the_divergence_names_what_the_network_answers_once_for():
+    layers = (replace(LAYER, functional_norm=1.0, functional_error=0.125),)
+    assert "estimated KL, nats per example" in Page(html_report(Record(layers))).texts
+    assert "estimated KL, nats per token" in Page(html_report(Record(layers), unit="token")).texts
+    promise = Promise(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
+    assert "estimated KL, nats per token" in Page(html_report(PromisedRecord(layers, promise=promise))).texts
 
 
 def test_nothing_can_be_loaded_and_every_name_is_escaped():
