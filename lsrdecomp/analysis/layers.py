@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lsrdecomp.checkpoints.records import natural
+
 _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 
 
@@ -58,11 +60,7 @@ def layer_grid(values: Mapping[str, float], quantity: str = "relative error") ->
         found = _NUMBER.search(name)
         block, module = (name[: found.end()], name[found.end() + 1 :]) if found else ("", name)
         cells[block, module] = value
-    blocks = sorted({block for block, _ in cells}, key=_natural)
+    blocks = sorted({block for block, _ in cells}, key=natural)
     modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))
     rows = tuple(tuple(cells.get((block, module), math.nan) for module in modules) for block in blocks)
     return LayerGrid(quantity, tuple(blocks), tuple(modules), rows)
-
-
-def _natural(block: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", block)]

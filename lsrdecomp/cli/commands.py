@@ -128,8 +128,9 @@ def export(
         base=place,
         without_heads=without_heads,
     )
-    if without_heads and checkpoint.extras:
-        typer.echo(f"Left out, as asked: {', '.join(checkpoint.extras)}.")
+    if checkpoint.extras and (without_heads or (to == "lora" and profile != "peft")):
+        why = "as asked" if without_heads else f"as profile {profile} does"
+        typer.echo(f"Left out, {why}: {', '.join(checkpoint.extras)}.")
     typer.echo(
         f"Wrote {out}: a {to} adapter, exact up to rounding to {storage or ('f16' if to == 'gguf' else 'float32')}."
     )

@@ -15,7 +15,7 @@ def run() -> None:
     try:
         from lsrdecomp.cli.app import app  # a second or two, in which Ctrl-C is no traceback either
 
-        app()
+        app(prog_name="lsrdecomp")
     except (LsrError, OSError) as error:
         from lsrdecomp.cli.help import flags
 

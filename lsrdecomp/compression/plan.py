@@ -105,12 +105,17 @@ class CompressionPlan:
             If a divergence is asked for that is no less than without the adapter.
         """
         if self.kl is not None and effect is not None:
-            if self.kl >= effect:
-                text = f"a divergence of {self.kl:g} nats is no less than that without the adapter, {effect:.3g}"
-                raise BudgetError(f"{text}: ask for less")
-            return Budget(rtol=math.sqrt(self.kl / effect))
+            return Budget(rtol=math.sqrt(share_of_effect(self.kl, effect)))
         return Budget(parameters=self.parameters, ratio=self.ratio, bytes=self.bytes, kl=self.kl, layer_rtol=self.rtol)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def share_of_effect(kl: float, effect: float) -> float:
+    """A divergence by that without the adapter, both in nats; `BudgetError` unless it is less."""
+    if kl >= effect:
+        text = f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}"
+        raise BudgetError(f"{text}: ask for less")
+    return kl / effect

@@ -16,7 +16,7 @@ from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.plan import CompressionPlan, share_of_effect
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.searched import Resources
@@ -149,7 +149,7 @@ def compress_measured(
     options: dict[str, Any] = {"held_out": held_out, "batch": batch, "max_length": max_length, "dtype": dtype}
     bench = Bench(base, checkpoint.path, read_data(data), device=device, seed=seed, on_step=say, **options)
     if plan is not None and plan.kl is not None:
-        keep, storage, max_rank = _share_of(plan.kl, bench.reference.effect), plan.storage, plan.max_rank
+        keep, storage, max_rank = 1.0 - share_of_effect(plan.kl, bench.reference.effect), plan.storage, plan.max_rank
         plan = None
     folder = TemporaryDirectory()
     place = workspace or Path(folder.name) / "statistics"
@@ -166,15 +166,6 @@ def compress_measured(
     if workspace is not None and statistics is None:
         shutil.rmtree(workspace, ignore_errors=True)
     return Promised(chosen.compression, promise, chosen.path, chosen.facts, folder)
-
-
-def _share_of(kl: float, effect: float) -> float:
-    """The share that is kept at a divergence."""
-    if kl >= effect:
-        raise BudgetError(
-            f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}: ask for less"
-        )
-    return 1.0 - kl / effect
 
 
 @dataclass(frozen=True)

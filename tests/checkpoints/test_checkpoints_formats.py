@@ -30,6 +30,7 @@ from lsrdecomp.checkpoints import (
     write_lsr,
 )
 from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.records import natural
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -633,3 +634,9 @@ def test_it_refuses_in_one_line_as_every_format_does(
         open_checkpoint(tmp_path)
     assert "adapters.safetensors" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_names_are_sorted_by_the_numbers_in_them():
+    names = ["unet:2", "unet:10", "x.layer.2.q", "x.layer.010.q", "x.layer.11.q", f"y.{9}", f"y.{'9' * 5000}"]
+    assert sorted({*names}, key=natural) == names
+    assert natural("a.1") != natural("a.01")  # names that differ have keys that do

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from console import lsr
 
 import lsrdecomp
 
@@ -61,3 +62,8 @@ def test_without_ctrl_c_the_same_start_is_a_run():
     done = stopped_at("no_such_module")
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_help_names_the_command_however_it_was_started():
+    done = lsr("export", "--no-such-option")
+    assert (done.returncode, "Try 'lsrdecomp export -h'" in done.stderr) == (2, True), done.stderr
