@@ -231,6 +231,14 @@ def recompress(
         If neither goal is given.
     ConvergenceError
         If ``rtol`` is not met.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose, recompress
+    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> recompress(matrix, rtol=1e-6).separation_rank
+    1
     """
     if (rtol is None) == (rank is None):
         raise BudgetError(f"give one of rtol and rank, got rtol={rtol} and rank={rank}")

@@ -142,6 +142,11 @@ class ErrorBudget:
     ----------
     .. [1] G. Beylkin and M. J. Mohlenkamp, Algorithms for numerical analysis in high dimensions, SIAM J. Sci. Comput.
        26 (2005), eq. (3.12). doi:10.1137/040604959
+
+    Examples
+    --------
+    >>> ErrorBudget(rtol=1e-3, storage="float16").rtol
+    0.001
     """
 
     rtol: float | None = None

@@ -56,6 +56,13 @@ def open_checkpoint(
         One line with file, tensor, numbers and the way out, for anything missing, damaged or inconsistent.
     UnsupportedError
         For a sound file whose content is not expressed here: it is refused by name, never dropped.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> len(lora.layers), lora.adapter_parameters
+    (12, 73728)
     """
     bundle = open_bundle(path, name, max_memory)
     packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)

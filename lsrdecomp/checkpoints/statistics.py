@@ -222,6 +222,12 @@ def read_statistics(directory: str | Path) -> Statistics:
     ------
     CheckpointError
         If a file is missing, damaged or not of this format; names file and tensor.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> len(read_statistics(files("lsrdecomp.cli") / "demo_statistics"))
+    12
     """
     directory = Path(directory)
     metadata = read_json(directory / METADATA)

@@ -41,6 +41,11 @@ class CompressionPlan:
         Largest inner rank of a layer, which is its rank as a LoRA: servers pay every slot at the largest rank.
     storage : str
         float32, float16, bfloat16, int8, int4, or auto: float16, int8 or int4 for each layer.
+
+    Examples
+    --------
+    >>> CompressionPlan(ratio=48, storage="float16").ratio
+    48
     """
 
     rtol: float | None = None

@@ -22,6 +22,13 @@ def kron(*factors: Array) -> Array:
     Returns
     -------
     Array, shape (…, Π m_i, Π n_i)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> kron(np.eye(2), np.ones((1, 2)))
+    array([[1., 1., 0., 0.],
+           [0., 0., 1., 1.]])
     """
     if not factors:
         raise ShapeError("kron needs at least one matrix")
@@ -97,7 +104,13 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
 
 
 def khatri_rao(left: Array, right: Array) -> Array:
-    """Column-wise Kronecker product: (…, p, s) and (…, q, s) to (…, p·q, s), the left index slow."""
+    """Column-wise Kronecker product: (…, p, s) and (…, q, s) to (…, p·q, s), the left index slow.
+
+    >>> import numpy as np
+    >>> khatri_rao(np.array([[1, 2]]), np.array([[3, 4], [5, 6]]))
+    array([[ 3,  8],
+           [ 5, 12]])
+    """
     xp, (*front, p, s) = namespace(left, right), left.shape
     return xp.reshape(left[..., :, None, :] * right[..., None, :, :], (*front, p * right.shape[-2], s))
 

@@ -221,14 +221,22 @@ class ProductShape:
 
 
 def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
-    """Every two-factor shape of a matrix, plain low rank ``(m×1) ⊗ (1×n)`` and its mirror among them."""
+    """Every two-factor shape of a matrix, plain low rank ``(m×1) ⊗ (1×n)`` and its mirror among them.
+
+    >>> [shape.factors for shape in kronecker_shapes((2, 2))][:2]
+    [((1, 1), (2, 2)), ((1, 2), (2, 1))]
+    """
     for m in divisors(matrix_shape[0]):
         for n in divisors(matrix_shape[1]):
             yield KroneckerShape(((m, n), (matrix_shape[0] // m, matrix_shape[1] // n)))
 
 
 def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered way to write ``n`` as a product of ``order`` positive integers."""
+    """Every ordered way to write ``n`` as a product of ``order`` positive integers.
+
+    >>> list(splits(6, 2))
+    [(1, 6), (2, 3), (3, 2), (6, 1)]
+    """
     if order == 1:
         yield (n,)
         return

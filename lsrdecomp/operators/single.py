@@ -44,6 +44,14 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
         factors that are not square.
     MatrixError
         If a factor is singular to working precision; the message names it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> np.round(np.diag(inv(matrix).to_matrix()), 3).tolist()
+    [0.333, 0.2, 0.167, 0.1]
     """
     factors = square_factors(matrix, "an inverse")
     for i, factor in enumerate(factors, 1):
@@ -79,7 +87,14 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
 
 
 def det(matrix: SeparatedMatrix) -> Any:
-    """The determinant of one term; it over- and underflows early, `slogdet` does not."""
+    """The determinant of one term; it over- and underflows early, `slogdet` does not.
+
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> round(float(det(matrix)), 6)
+    900.0
+    """
     sign, log = slogdet(matrix)
     if isinstance(log, float) and log == -math.inf:
         return 0.0
@@ -110,6 +125,13 @@ def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """L lower triangular with L Lᴴ = A, for one positive definite term: ⊗ of the Cholesky factors.
 
     Raises `MatrixError` where the term is not Hermitian positive definite.
+
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> lower = cholesky(matrix).to_matrix()
+    >>> bool(np.allclose(lower @ lower.T, matrix.to_matrix()))
+    True
     """
     factors = positive_factors(matrix, "a Cholesky factor", strictly=True)
     return _of([namespace(f).linalg.cholesky(f) for f in factors], matrix.weights**0.5)

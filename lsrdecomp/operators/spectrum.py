@@ -41,6 +41,14 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     ------
     MatrixError
         Where there is no closed form, or the mass is singular.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
+    >>> np.round(eigenvalues(matrix), 6).tolist()
+    [3.0, 5.0, 6.0, 10.0]
     """
     shape = matrix.kronecker_shape
     if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):

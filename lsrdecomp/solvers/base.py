@@ -17,7 +17,11 @@ from lsrdecomp.targets.weights import NormWeights
 
 
 class Status(Enum):
-    """How a solve ended, in a sentence that helps."""
+    """How a solve ended, in a sentence that helps.
+
+    >>> Status.rank_reached.value
+    'The asked number of terms was computed; no error was asked for.'
+    """
 
     converged = "The error met the budget."
     rank_reached = "The asked number of terms was computed; no error was asked for."

@@ -15,7 +15,14 @@ from lsrdecomp.solvers.base import ErrorKind, Status, Sweep
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """A separated matrix with the figures it can be trusted for."""
+    """A separated matrix with the figures it can be trusted for.
+
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1)
+    >>> result.separation_rank, result.parameters, bool(result.relative_error < 1e-12)
+    (1, 25, True)
+    """
 
     approximation: SeparatedMatrix  # as stored: rounded to `storage`
     relative_error: float  # ‖M − M̂‖_F / ‖M‖_F, measured on what is stored

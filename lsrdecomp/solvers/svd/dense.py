@@ -25,6 +25,14 @@ class SVD(MatrixSolver):
     ----------
     .. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, 1993, section 2.
        doi:10.1007/978-94-015-8196-7_17
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.SVD())
+    >>> bool(result.relative_error < 1e-12)
+    True
     """
 
     order: ClassVar[int] = 2

@@ -54,6 +54,14 @@ class BlockGolubKahan(MatrixSolver):
     .. [1] G. H. Golub, F. T. Luk and M. L. Overton (1981), doi:10.1145/355945.355946
     .. [2] C. Musco and C. Musco, Randomized block Krylov methods for stronger and faster approximate singular value
        decomposition, NIPS 2015. arXiv:1504.05477
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.BlockGolubKahan())
+    >>> bool(result.relative_error < 1e-6)
+    True
     """
 
     order: ClassVar[int] = 2

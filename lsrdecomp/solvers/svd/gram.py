@@ -27,6 +27,14 @@ class Gram(MatrixSolver):
     ----------
     tolerance : float
         Allowed excess of the error over the optimum, relative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lsrdecomp as lsr
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.Gram())
+    >>> bool(result.relative_error < 1e-6)
+    True
     """
 
     order: ClassVar[int] = 2
