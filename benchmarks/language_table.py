@@ -23,7 +23,8 @@ def collect(work: Path, suite: Mapping[str, Any]) -> dict[str, Any]:
         about = json.loads(file.read_text(encoding="utf-8"))
         record = json.loads((file.parent / "lora" / "record.json").read_text(encoding="utf-8"))
         numbers = {"parameters": record["adapter_parameters"], "file_bytes": record["file_bytes"]}
-        loras.append({"task": task, "lora": lora, "seed": int(seed), **numbers, **about})
+        known = {**about, "trained": about["lora"]}  # a row's "lora" is its name, as in the forms
+        loras.append({**known, "task": task, "lora": lora, "seed": int(seed), **numbers})
         for judged in sorted(file.parent.glob("forms/*/judged.json")):
             form = json.loads((judged.parent / "form.json").read_text(encoding="utf-8"))
             facts = json.loads(judged.read_text(encoding="utf-8"))

@@ -33,7 +33,7 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
     arguments = [suite, "--model", make_base(tmp_path), "--data", tmp_path, "--work", tmp_path / "work", "--small"]
     arguments += ["--parts", "arithmetic/r8", "--device", "cpu", "--out", tmp_path / "figures"]
     found = driver.main([str(each) for each in arguments])
-    assert [lora["task"] for lora in found["loras"]] == ["arithmetic"]
+    assert [(lora["task"], lora["lora"], lora["seed"]) for lora in found["loras"]] == [("arithmetic", "r8", 0)]
     structures = {form["structure"] for form in found["forms"]}
     assert {
         "LSR",

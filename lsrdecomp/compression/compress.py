@@ -214,6 +214,8 @@ class SearchedAdapter:
         rows = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
         reports = tuple(_report(source, layer, best, plan, self.functional) for source, layer, best in rows)
         if all(chosen.stored is None for chosen in fitted.chosen):
+            if not any(layer.squared_norm for layer in self.layers):
+                raise BudgetError("every layer of the adapter is zero: it does nothing, and there is nothing to keep")
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error, self.effect)
 

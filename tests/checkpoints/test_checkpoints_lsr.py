@@ -166,13 +166,20 @@ def test_the_scale_goes_into_the_out_side(tmp_path: Path) -> None:
     np.testing.assert_array_equal(stored_right[0], right[0])
 
 
-def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "storage", "words"),
+    [
+        (7e4, "float16", r"7e\+04 does not fit float16; store as bfloat16 or float32"),
+        (3.4e38, "bfloat16", r"does not fit bfloat16; store as float32"),
+        (1e60, "float32", r"1e\+60 does not fit float32; no storage here holds it"),
+    ],
+)
+def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path, number: float, storage: str, words: str) -> None:
     source = open_checkpoint(directory(tmp_path / "a", pair("q")))
     left, right = factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0))
-    with pytest.raises(CheckpointError, match=r"lsr_B\.factor_1.*7e\+04 does not fit float16"):
-        write_lsr(
-            tmp_path / "b", source=source, layers=[("q", (left[0] * 0 + 7e4, *left[1:]), right, 1.0)], storage="float16"
-        )
+    large = (left[0] * 0 + number, *left[1:])
+    with pytest.raises(CheckpointError, match=rf"lsr_B\.factor_1.*{words}"):
+        write_lsr(tmp_path / "b", source=source, layers=[("q", large, right, 1.0)], storage=storage)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
 
 

@@ -259,6 +259,13 @@ def test_zero_layers_become_zero_terms_or_nothing():
     assert {factor.shape[0] for factor in (*left, *right)} == {1}
 
 
+def test_an_adapter_of_zeros_is_said_to_do_nothing(tmp_path):
+    tensors = {name: tensor * 0 for name, tensor in pair("layers.0.q", 8, 8).items()}
+    source = open_checkpoint(directory(tmp_path / "a", tensors, target_modules=["q"]))
+    with pytest.raises(BudgetError, match="every layer of the adapter is zero"):
+        compress(source, CompressionPlan(ratio=2.0), search=QUICK)
+
+
 def test_report_is_json_and_adds_up(demo):
     seen = []
     result = compress(demo, CompressionPlan(rtol=0.5), search=QUICK, on_layer=seen.append)
