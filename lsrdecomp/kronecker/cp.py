@@ -16,6 +16,14 @@ def to_cp(matrix: SeparatedMatrix) -> Any:
     """The rearranged matrix R(M̂) as a ``tensorly.cp_tensor.CPTensor`` of NumPy arrays.
 
     Its factor matrices are (m_i·n_i, s): column k of factor i holds the entries of M_k⁽ⁱ⁾ row by row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> matrix = SeparatedMatrix.from_factors([np.ones((2, 3, 1)), np.ones((2, 4, 5))])
+    >>> weights, factors = to_cp(matrix)
+    >>> weights.shape, [factor.shape for factor in factors]
+    ((2,), [(3, 2), (20, 2)])
     """
     from tensorly.cp_tensor import CPTensor
 
@@ -36,6 +44,14 @@ def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
     ------
     ShapeError
         If the number or the heights of the factors do not match ``shape``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> A, B = np.array([[1.0, 2.0]]), np.array([[3.0], [4.0]])
+    >>> matrix = from_cp((None, [A.reshape(-1, 1), B.reshape(-1, 1)]), KroneckerShape(((1, 2), (2, 1))))
+    >>> bool(np.allclose(matrix.to_matrix(), np.kron(A, B)))
+    True
     """
     weights, factors = cp
     heights = tuple(int(f.shape[0]) for f in factors)

@@ -93,7 +93,19 @@ class Files(Terms):
 
 
 def read_provenance(path: str | Path) -> dict[str, Any]:
-    """What `SeparatedMatrix.save` was told about where the matrix came from."""
+    """What `SeparatedMatrix.save` was told about where the matrix came from.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> matrix = SeparatedMatrix.from_factors([np.eye(2)[None]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = matrix.save(f"{folder}/matrix.safetensors", provenance={"seed": 3})
+    ...     read_provenance(path)
+    {'seed': 3}
+    """
     metadata, _ = _read(Path(path))
     try:
         found = json.loads(metadata["provenance"])

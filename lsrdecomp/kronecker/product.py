@@ -20,6 +20,15 @@ class SeparatedProduct:
         B̂, the out side.
     right : SeparatedMatrix, shape (r, n)
         Â, the in side; its row splits equal the column splits of ``left``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import SeparatedMatrix, SeparatedProduct
+    >>> left = SeparatedMatrix.from_factors([np.ones((1, 4, 1)), np.eye(2)[None]])
+    >>> product = SeparatedProduct(left, left.T)
+    >>> product.shape, product.parameters, [factor.shape for factor in product.to_lora()]
+    ((8, 8), 16, [(8, 2), (2, 8)])
     """
 
     left: SeparatedMatrix
@@ -93,7 +102,15 @@ class SeparatedProduct:
 
 
 def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
-    """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact."""
+    """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> product = low_rank_product(np.ones((6, 2)), np.ones((2, 4)))
+    >>> product.shape, product.separation_ranks, bool(np.allclose(product.to_matrix(), 2.0))
+    ((6, 4), (1, 1), True)
+    """
     return SeparatedProduct(
         SeparatedMatrix.from_factors((left[None, :, :],)), SeparatedMatrix.from_factors((right[None, :, :],))
     )

@@ -93,6 +93,14 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
     Returns
     -------
     Array, shape (…, Π m_i, Π n_i)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> shape = KroneckerShape(((1, 2), (2, 1)))
+    >>> inverse_rearrange(np.outer([1.0, 2.0], [3.0, 4.0]), shape)                  # of rank one: a Kronecker product
+    array([[3., 6.],
+           [4., 8.]])
     """
     xp, d = namespace(tensor), shape.order
     front = tuple(tensor.shape[: tensor.ndim - d])
@@ -128,6 +136,14 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
     -------
     Array, shape (Π m_i, Π n_i)
         Of two factors by `pairs_of_rows`, else one product of the rearranged factors; 2·s·Πm_i·Πn_i operations.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> first, second = np.array([[[1.0, 2.0]], [[0.0, 1.0]]]), np.array([[[1.0], [1.0]], [[0.0], [1.0]]])
+    >>> sum_of_kroneckers([first, second], np.array([1.0, 10.0]))                   # two terms of 1×2 ⊗ 2×1
+    array([[ 1.,  2.],
+           [ 1., 12.]])
     """
     shape = factor_shape(factors)
     xp = namespace(*factors)
@@ -169,6 +185,13 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     -------
     Array, shape (Π m_i,) or (Π m_i, b)
         One batched matrix product per factor, the last factor first; the sum over terms is part of the last one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> factors = [np.ones((1, 1, 1000)), np.eye(1000)[None]]                       # a matrix of 1000 × 1000000
+    >>> apply_sum_of_kroneckers(factors, None, np.ones(1000000))[:3]
+    array([1000., 1000., 1000.])
     """
     shape = factor_shape(factors)
     rows, columns = shape.matrix_shape
@@ -211,6 +234,13 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
     """The permutation K with K vec(X) = vec(Xᵀ) for X of shape (m, n); vec stacks columns.
 
     K_{p,m} (A ⊗ B) K_{n,q} = B ⊗ A for A (m, n) and B (p, q) [1]_.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> X = np.arange(6).reshape(2, 3)
+    >>> (commutation_matrix(2, 3) @ X.T.reshape(-1)).tolist()                       # vec(X) to vec(Xᵀ)
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
     References
     ----------

@@ -66,6 +66,16 @@ def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonaliz
     """Common bases of the factors, or None where there are none.
 
     Cost a few m_i³ for each factor and term. With ``unitary`` only orthonormal bases serve.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.operators import kronecker_sum
+    >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
+    >>> laplacian = kronecker_sum(second, second)
+    >>> common = diagonalize(laplacian)
+    >>> common.unitary, bool(np.allclose(np.sort(common.values), np.linalg.eigvalsh(laplacian.to_matrix())))
+    (True, True)
     """
     if matrix.separation_rank == 0 or any(m != n for m, n in matrix.kronecker_shape.factors):
         return None

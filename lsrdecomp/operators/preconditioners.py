@@ -56,6 +56,14 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape) -> SeparatedMatrix:
     ------
     MatrixError
         For the zero matrix.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> A, B = np.array([[2.0, 1.0], [1.0, 2.0]]), np.diag([1.0, 4.0])
+    >>> nearest = nearest_kronecker(np.kron(A, B) + 1e-3 * np.eye(4), KroneckerShape(((2, 2), (2, 2))))
+    >>> bool(np.allclose(nearest.to_matrix(), np.kron(A, B), atol=2e-3))
+    True
     """
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
         found = matrix.canonical().truncate(1) if matrix.order == 2 else _power(matrix)

@@ -59,6 +59,14 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
     SeparatedMatrix, shape (n, n) with n = rows·columns
         Acts on images flattened row by row, with factors of the sizes of the image's sides.
 
+    Examples
+    --------
+    >>> image = np.zeros((5, 5))
+    >>> image[2, 2] = 9.0
+    >>> mean = blur(np.full((3, 3), 1 / 9), image.shape)                            # a kernel of rank one: one term
+    >>> mean.separation_rank, np.round(mean @ image.reshape(-1), 6).reshape(5, 5)[2].tolist()
+    (1, [0.0, 1.0, 1.0, 1.0, 0.0])
+
     References
     ----------
     .. [1] P. C. Hansen, J. G. Nagy and D. P. O'Leary, Deblurring Images, SIAM (2006), ch. 4.
@@ -89,6 +97,15 @@ def covariance_on_grid(kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], a
 
     A product of covariances along the axes needs no target: it is one term,
     ``SeparatedMatrix.from_factors([K1[None], K2[None]])``.
+
+    Examples
+    --------
+    >>> from lsrdecomp import decompose
+    >>> def gaussian(x, y):
+    ...     return np.exp(-np.sum((x - y) ** 2, axis=-1))
+    >>> target = covariance_on_grid(gaussian, [np.arange(3), np.arange(4)])
+    >>> target.shape, decompose(target, "3x3, 4x4", rank=1).relative_error < 1e-10
+    ((12, 12), True)
     """
     grids = np.meshgrid(*(np.asarray(axis, dtype=float) for axis in axes), indexing="ij")
     points = np.stack([grid.reshape(-1) for grid in grids], axis=-1)

@@ -156,6 +156,15 @@ class LowRank:
         B, with any scale folded in.
     right : array_like, shape (r, n)
         A.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank, decompose
+    >>> B, A = np.kron(np.eye(4), np.ones((2, 1))), np.kron(np.eye(4), np.ones((1, 3)))
+    >>> update = LowRank(B, A)                                                      # 8 × 12, never formed
+    >>> update.shape, update.rank, decompose(update, "4x4, 2x3", rank=1).relative_error < 1e-12
+    ((8, 12), 4, True)
     """
 
     left: Array
