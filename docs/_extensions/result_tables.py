@@ -115,6 +115,21 @@ def three_seeds(results: dict[str, Any]) -> Table:
     return head, table
 
 
+def distilled(results: dict[str, Any]) -> Table:
+    """Share of the demo adapter's answers on the dev split before and after distillation, and what is answered rightly."""
+    table = []
+    for structure, ratio in dict.fromkeys((row["structure"], row["ratio"]) for row in results["rows"]):
+        same = [row for row in results["rows"] if (row["structure"], row["ratio"]) == (structure, ratio)]
+        kept = [row["after"]["dev_kept"] for row in same]
+        right = (fmean(row[when]["accuracy"] for row in same) for when in ("before", "after"))
+        spread = f" ({min(kept):.2f} to {max(kept):.2f})" if len(kept) > 1 else ""
+        cells = (f"{same[0]['before']['dev_kept']:.2f}", f"{fmean(kept):.2f}{spread}")
+        label = "LSR" if structure == "LSR" else "truncated SVD, K-FAC norm"
+        table.append((label, f"1/{ratio:g}", *cells, *(f"{each:.1%}" for each in right), str(len(same))))
+    head = ("structure", "parameters", "answers kept", "distilled", "right before", "right after", "seeds")
+    return head, sorted(table, key=lambda row: row[1])
+
+
 def comparison(results: dict[str, Any]) -> Table:
     """Methods by tasks of one suite: scores in percent over seeds."""
     lines = results["lines"]
@@ -329,6 +344,7 @@ TABLES = {
     "compression-bytes": ("compression.json", at_bytes),
     "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
+    "demo-distilled": ("promise.json", distilled),
     "three-seeds": ("functional.json", three_seeds),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
