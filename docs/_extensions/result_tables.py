@@ -116,7 +116,7 @@ def three_seeds(results: dict[str, Any]) -> Table:
 
 
 def distilled(results: dict[str, Any]) -> Table:
-    """Share of the demo adapter's answers on the dev split before and after distillation, and what is answered rightly."""
+    """Share of the demo adapter's answers kept on the dev split before and after distillation, and reviews right."""
     table = []
     for structure, ratio in dict.fromkeys((row["structure"], row["ratio"]) for row in results["rows"]):
         same = [row for row in results["rows"] if (row["structure"], row["ratio"]) == (structure, ratio)]
