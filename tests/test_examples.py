@@ -17,22 +17,7 @@ ROOMS = (
 WITHOUT = {
     "lsrdecomp": {
         "ErrorCurve",
-        "JointALS",
         "distil",
-    },
-    "lsrdecomp.solvers": {
-        "BatchedKrylov",
-        "ErrorKind",
-        "Event",
-        "FactorwiseSVD",
-        "Greedy",
-        "JointALS",
-        "MixedSolution",
-        "MixedSum",
-        "PairSolution",
-        "Solution",
-        "Sweep",
-        "TensorLyCP",
     },
     "lsrdecomp.analysis": {
         "ErrorCurve",

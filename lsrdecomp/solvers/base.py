@@ -46,7 +46,15 @@ class Status(Enum):
 
 
 class ErrorKind(Enum):
-    """What a reported error can be trusted for."""
+    """What a reported error can be trusted for.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1).error_kind.value
+    'from residual entries in double precision'
+    """
 
     measured = "from residual entries in double precision"
     bounded = "a rigorous upper bound"
@@ -54,7 +62,16 @@ class ErrorKind(Enum):
 
 
 class Event(Enum):
-    """What a record of an iteration begins, so that whoever watches knows which records can be compared."""
+    """What a record of an iteration begins, so that whoever watches knows which records can be compared.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import ALS, decompose
+    >>> found = decompose(np.ones((8, 8)), "2x2, 2x2, 2x2", rank=1, solver=ALS(max_sweeps=2))
+    >>> [(sweep.index, sweep.event.name) for sweep in found.sweeps]
+    [(1, 'start'), (2, 'step')]
+    """
 
     step = "one more step of the same descent: its objective is not above that of the record before"
     start = "the first step of all, or from another start, or on another form of the same problem"
@@ -64,7 +81,22 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One step of an iteration, as handed to callbacks and kept in the result."""
+    """One step of an iteration, as handed to callbacks and kept in the result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import JointALS, LowRank, ProductShape
+    >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
+    >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
+    >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
+    >>> def tell(sweep):
+    ...     print(f"sweep {sweep.index}: error {sweep.relative_error:.2f}")
+    >>> found = JointALS(sweeps=3, initializations=1).solve(pair, shape, 2, on_sweep=tell)
+    sweep 1: error 0.66
+    sweep 2: error 0.65
+    sweep 3: error 0.64
+    """
 
     index: int  # 1, 2, 3, … through the whole solve, hand-overs included
     relative_error: float  # the solver's running figure: it steers, and is not a measurement
@@ -75,7 +107,18 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver of a matrix found."""
+    """What a solver of a matrix found.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import SVD, KroneckerShape
+    >>> from lsrdecomp.targets import as_target
+    >>> target = as_target(np.kron(np.eye(4), np.ones((3, 3))))
+    >>> found = SVD().solve(target, KroneckerShape(((4, 4), (3, 3))), atol=1e-9)
+    >>> found.approximation, found.status.name, found.optimality_gap
+    (SeparatedMatrix(12×12 as 1 × [4×4 ⊗ 3×3], 25 parameters, γ = 1), 'converged', 0.0)
+    """
 
     approximation: SeparatedMatrix  # unit factors, λ descending, in the library and element type of the target
     status: Status  # `rank_reached` where no error was asked for; else `converged`, or why not
@@ -130,7 +173,20 @@ class Solver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PairSolution:
-    """What a solver of a pair found."""
+    """What a solver of a pair found.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import JointALS, LowRank, ProductShape
+    >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
+    >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
+    >>> found = JointALS().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 2)
+    >>> found.product
+    SeparatedProduct(16×16 as 2 × [4×2 ⊗ 4×2] times 2 × [2×4 ⊗ 2×4], 64 parameters)
+    >>> found.relative_error < found.start_error < 1.0
+    True
+    """
 
     product: SeparatedProduct  # in the library of the target, in double precision
     relative_error: float  # ‖G^½(M − M̂)C^½‖ / ‖G^½ M C^½‖, measured, not the steering figure of the last sweep

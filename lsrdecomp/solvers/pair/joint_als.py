@@ -61,6 +61,19 @@ class JointALS:
     device : str, optional
         Where torch solves, such as ``"cuda"``; what it found comes back as NumPy arrays. Absent: where the
         targets lie, with their own library.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank, ProductShape
+    >>> from lsrdecomp.solvers import FactorwiseSVD
+    >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
+    >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
+    >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
+    >>> for solver in (FactorwiseSVD(), JointALS()):                           # each side alone, both together
+    ...     print(f"{solver.solve(pair, shape, 2).relative_error:.2f}")
+    0.76
+    0.62
     """
 
     sweeps: int = 30

@@ -67,6 +67,16 @@ class BatchedKrylov(MatrixSolver):
         Of the random start, which all matrices share.
     max_steps : int
         Most blocks in a space, three at least: the excess is told from what they gain.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import KroneckerShape
+    >>> i = np.arange(64.0)
+    >>> matrices = [1.0 / (start + i[:, None] + i[None, :]) for start in (1, 2, 3)]
+    >>> found = BatchedKrylov().solve_batch(matrices, KroneckerShape(((8, 8), (8, 8))), rank=2)
+    >>> [np.round(one.approximation.weights, 3).tolist() for one in found]
+    [[2.149, 0.65], [1.81, 0.377], [1.652, 0.262]]
     """
 
     order: ClassVar[int] = 2

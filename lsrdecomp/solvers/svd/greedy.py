@@ -19,7 +19,20 @@ from lsrdecomp.targets.base import Dense, Target
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MixedSum:
-    """A sum of separated matrices of different Kronecker shapes and one matrix shape."""
+    """A sum of separated matrices of different Kronecker shapes and one matrix shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> fine = SeparatedMatrix.from_factors([np.eye(4)[None], np.ones((1, 3, 3))])
+    >>> coarse = SeparatedMatrix.from_factors([np.ones((1, 2, 2)), np.eye(6)[None]])
+    >>> both = MixedSum((fine, coarse))
+    >>> both
+    MixedSum(12×12 as 1 × [4×4 ⊗ 3×3] + 1 × [2×2 ⊗ 6×6], 65 parameters)
+    >>> bool(np.allclose(both @ np.ones(12), 5.0))
+    True
+    """
 
     parts: tuple[SeparatedMatrix, ...]
 
@@ -62,7 +75,18 @@ class MixedSum:
 
 @dataclass(frozen=True, slots=True)
 class MixedSolution:
-    """What `Greedy` found: a `Solution` but for the kind of its approximation."""
+    """What `Greedy` found: a `Solution` but for the kind of its approximation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import KroneckerShape
+    >>> from lsrdecomp.targets import as_target
+    >>> target = as_target(np.kron(np.eye(4), np.ones((3, 3))))
+    >>> found = Greedy().solve(target, KroneckerShape(((4, 4), (3, 3))), rank=1)
+    >>> found.status.name, round(found.relative_error, 9), found.approximation.parameters
+    ('rank_reached', 0.0, 25)
+    """
 
     approximation: MixedSum
     status: Status
@@ -98,6 +122,22 @@ class Greedy:
     ----------
     .. [1] C. Cai, R. Chen and H. Xiao, Hybrid Kronecker product decomposition and approximation, J. Comput. Graph.
        Stat. 32 (2023). doi:10.1080/10618600.2022.2134873
+
+    Examples
+    --------
+    A Kronecker product plus a matrix of rank one: found in both shapes it takes 73 numbers, in one alone 120 and more.
+
+    >>> import numpy as np
+    >>> from lsrdecomp import KroneckerShape, decompose
+    >>> from lsrdecomp.targets import as_target
+    >>> i = np.arange(12.0)
+    >>> matrix = np.kron(np.eye(4), np.ones((3, 3))) + np.outer(i, i) ** 2 / 400.0
+    >>> kronecker, low_rank = KroneckerShape(((4, 4), (3, 3))), KroneckerShape(((12, 1), (1, 12)))
+    >>> found = Greedy(shapes=[low_rank]).solve(as_target(matrix), kronecker, atol=1e-3)
+    >>> found.approximation
+    MixedSum(12×12 as 2 × [12×1 ⊗ 1×12] + 1 × [4×4 ⊗ 3×3], 73 parameters)
+    >>> [decompose(matrix, shape, atol=1e-3).parameters for shape in (kronecker, low_rank)]
+    [200, 120]
     """
 
     shapes: Sequence[KroneckerShape] = ()
