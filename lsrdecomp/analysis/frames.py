@@ -16,6 +16,16 @@ def to_frame(records: Record | Iterable[Record]) -> Any:
     """One pandas DataFrame of the rows of a record, or of many records of one kind one below the other.
 
     Raises `ImportError` where pandas is not installed; ``to_json`` and ``to_rows`` need nothing.
+
+    Examples
+    --------
+    >>> from lsrdecomp.analysis import layer_grid
+    >>> grid = layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3})
+    >>> print(to_frame(grid))
+      block  module  relative error
+    0   h.0  attn.q             0.1
+    1   h.1  attn.q             0.2
+    2   h.1  mlp.up             0.3
     """
     import pandas
 

@@ -15,7 +15,16 @@ _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LayerGrid:
-    """Values by block (rows) and module within a block (columns); ``nan`` where a block has no such module."""
+    """Values by block (rows) and module within a block (columns); ``nan`` where a block has no such module.
+
+    Examples
+    --------
+    >>> grid = layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3})
+    >>> grid
+    LayerGrid(relative error: 2 blocks × 2 modules, 0.1 to 0.3)
+    >>> grid.values
+    ((0.1, nan), (0.2, 0.3))
+    """
 
     quantity: str
     blocks: tuple[str, ...]

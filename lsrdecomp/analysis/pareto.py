@@ -11,7 +11,17 @@ from lsrdecomp.analysis.curves import ErrorCurve
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """A choice that no other on the curves beats."""
+    """A choice that no other on the curves beats.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import error_curve
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> [(point.rank, point.size) for point in pareto_front([error_curve(hilbert, "4x4, 4x4")])[:3]]
+    [(0, 0), (1, 32), (2, 64)]
+    """
 
     label: str  # of the curve
     rank: int

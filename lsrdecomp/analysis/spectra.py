@@ -13,7 +13,17 @@ from lsrdecomp.targets.convert import as_target
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Spectrum:
-    """Singular values of R(M) for one shape, descending: the weights λ of the best terms."""
+    """Singular values of R(M) for one shape, descending: the weights λ of the best terms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> spectrum = rearranged_spectrum(hilbert, "4x4, 4x4")
+    >>> [f"{value:.1e}" for value in spectrum.relative[:4]], round(spectrum.effective_rank, 2)
+    (['1.0e+00', '2.2e-01', '1.3e-02', '4.9e-04'], 1.2)
+    """
 
     label: str
     values: tuple[float, ...]
