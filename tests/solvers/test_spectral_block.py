@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.solvers.batched_terms import summed
 from lsrdecomp.solvers.pair.block_update import Side
 from lsrdecomp.solvers.pair.normal_equations import moved_first, normal_matrix
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces
+from lsrdecomp.solvers.pair.problem import PairProblem, Sight
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
-from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity
+from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
 
 LAYERS, PAIRS = 3, 5
 
@@ -46,8 +49,55 @@ def test_formed_and_applied_it_is_the_normal_matrix_of_the_dense_weight(
         x = rng.standard_normal(stacks[i].shape)
         image = (wanted @ x.reshape(LAYERS, -1, 1)).reshape(x.shape)
         assert np.allclose(block.apply(x), image, rtol=1e-11, atol=1e-11 * np.abs(image).max())
-        by_the_whole = Side.of(shape, w, 4, 0.0, gram)._operator(stacks, i, gram)(x)
+        traces = PartialTraces.of(w, rows, gram)
+        by_the_whole = Side.of(shape, w, 4, 0.0, traces)._operator(stacks, i, gram)(x)
         assert np.allclose(by_the_whole, image, rtol=1e-11, atol=1e-11 * np.abs(image).max())
+
+
+@pytest.mark.parametrize("rows", [(3, 4), (3, 4, 5)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_it_says_of_the_side_in_the_eigenpairs_is_so(
+    rows: tuple[int, ...], place: int, weight, rng: np.random.Generator
+) -> None:
+    shape = KroneckerShape.of(rows, (2, 3, 2)[: len(rows)])
+    w, rank = weight(shape.matrix_shape[0]), shape.matrix_shape[1]
+    stacks = [rng.standard_normal((LAYERS, m * r, 3)) for m, r in shape.factors]
+    gram = np.broadcast_to(np.eye(rank), (LAYERS, rank, rank))
+    block = SpectralBlock.of(w, basis_for(w, rows, place), shape, stacks, place, gram)
+    wanted = w.basis.swapaxes(-1, -2) @ summed(stacks, shape)
+    assert np.allclose(block.inside(stacks[place]), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("rows", [(3, 4), (12, 1), (3, 2, 2)])
+def test_partial_traces_are_those_of_the_dense_weight(rows: tuple[int, ...], weight, rng: np.random.Generator) -> None:
+    w, like = weight(12), rng.standard_normal((LAYERS, 12, 1))
+    found, wanted = PartialTraces.of(w, rows, like), PartialTraces.of(_dense(w), rows, like)
+    for few, dense in zip(found.parts, wanted.parts, strict=True):
+        assert (few is None and dense is None) or np.allclose(few, dense, rtol=1e-11, atol=1e-11)
+
+
+def test_shapes_with_one_split_share_its_traces(weight, rng: np.random.Generator) -> None:
+    pair = rng.standard_normal((LAYERS, 12, 3)), rng.standard_normal((LAYERS, 3, 12))
+    triangles = np.linalg.qr(pair[0])[1], np.linalg.qr(pair[1].swapaxes(1, 2))[1]
+    norms = NormWeights(weight(12), weight(12))
+    sight = Sight.of(pair, triangles, norms)
+    shapes = [ProductShape((3, 4), inner, (3, 4)) for inner in ((1, 1), (2, 1), (1, 3))]
+    problems = [PairProblem.of(pair, triangles, shape, norms, 4, 0.0, sight) for shape in shapes]
+    assert len({id(problem.out_side.traces) for problem in problems}) == 1
+    assert problems[0].out_side.traces is not problems[0].in_side.traces
+    other = PairProblem.of(pair, triangles, ProductShape((4, 3), (1, 1), (3, 4)), norms, 4, 0.0, sight)
+    assert other.out_side.traces is not problems[0].out_side.traces
+    assert other.in_side.traces is problems[0].in_side.traces
+
+
+def test_a_sweep_tells_its_error_exactly(weight, rng: np.random.Generator) -> None:
+    pair = rng.standard_normal((LAYERS, 12, 3)), rng.standard_normal((LAYERS, 3, 20))
+    triangles = np.linalg.qr(pair[0])[1], np.linalg.qr(pair[1].swapaxes(1, 2))[1]
+    norms = NormWeights(weight(12), weight(20))
+    for shape in (ProductShape((3, 4), (2, 1), (4, 5)), ProductShape((3, 2, 2), (1, 2, 1), (5, 2, 2))):
+        problem = PairProblem.of(pair, triangles, shape, norms, 4, 0.0)
+        swept = problem.sweep(problem.state(problem.starts((2, 2), 1)[0]))
+        assert np.allclose(swept.error, problem.state(swept.pair).error, rtol=1e-10)
 
 
 def test_gram_is_that_of_the_dense_weight(weight, rng: np.random.Generator) -> None:

@@ -47,14 +47,16 @@ class Side:
     reordered: tuple[Any, ...]  # W with index i outermost, of few eigenpairs V alone with index i innermost
 
     @classmethod
-    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, like: Array) -> Side:
-        """The side of a batch as long as ``like``."""
+    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, traces: PartialTraces) -> Side:
+        """The side of a batch with the partial traces of its weight at the rows of the shape."""
         spectral = isinstance(weight, LowRankPlusIdentity)
         move: Callable[..., Any] = basis_for if spectral else moved_first
         reordered = tuple(move(weight, shape.rows, i) for i in range(shape.order))
-        return cls(shape, weight, cg_steps, ridge, PartialTraces.of(weight, shape.rows, like), reordered)
+        return cls(shape, weight, cg_steps, ridge, traces, reordered)
 
-    def update(self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()) -> Stacks:
+    def update(
+        self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()
+    ) -> tuple[Stacks, Array | None]:
         """Minimise over each stack in turn, those of ``fixed`` left out; the objective never rises.
 
         Parameters
@@ -64,7 +66,14 @@ class Side:
             H, positive semidefinite.
         cross : Array, shape (L, m, r)
             K.
+
+        Returns
+        -------
+        list of Array
+        Array or None, shape (L, q, r)
+            VᵀX of the new side, where the weight has few eigenpairs V and the last block's problem holds it.
         """
+        inside: Array | None = None
         against, gram_tensor = contraction(cross, self.shape), rearrange(gram, self._inner)
         stacks = list(stacks)
         for i in range(self.shape.order):
@@ -73,24 +82,29 @@ class Side:
             right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
             small = is_small(self.weight, self.shape, i, int(stacks[i].shape[2]))
-            seen = self._seen(stacks, i, gram, small)
+            seen, inside = self._seen(stacks, i, gram, small), None
             if small:
                 formed = seen.matrix() if seen else normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
                 stacks[i] = self._direct(stacks[i], 1, formed, penalty, right_hand)
-                continue
-            normal = self._normal(stacks, gram_tensor, i)
-            if isinstance(self.weight, Identity):
+            elif isinstance(self.weight, Identity):
+                normal = self._normal(stacks, gram_tensor, i)
                 stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
             else:
+                normal = self._normal(stacks, gram_tensor, i)
                 apply = seen.apply if seen else self._operator(stacks, i, gram)
                 stacks[i] = self._conjugate_gradients(stacks[i], i, normal, penalty, right_hand, apply)
-        return balanced_terms(stacks)
+            if seen and i == self.shape.order - 1:
+                inside = seen.inside(stacks[i])
+        return balanced_terms(stacks), inside
 
-    def gram(self, stacks: Stacks, formed: Array) -> Array:
-        """XᵀWX of the side X, (L, r, r); without a weight from the factors, which are far smaller than X."""
+    def gram(self, stacks: Stacks, formed: Array, inside: Array | None = None) -> Array:
+        """XᵀWX of the side X, (L, r, r); without a weight from the factors, which are far smaller than X.
+
+        ``inside`` is VᵀX, if it is known.
+        """
         if isinstance(self.weight, Identity):
             return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
-        return self._weighted_gram(formed)
+        return self._weighted_gram(formed, inside)
 
     def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over one number for each term: its first stack is multiplied by it."""
@@ -105,9 +119,9 @@ class Side:
         change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
 
-    def _weighted_gram(self, x: Array) -> Array:
+    def _weighted_gram(self, x: Array, inside: Array | None = None) -> Array:
         if isinstance(self.weight, LowRankPlusIdentity):
-            return self.weight.gram(x)
+            return self.weight.gram(x, inside)
         return namespace(x).matrix_transpose(x) @ self.weight.apply(x)
 
     @property

@@ -119,12 +119,10 @@ def _partial_trace(weight: Weight, sizes: Sequence[int], i: int, like: Array) ->
         return diagonal_matrix(xp.sum(values, axis=(1, 3)))
     if isinstance(weight, LowRankPlusIdentity):
         q = weight.basis.shape[-1]
-        basis = xp.permute_dims(xp.reshape(weight.basis, (-1, before, size, after, q)), (0, 2, 1, 3, 4))
         excess = xp.reshape(weight.values - weight.rest[..., None], (-1, 1, 1, q))
-        batch = basis.shape[0]
-        rows = xp.reshape(basis, (batch, size, before * after, q))
-        flat, scaled = (xp.reshape(b, (batch, size, before * after * q)) for b in (rows, rows * excess))
-        part = scaled @ xp.matrix_transpose(flat)
+        scaled = xp.reshape(weight.basis, (-1, before * size, after, q)) * excess
+        slices = (xp.reshape(b, (-1, before, size, after * q)) for b in (scaled, weight.basis))  # as they lie, no copy
+        part = xp.sum(next(slices) @ xp.matrix_transpose(next(slices)), axis=1)
         return part + xp.reshape(weight.rest * (before * after), (-1, 1, 1)) * identity_like(part)
     matrix = weight.matrix if isinstance(weight, Dense) else weight.apply(_identity(weight.size, like))
     pairs = xp.reshape(matrix, (-1, before, size, after, before, size, after))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
@@ -19,9 +19,9 @@ from lsrdecomp.solvers.batched_terms import (
 )
 from lsrdecomp.solvers.pair.block_update import Side
 from lsrdecomp.solvers.pair.initialization import first_factor_fastest, gauge_transforms, orthogonal_terms, side_terms
-from lsrdecomp.solvers.pair.partial_traces import along_rows, kron_apply
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces, along_rows, kron_apply
 from lsrdecomp.targets.weighted import pair_norms, pair_residual_norms, weighted_triangles
-from lsrdecomp.targets.weights import Identity, NormWeights
+from lsrdecomp.targets.weights import Identity, NormWeights, Weight
 
 Pair = tuple[Stacks, Stacks]
 
@@ -75,6 +75,7 @@ class Sight:
     weighted_left: Array  # G P
     weighted_right: Array  # C Qᵀ, (L, n, R)
     energy: Array  # ‖G^½ P Q C^½‖², (L,)
+    known: dict[tuple[int, tuple[int, ...]], PartialTraces] = field(default_factory=dict)  # by side and its split
 
     @classmethod
     def of(cls, pair: tuple[Array, Array], triangles: tuple[Array, Array], norms: NormWeights) -> Sight:
@@ -82,6 +83,13 @@ class Sight:
         (left, right), xp = pair, namespace(*pair)
         size = _norm(triangles) if norms.is_frobenius else pair_norms(left, right, norms)
         return cls(norms.output.apply(left), norms.input.apply(xp.matrix_transpose(right)), size**2)
+
+    def traces(self, which: int, weight: Weight, sizes: tuple[int, ...]) -> PartialTraces:
+        """Partial traces of the weight of a side at a split of it, which shapes share."""
+        key = which, sizes
+        if key not in self.known:
+            self.known[key] = PartialTraces.of(weight, sizes, self.weighted_left)
+        return self.known[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,8 @@ class PairProblem:
         left, right = pair
         sight = sight or Sight.of(pair, triangles, norms)
         out_side, in_side = (
-            Side.of(side, weight, cg_steps, ridge, left)
-            for side, weight in ((shape.left, norms.output), (shape.right.transposed, norms.input))
+            Side.of(side, weight, cg_steps, ridge, sight.traces(which, weight, side.rows))
+            for which, side, weight in ((0, shape.left, norms.output), (1, shape.right.transposed, norms.input))
         )
         seen = sight.weighted_left, sight.weighted_right, sight.energy
         return cls(left, right, triangles, *seen, shape, norms, out_side, in_side, ridge)
@@ -218,12 +226,14 @@ class PairProblem:
         """Every block of both sides once but those ``fixed``."""
         (out_stacks, in_stacks), into = state.pair, state.into
         gram = self._regularized(into.gram, in_stacks, self.in_side)
-        out_stacks = self.out_side.update(out_stacks, gram, _by_columns(self.weighted_left, into.cross), fixed[0])
-        outer = self._view((out_stacks, in_stacks), 0)
+        cross = _by_columns(self.weighted_left, into.cross)
+        out_stacks, inside = self.out_side.update(out_stacks, gram, cross, fixed[0])
+        outer = self._view((out_stacks, in_stacks), 0, inside)
         gram = self._regularized(outer.gram, out_stacks, self.out_side)
-        in_stacks = self.in_side.update(in_stacks, gram, _by_columns(self.weighted_right, outer.cross), fixed[1])
+        cross = _by_columns(self.weighted_right, outer.cross)
+        in_stacks, inside = self.in_side.update(in_stacks, gram, cross, fixed[1])
         pair = out_stacks, in_stacks
-        return self._state(pair, outer, self._view(pair, 1))
+        return self._state(pair, outer, self._view(pair, 1, inside))
 
     def extended(self, state: State, which: int, more: int) -> State:
         """With ``more`` terms on one side: the largest of its gradient, measured in the norm; then all terms rescaled.
@@ -260,10 +270,10 @@ class PairProblem:
         outer, inner = (summed(x, side.shape) for x, side in zip(state.pair, self._sides, strict=True))
         return pair_residual_norms(self.left, self.right, outer, xp.matrix_transpose(inner), self.norms)
 
-    def _view(self, pair: Pair, which: int) -> View:
+    def _view(self, pair: Pair, which: int, inside: Array | None = None) -> View:
         side, given = self._sides[which], (self.weighted_left, self.weighted_right)[which]
         xp, formed = namespace(given), summed(pair[which], side.shape)
-        gram = side.gram(pair[which], formed)
+        gram = side.gram(pair[which], formed, inside)
         own = isinstance(side.weight, Identity)
         norm = xp.sqrt(xp.linalg.trace(gram)) if own else xp.linalg.matrix_norm(formed)
         return View(gram, xp.matrix_transpose(given) @ formed, norm)

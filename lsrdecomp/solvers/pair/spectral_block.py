@@ -26,6 +26,8 @@ class SpectralBlock:
     alike: Array  # ρ times the normal matrix without a weight, the same for every row p: (L, s·r, s·r)
     inner: Array  # H, (L, c·r, c·r), inner index of the others outermost
     sizes: tuple[int, int, int, int]  # m, r, s, c
+    place: int  # i
+    others: tuple[int, ...]  # inner sizes of the other factors
 
     @classmethod
     def of(
@@ -48,13 +50,32 @@ class SpectralBlock:
         rest = xp.reshape(weight.rest, (-1, 1, 1))
         alike = rest * xp.reshape(alike, (batch, s * r, s * r))
         excess = xp.reshape(weight.values - weight.rest[..., None], (-1, q))
-        return cls(seen, excess, alike, xp.reshape(inner, (batch, c * r, c * r)), (m, r, s, c))
+        inner = xp.reshape(inner, (batch, c * r, c * r))
+        return cls(seen, excess, alike, inner, (m, r, s, c), i, tuple(shape.columns[j] for j in others))
+
+    def inside(self, x: Array) -> Array:
+        """VᵀX, (L, q, inner rank), of the side X whose block i is x (L, m·r, s)."""
+        xp, (_, r, _, _), batch = namespace(x), self.sizes, int(x.shape[0])
+        image = xp.reshape(self._products(self._rows(x)), (batch, *self.others, -1, r))
+        d, i = len(self.others) + 1, self.place
+        order = (0, d, *(1 + j for j in range(i)), d + 1, *(1 + j for j in range(i, d - 1)))
+        return xp.reshape(xp.permute_dims(image, order), (batch, -1, r * math.prod(self.others)))
+
+    def _rows(self, x: Array) -> Array:
+        """A block (L, m·r, s) as (L, m, s·r)."""
+        xp, (m, r, s, _), batch = namespace(x), self.sizes, int(x.shape[0])
+        return xp.reshape(xp.permute_dims(xp.reshape(x, (batch, m, r, s)), (0, 1, 3, 2)), (batch, m, s * r))
+
+    def _products(self, rows: Array) -> Array:
+        """Of V and the side whose block has these `_rows`: (L, c·q, r)."""
+        xp, (m, r, s, _) = namespace(rows), self.sizes
+        return xp.matrix_transpose(self.seen) @ xp.reshape(rows, (rows.shape[0], m * s, r))
 
     def apply(self, x: Array) -> Array:
         """N x for a block (L, m·r, s)."""
         xp, (m, r, s, c), batch = namespace(x), self.sizes, int(x.shape[0])
-        rows = xp.reshape(xp.permute_dims(xp.reshape(x, (batch, m, r, s)), (0, 1, 3, 2)), (batch, m, s * r))
-        image = xp.matrix_transpose(self.seen) @ xp.reshape(rows, (batch, m * s, r))  # (L, c·q, r)
+        rows = self._rows(x)
+        image = self._products(rows)
         image = xp.reshape(xp.permute_dims(xp.reshape(image, (batch, c, -1, r)), (0, 2, 1, 3)), (batch, -1, c * r))
         image = self.excess[..., None] * (image @ self.inner)
         image = xp.reshape(xp.permute_dims(xp.reshape(image, (batch, -1, c, r)), (0, 2, 1, 3)), (batch, -1, r))
