@@ -25,8 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.calibration.accumulators import Counts
-from lsrdecomp.calibration.files import Finished, write_statistics
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.budget import Budget
@@ -43,6 +41,9 @@ RANK, PAIRS, SEED = 16, 128, 0
 
 def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
     """An adapter of the sizes of a 7B model, and statistics with spectra like k^-1.1 (outputs) and k^-1.8 (inputs)."""
+    from lsrdecomp.calibration.accumulators import Counts  # with them comes torch, whose memory is not to be counted
+    from lsrdecomp.calibration.files import Finished, write_statistics
+
     adapter, statistics = directory / f"adapter-{count}", directory / f"statistics-{count}"
     if (statistics / METADATA).exists():
         return adapter, statistics
@@ -65,8 +66,8 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
 
 
 def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> list[dict[str, Any]]:
-    """One search, every ratio; CPU seconds since the start, of this process and its workers."""
-    begun, wall, rows = _cpu(), time.perf_counter(), []
+    """One search, every ratio; seconds since the start, of this process where it is the only one."""
+    begun, wall, rows = time.process_time(), time.perf_counter(), []
     searched = search_layers(layers, [Budget(ratio=ratio) for ratio in ratios], resources=Resources(workers))
     for ratio in ratios:
         fit = Fit.of(layers, searched.fit(Budget(ratio=ratio)))
@@ -75,20 +76,13 @@ def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> 
             "parameters": fit.parameters,
             "error": fit.relative_error,
             "low_rank_error": fit.low_rank_error,
-            "cpu_seconds": round(_cpu() - begun, 1),
+            "cpu_seconds": round(time.process_time() - begun, 1) if workers == 1 else None,
             "wall_seconds": round(time.perf_counter() - wall, 1),
             "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
-
-
-def _cpu() -> float:
-    return sum(
-        usage.ru_utime + usage.ru_stime
-        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    )
 
 
 def main() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from lsrdecomp.compression.candidates import Lsr
-from lsrdecomp.compression.ladder import Ranks, more_terms, neighbours, parameters, upper_rungs
+from lsrdecomp.compression.ladder import Configuration, Ranks, more_terms, neighbours, parameters, upper_rungs
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.search_state import Entry, SearchState
 from lsrdecomp.compression.solve import Request, Task
@@ -76,22 +77,24 @@ def explore(state: SearchState, chosen: Sequence[Entry], rate: float) -> bool:
     count = sum(len(task.places) * len(task.requests) for task in (*terms, *trials))
     counter = Counter(state.resources.on_step, "trying neighbours", count, "layers × shapes")
     state.solve(iter(terms), counter)
-    adopted: list[Task] = []
+    before: dict[tuple[Any, ...], float] = defaultdict(float)  # by group
+    gains: dict[tuple[Any, ...], dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
     for task, answers in state.answers(iter(trials), counter):
         now = [chosen[i].product for i in task.places]
-        before = sum(one.squared_error + rate * one.parameters for one in now)
-        gains = []
+        key = state.layers[task.places[0]].kind, now[0].shape
+        before[key] += sum(one.squared_error + rate * one.parameters for one in now)
         for answer in answers:
             after = answer.errors**2 + rate * parameters((answer.shape, answer.ranks))
             pairs = zip(now, after.tolist(), strict=True)
             gain = sum(max(0.0, one.squared_error + rate * one.parameters - value) for one, value in pairs)
-            gains.append((gain / before, answer))
+            gains[key][answer.shape, answer.ranks] += gain
         state.add(task, answers)
-        members = groups[state.layers[task.places[0]].kind, now[0].shape]
-        for gain, answer in sorted(gains, key=lambda pair: -pair[0])[:ADOPTED]:
-            if gain > PAYS:
-                requests = [Request(answer.shape, _around(answer.ranks))]
-                adopted += [state.task(part, requests) for part in state.parts(members)]
+    adopted: list[Task] = []
+    for key, found in gains.items():
+        for (shape, ranks), gain in sorted(found.items(), key=lambda pair: -pair[1])[:ADOPTED]:
+            if gain > PAYS * before[key]:
+                requests = [Request(shape, _around(ranks))]
+                adopted += [state.task(part, requests) for part in state.parts(groups[key])]
     counter = Counter(state.resources.on_step, "solving neighbours", sum(len(t.places) for t in adopted), "layers")
     state.solve(iter(adopted), counter)
     return bool(terms or adopted)
@@ -127,7 +130,7 @@ def _trials(state: SearchState, key: tuple[Any, ...], chosen: Sequence[Entry], p
         if (kind, other, terms) not in state.tried and other not in _shapes(state, some):
             state.tried.add((kind, other, terms))
             requests.append(Request(other, (terms,)))
-    return [state.task(some, requests)] if requests else []
+    return [state.task(part, requests) for part in state.parts(some) if requests]
 
 
 def _shapes(state: SearchState, places: Sequence[int]) -> set[ProductShape]:

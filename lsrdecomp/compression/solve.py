@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from itertools import islice
@@ -91,8 +92,10 @@ def product_of(factors: Factors) -> SeparatedProduct:
 
 SIDES = "left", "right"
 
-AHEAD = 8
-"""Tasks a worker that are read and handed out together, so that not all layers are in memory at once."""
+AHEAD = 4
+"""Tasks a worker that are read, under way or waiting for their turn, so that not all layers are in memory at once."""
+
+THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
 
 
 def run(
@@ -104,28 +107,72 @@ def run(
 ) -> Iterator[tuple[Task, list[Answer]]]:
     """Answers to all tasks in their order, which what is found depends on; the store is asked first, and told at once.
 
-    Raises `LsrError` if several workers are asked for and joblib is missing.
+    Raises `LsrError` if several workers are asked for and joblib is missing, or if one of them is killed.
     """
-    tasks = iter(tasks)
-    while part := list(islice(tasks, 1 if workers == 1 else AHEAD * workers)):
-        keys = [_key(task) if store is not None else "" for task in part]
-        answers: list[list[Answer] | None] = [None] * len(part)
-        for place, key in enumerate(keys):
-            known = store.get(key) if store is not None else None
-            if known is not None:
-                answers[place] = _unpacked(known)
-        missing = [place for place, found in enumerate(answers) if found is None]
-        for place, found in _solved([part[place] for place in missing], workers):
-            if store is not None:
-                store.put(keys[missing[place]], _packed(found))
-            answers[missing[place]] = found
-            if on_done is not None:
-                on_done(part[missing[place]])
-        for place, (task, found_or_known) in enumerate(zip(part, answers, strict=True)):
-            assert found_or_known is not None
-            if on_done is not None and place not in missing:
-                on_done(task)
-            yield task, found_or_known
+
+    def known(task: Task) -> tuple[str, list[Answer] | None]:
+        if store is None:
+            return "", None
+        found = store.get(key := _key(task))
+        return key, None if found is None else _unpacked(found)
+
+    def done(task: Task, key: str, found: list[Answer]) -> None:
+        if store is not None and key:
+            store.put(key, _packed(found))
+        if on_done is not None:
+            on_done(task)
+
+    if workers > 1:
+        yield from _by_workers(iter(tasks), workers, known, done)
+        return
+    for task in tasks:
+        key, found = known(task)
+        answers = solve(task) if found is None else found
+        done(task, "" if found else key, answers)
+        yield task, answers
+
+
+def _by_workers(
+    tasks: Iterator[Task],
+    workers: int,
+    known: Callable[[Task], tuple[str, list[Answer] | None]],
+    done: Callable[[Task, str, list[Answer]], None],
+) -> Iterator[tuple[Task, list[Answer]]]:
+    """`run` by processes of one thread each: a worker that is free takes the next task, whatever the others do."""
+    try:
+        from joblib.externals.loky import get_reusable_executor, wait
+        from joblib.externals.loky.process_executor import BrokenProcessPool
+    except ImportError as error:
+        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
+    executor = get_reusable_executor(workers, env={f"{library}_NUM_THREADS": "1" for library in THREADS})
+    waiting: deque[tuple[Task, Any]] = deque()  # in order, each with its answers or the promise of them
+    under_way: dict[Any, tuple[Task, str]] = {}
+    try:
+        while True:
+            for task in islice(tasks, AHEAD * workers - len(waiting)):
+                key, found = known(task)
+                if found is not None:
+                    done(task, "", found)
+                else:
+                    found = executor.submit(solve, task)
+                    under_way[found] = task, key
+                waiting.append((task, found))
+            if not waiting:
+                return
+            for future in [one for one in under_way if one.done()]:
+                done(*under_way.pop(future), future.result())
+            task, found = waiting[0]
+            if not isinstance(found, list) and found in under_way:
+                wait(under_way, return_when="FIRST_COMPLETED")
+            else:
+                waiting.popleft()
+                yield task, found if isinstance(found, list) else found.result()
+    except BrokenProcessPool as error:
+        text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
+        raise LsrError(f"{text}: what was solved is used again") from error
+    except BaseException:
+        executor.shutdown(kill_workers=True)
+        raise
 
 
 def solve(task: Task) -> list[Answer]:
@@ -151,24 +198,6 @@ def solve(task: Task) -> list[Answer]:
         for ranks, state in solved.items():
             answers.append(Answer(request.shape, ranks, problem.errors(state), problem.factors(state)))
     return answers
-
-
-def _solved(tasks: Sequence[Task], workers: int) -> Iterator[tuple[int, list[Answer]]]:
-    """Answers by the places of their tasks, as they come; of several processes each has one thread."""
-    if workers == 1 or not tasks:
-        yield from map(_numbered, range(len(tasks)), tasks)
-        return
-    try:
-        from joblib import Parallel, delayed, parallel_config
-    except ImportError as error:
-        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
-    with parallel_config(backend="loky", n_jobs=workers, inner_max_num_threads=1):
-        parallel = Parallel(return_as="generator_unordered", pre_dispatch="n_jobs")
-        yield from parallel(delayed(_numbered)(place, task) for place, task in enumerate(tasks))
-
-
-def _numbered(place: int, task: Task) -> tuple[int, list[Answer]]:
-    return place, solve(task)
 
 
 def _key(task: Task) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_neighbours import STRIDE
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.searched import WIDENINGS, Fitted, Resources, search_layers
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
@@ -285,3 +286,23 @@ def test_neighbours_are_one_step_away() -> None:
     assert ProductShape((12, 48), (1, 2), (8, 6)) in found
     assert ProductShape((24, 24), (1, 2), (6, 8)) in found
     assert all(other.matrix_shape == (576, 48) and other.inner_rank <= 4 for other in found)
+
+
+class Ended:
+    """What takes the process down that receives it, as a want of memory does."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return os._exit, (1,)
+
+
+def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None:
+    requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
+    targets = [layer.pair for layer in layers]
+    sound = solve.Task((0, 1, 2), targets, None, requests, solve.Effort())
+    answers = list(solve.run([sound, sound], workers=2))
+    assert [answer[0].errors.shape for _, answer in answers] == [(COUNT,), (COUNT,)]
+    ended = solve.Task((0,), [Ended()], None, requests, solve.Effort())
+    with pytest.raises(LsrError, match=r"a worker was ended from outside.*take fewer"):
+        list(solve.run([sound, ended, sound], workers=2))
+    again = list(solve.run([sound], workers=2))
+    assert again[0][1][0].errors.tolist() == answers[0][1][0].errors.tolist()
