@@ -25,6 +25,7 @@ extensions = [
     "shell",
     "results",
     "public_names",
+    "box_ends",
 ]
 exclude_patterns = ["_build", "_extensions", "conftest.py"]
 root_doc = "index"

@@ -97,6 +97,22 @@ def test_the_index_of_names_has_every_room_and_a_sentence_for_each_name():
         assert [name for name, _, what in listed if len(what) < 8] == []
 
 
+def test_every_name_in_the_index_has_its_entry_on_a_page():
+    """Otherwise it is listed without a link, as `compress` once was."""
+    pytest.importorskip("docutils", reason="the directive is Sphinx's: pip install 'lsrdecomp[docs]'")
+    names = extension("public_names")
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    entries = dict(re.findall(r"automodule:: (\S+)\n   :members:(.*)\n", pages))
+    rooms = " ".join(re.findall(r"```\{names\} (.+)", pages)).split()
+    without = []
+    for _, where, _ in (row for room in rooms for row in names.sentences(room)):
+        module, _, name = where.rpartition(".")
+        members = entries.get(module, "none").replace(",", " ").split()  # empty: all of them
+        if members and name not in members:
+            without.append(where)
+    assert without == []
+
+
 def test_the_commands_on_the_pages_run():
     shell = extension("commands")
     seen = 0

@@ -18,7 +18,7 @@ def sentences(room: str) -> list[tuple[str, str, str]]:
     names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
     offered = ((name, getattr(module, name)) for name in names)
     objects = ((name, value) for name, value in offered if inspect.isclass(value) or inspect.isroutine(value))
-    return [(name, f"{value.__module__}.{value.__qualname__}", first_sentence(value)) for name, value in objects]
+    return [(name, f"{value.__module__}.{value.__name__}", first_sentence(value)) for name, value in objects]
 
 
 def first_sentence(value: Any) -> str:

@@ -7,7 +7,7 @@ Each line of a file is an object with one of
   out by the tokenizer's chat template; what the assistant says is what is to follow;
 - ``text``: all of it is to follow.
 
-``references``, a list of texts, may say beside any of these what else would be right.
+``references``, a list of texts, may say beside any of these what else would be right::
 
     rows = tokenize(read_jsonl("train.jsonl"), tokenizer, max_length=256)
     train, held = hold_out(rows, 100, seed=0)

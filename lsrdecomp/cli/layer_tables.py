@@ -132,17 +132,11 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
 
 
 def verification_table(result: Verification, *, each: bool = False) -> Sheet:
-    """Errors measured anew beside those the writer recorded; a layer that differs always has a row of its own."""
-    sheet = Sheet(
-        (
-            LAYER,
-            Column("parameters", 2),
-            Column("‖ΔW‖", 3),
-            Column("error now"),
-            Column("recorded", 1),
-            Column("", 0, "left"),
-        )
-    )
+    """Errors measured anew, beside those the writer recorded if it did; a layer that differs has a row of its own."""
+    recorded = any(layer.recorded_error is not None for layer in result.layers)
+    beside = (Column("recorded", 1), Column("", 0, "left")) if recorded else (Column("", 0, "left"),)
+    error = Column("error now" if recorded else "error")
+    sheet = Sheet((LAYER, Column("parameters", 2), Column("‖ΔW‖", 3), error, *beside))
     cut = common_prefix([layer.name for layer in result.layers])
 
     def alike(layer: LayerCheck) -> Hashable:
@@ -150,12 +144,13 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
 
     for group in grouped(result.layers, alike, each):
         known = group[0].recorded_error is not None
+        was = f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}" if known else "–"
         sheet.add_row(
             group_name([layer.name for layer in group], len(cut)),
             f"{sum(layer.parameters for layer in group):,}",
             f"{math.hypot(*(layer.norm for layer in group)):.4g}",
             f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}",
-            f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}" if known else "–",
+            *([was] if recorded else []),
             "" if group[0].agrees else "differs",
         )
     return sheet

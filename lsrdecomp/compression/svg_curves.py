@@ -11,6 +11,8 @@ from lsrdecomp.analysis import ErrorCurve
 
 WIDTH, HEIGHT = 720.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 132.0, 16.0, 44.0
+LETTER = 7.2
+"""Width of a letter of a label, on average a little less."""
 LEAST = 1e-5
 """Smaller errors lie below any half-precision storage and are not drawn."""
 
@@ -36,7 +38,8 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
     up = _Axis(min(y for _, y in every) / 1.3, max(1.0, max(y for _, y in every)) * 1.2, HEIGHT - BOTTOM, TOP)
     parts = [*_grid(across, up)]
-    labels = _Labels([[(across(x), up(y)) for x, y in line] for line in points])
+    upright = [[(across(lora), TOP), (across(lora), HEIGHT - BOTTOM)]] if lora else []
+    labels = _Labels([*([(across(x), up(y)) for x, y in line] for line in points), *upright])
     if lora:
         x = across(lora)
         parts.append(
@@ -84,7 +87,7 @@ class _Labels:
         self.texts: list[str] = []
 
     def beside(self, x: float, y: float, text: str, kind: str) -> None:
-        wide = 9.5 * len(text)
+        wide = LETTER * len(text)
         ways = [
             (self._covered(left, left + wide, y + down), abs(down) + 2.0 * (left < x), left, y + down)
             for left in (x + 9.0, x - 9.0 - wide)

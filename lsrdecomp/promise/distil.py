@@ -61,13 +61,21 @@ class Trial:
         return {**asdict(self.training), **told, "kept_steps": self.steps}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Distilled:
     """What `distil` wrote: its promise, and the form before and after."""
 
     directory: Path
     promise: Promise
     trial: Trial
+
+    def __repr__(self) -> str:
+        """Where it is, what it kept before, and its promise."""
+        kept = self.trial.before.kept
+        before = "" if kept is None else f", which kept {100 * kept:.1f} %"
+        return "\n".join(
+            [f"Distilled {self.directory}{before}", *(f"   {line.strip()}" for line in repr(self.promise).split("\n"))]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file."""

@@ -38,15 +38,20 @@ DISTILLED_PRIOR = 0.4
 MOST_DISTILLED = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Promised:
     """A compression with its measured promise: it looks like a `Compression` and is saved like one."""
 
     compression: Compression
     promise: Promise
-    made: Path = field(repr=False)  # the form as written, in a temporary directory that lives as long as this
-    facts: dict[str, Any] = field(repr=False)
-    _folder: TemporaryDirectory[str] = field(repr=False)
+    made: Path  # the form as written, in a temporary directory that lives as long as this
+    facts: dict[str, Any]
+    _folder: TemporaryDirectory[str]
+
+    def __repr__(self) -> str:
+        """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
+        *compression, unsaved = repr(self.compression).split("\n")
+        return "\n".join([*compression, *(f"   {line.strip()}" for line in repr(self.promise).split("\n")), unsaved])
 
     @property
     def source(self) -> Checkpoint:

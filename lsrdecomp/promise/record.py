@@ -10,7 +10,7 @@ LITTLE = 0.5
 """A form that keeps less than this share is not what anybody wants without having asked for its size."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Promise:
     """The measured share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter) of an adapter as written.
 
@@ -36,6 +36,14 @@ class Promise:
         Forms that were measured until this one was chosen.
     asked : float, optional
         The least share that was asked for.
+
+    Examples
+    --------
+    >>> Promise(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
+    Promise: keeps 95.2 ± 0.8 % of what the adapter does
+       divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %
+       file 3.7 MB → 12 kB
+       measured on 128 held-out examples of a.jsonl
     """
 
     kept: float
@@ -69,17 +77,26 @@ class Promise:
         (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · file 3.7 MB → 12 kB
         · measured on 128 held-out examples of a.jsonl
         """
+        kept, answers, *rest = self._clauses()
+        return " · ".join([f"{kept} ({answers})", *rest])
+
+    def __repr__(self) -> str:
+        """The sentence, a line for each of its clauses."""
+        return "Promise: " + "\n   ".join(self._clauses())
+
+    def _clauses(self) -> list[str]:
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         what = "token" if self.unit == "token" else "answer"
         same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
         head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""
-        sizes = f"{size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}"
-        trained = f" · distilled for {self.distilled} steps" if self.distilled else ""
-        return (
-            f"keeps {100 * self.kept:.1f}{error} % of what the adapter does (divergence {self.kl:.3g} of "
-            f"{self.effect:.3g} nats per {self.unit}{same}) · file {sizes}{trained} · measured on {self.examples} "
-            f"held-out examples of {self.data}"
-        )
+        trained = [f"distilled for {self.distilled} steps"] if self.distilled else []
+        return [
+            f"keeps {100 * self.kept:.1f}{error} % of what the adapter does",
+            f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}{same}",
+            f"file {size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}",
+            *trained,
+            f"measured on {self.examples} held-out examples of {self.data}",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file, the sentence among them."""

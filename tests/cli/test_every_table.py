@@ -49,7 +49,7 @@ VERBS = {
     "curve": ("parameters", "error"),
     "compress": ("layer", "structure", "parameters", "error"),
     "compress --calibrated": ("layer", "structure", "parameters", "K-FAC error"),
-    "verify": ("layer", "error now"),
+    "verify": ("layer", "error"),
 }
 
 

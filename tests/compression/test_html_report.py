@@ -185,3 +185,16 @@ def test_the_mark_of_this_adapter_is_named_where_no_curve_runs():
     mark = float(re.search(r'class="here" cx="[\d.]+" cy="([\d.]+)"', svg).group(1))
     text = float(re.search(r'class="mark" x="[\d.]+" y="([\d.]+)"', svg).group(1)) - 4.0
     assert abs(text - mark) >= 10.0
+
+
+def test_the_label_of_a_curve_that_ends_at_the_lora_stands_beside_its_end_and_off_the_other_curve():
+    steep = replace(
+        CURVE, label="truncated SVD", parameters=(0, 200, 4000, 5400), relative_errors=(1.0, 0.3, 0.1, 0.05)
+    )
+    flat = replace(
+        CURVE, label="LSR, side by side", parameters=(0, 200, 4000, 6144), relative_errors=(1.0, 0.9, 0.6, 0.2)
+    )
+    svg = svg_curves([steep, flat], lora=6144)
+    end = float(re.search(r'<polyline class="c1" points="[^"]* ([\d.]+),[\d.]+"', svg).group(1))
+    label = float(re.search(r'class="t1" x="([\d.]+)"', svg).group(1))
+    assert end < label < end + 20

@@ -7,6 +7,7 @@ import pytest
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import Search
+from lsrdecomp.promise.record import Promise
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
 QUICK = Search(probes=6, kept=2)
@@ -57,3 +58,20 @@ def test_a_compression_prints_on_a_few_lines(statistics):
     assert lines[0] == "Compression of demo_adapter, separation_rank = 1"
     assert f"{result.totals.parameters:,} of 73,728 parameters" in lines[1]
     assert ("K-FAC" if statistics else "Frobenius") in lines[2]
+
+
+def test_a_promise_is_read_at_a_prompt(tmp_path):
+    front = pytest.importorskip("lsrdecomp.promise.front", reason="needs torch")
+    told = Promise(0.813, 0.025, 0.0463, 0.248, 0.95, "example", 128, 128, "reviews.txt", "b", 302_000, 18_000, 3_100)
+    result = front.Promised(lsr.compress(DEMO, separation_rank=1, search=QUICK), told, tmp_path, {}, None)
+    lines = repr(result).splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines)) <= 110
+    assert lines[0] == "Compression of demo_adapter, separation_rank = 1"
+    assert [line.strip() for line in lines[-5:]] == [
+        "Promise: keeps 81.3 ± 2.5 % of what the adapter does",
+        "divergence 0.0463 of 0.248 nats per example; likeliest answer the same for 95 %",
+        "file 302 kB → 18 kB (each with a head of 3.1 kB)",
+        "measured on 128 held-out examples of reviews.txt",
+        "not on disk before save(directory)",
+    ]
