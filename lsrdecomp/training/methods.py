@@ -31,6 +31,9 @@ NOT_OPTIONS = (
 """Fields of a config that settings of a run decide, or PEFT itself."""
 
 
+MARKS = ("use_dora", "use_rslora")
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """One way to fine-tune: its PEFT config, what that is given always, and what it is given unless told otherwise."""
@@ -56,7 +59,7 @@ class Method:
     def is_kind_of(self, config: PeftConfig) -> bool:
         """Whether an adapter with this config is of this method."""
         return type(config) is self.config and all(
-            getattr(config, name, False) == self.fixed.get(name, False) for name in ("use_dora", "use_rslora")
+            getattr(config, name, False) == self.fixed.get(name, False) for name in MARKS
         )
 
 
@@ -88,6 +91,13 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 """What ``--method`` may be; a method is all here in its row."""
 
+MARKED: Mapping[tuple[str, ...], str] = {
+    ("lora", "use_dora"): "dora",
+    ("lora", "use_rslora"): "rslora",
+    ("lsr", "use_dora"): "lsr-dora",
+}
+"""Methods that share a kind of adapter with another and are told apart by a field of its config."""
+
 
 def find_method(name: str) -> Method:
     """The method of this name.
@@ -100,6 +110,17 @@ def find_method(name: str) -> Method:
     if name not in METHODS:
         raise SettingsError(f"no method is called {name!r}; there are: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The method that wrote an adapter_config.json with these values; None if it is none of `METHODS`.
+
+    >>> method_of({"peft_type": "LSR"}), method_of({"peft_type": "LORA", "use_dora": True}), method_of({})
+    ('lsr', 'dora', None)
+    """
+    kind, marks = str(config.get("peft_type", "")).lower(), tuple(mark for mark in MARKS if config.get(mark))
+    name = MARKED.get((kind, *marks)) if marks else {"dlsr": "direct"}.get(kind, kind)
+    return name if name in METHODS else None
 
 
 def adapter_config(

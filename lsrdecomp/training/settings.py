@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any
 
 from lsrdecomp.training.fields import (
@@ -21,7 +23,7 @@ from lsrdecomp.training.fields import (
     whole,
 )
 from lsrdecomp.training.fields import SettingsError as SettingsError
-from lsrdecomp.training.methods import METHODS
+from lsrdecomp.training.methods import METHODS, method_of
 
 EMBEDDED = "embedded"
 JSONL = "jsonl"
@@ -52,7 +54,7 @@ class FinetuneSettings(Settings):
         default_factory=dict
     )
     init: Annotated[
-        str | None, OPTION, READ, "Adapter directory to train on from; it brings its options, layers and head."
+        str | None, OPTION, READ, "Adapter directory to train on from; it brings its method, options, layers and head."
     ] = None
     head: Annotated[str | None, READ, "Adapter directory whose saved head is the start of this run's head."] = None
     target_modules: Annotated[tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."] = None
@@ -137,7 +139,18 @@ class FinetuneSettings(Settings):
 
     @classmethod
     def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The task, where data ends in .jsonl, and the defaults of a language model."""
+        """The task, where data ends in .jsonl; the defaults of a language model; the method of the adapter in init."""
         task = JSONL if str(values.get("data", "")).endswith(".jsonl") else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
-        return language if task is None else {"task": task, **language}
+        method = _method_in(values.get("init"))
+        found = {"task": task, "method": method}
+        return {**language, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _method_in(directory: Any) -> str | None:
+    """The method of an adapter directory, where its config tells."""
+    try:
+        config = json.loads((Path(directory) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # whoever opens the adapter says what is wrong with it
+        return None
+    return method_of(config) if isinstance(config, dict) else None

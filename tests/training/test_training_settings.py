@@ -189,3 +189,22 @@ def test_options_of_a_method(methods):
         methods.adapter_config("lsr", {"r": 3, "inner_shape": [2, 2]})
     with pytest.raises(SettingsError, match="no method is called 'adalora'; there are: lora, "):
         methods.adapter_config("adalora")
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        ('{"peft_type": "LSR"}', "lsr"),
+        ('{"peft_type": "LSR", "use_dora": true}', "lsr-dora"),
+        ('{"peft_type": "LORA", "use_rslora": true}', "rslora"),
+        ('{"peft_type": "LORA", "use_dora": false}', "lora"),
+        ('{"peft_type": "DLSR"}', "direct"),
+        ('{"peft_type": "PREFIX_TUNING"}', "lora"),  # the run says what is wrong with it
+        ("not JSON", "lora"),
+    ],
+)
+def test_the_method_is_that_of_the_adapter_to_train_on_from(tmp_path, config, method):
+    (tmp_path / "adapter_config.json").write_text(config)
+    values = {"model": "smollm2", "data": "train.jsonl", "init": str(tmp_path)}
+    assert FinetuneSettings.from_mapping(values).method == method
+    assert FinetuneSettings.from_mapping({**values, "method": "krona"}).method == "krona"
