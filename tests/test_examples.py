@@ -13,6 +13,7 @@ ROOMS = (
     "lsrdecomp.operators",
     "lsrdecomp.solvers",
     "lsrdecomp.analysis",
+    "lsrdecomp.targets",
 )
 WITHOUT = {
     "lsrdecomp": {

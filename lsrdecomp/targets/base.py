@@ -66,6 +66,16 @@ class Dense:
     matrix : array_like, shape (m, n)
         Real or complex, of any array library; integers are promoted to float64, half precisions to float32. Raises
         `PrecisionError` unless all entries are finite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import KroneckerShape
+    >>> target = Dense(np.kron(np.eye(4), np.ones((3, 3))))
+    >>> target.shape, target.norm
+    ((12, 12), 6.0)
+    >>> target.rearranged(KroneckerShape(((4, 4), (3, 3)))).shape                 # of rank one, as one product is
+    (16, 9)
     """
 
     matrix: Array

@@ -20,6 +20,13 @@ def as_target(matrix: Any) -> Target:
     A target stays as it is. A `SeparatedMatrix` becomes `Separated`, a scipy sparse matrix or array `Sparse`, a
     ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a scipy ``LinearOperator``) an
     `Operator`, and anything else `Dense`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import scipy.sparse
+    >>> [type(as_target(matrix)).__name__ for matrix in (np.eye(4), [[1.0, 2.0]], scipy.sparse.eye_array(4))]
+    ['Dense', 'Dense', 'Sparse']
     """
     if hasattr(matrix, "residual_norm"):
         return matrix  # type: ignore[no-any-return]

@@ -47,6 +47,14 @@ class Separated:
 
     In its own shape, and where consecutive factors are taken together, R(M) is a thin product and nothing is formed;
     in any other shape M is formed a block of rows at a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import SeparatedMatrix, decompose
+    >>> three = SeparatedMatrix.from_factors([np.eye(4)[None], np.ones((1, 3, 3)), np.eye(2)[None]])
+    >>> decompose(Separated(three), "4x4, 6x6", rtol=1e-9).separation_rank        # the last two taken together
+    1
     """
 
     matrix: SeparatedMatrix

@@ -11,7 +11,20 @@ from lsrdecomp.targets.weights import NormWeights
 
 
 def weighted_norm(target: LowRank, weights: NormWeights) -> float:
-    """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision."""
+    """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank
+    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
+    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
+    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=first, input=plain)
+    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
+    >>> round(pair.norm**2, 6), round(weighted_norm(pair, weights) ** 2, 6)        # 1 + 4, 9 · 1 + 4
+    (5.0, 13.0)
+    """
     weights.check(target.shape)
     return float(pair_norms(as_double(target.left), as_double(target.right), weights))
 
@@ -36,6 +49,19 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
     ------
     ShapeError
         If the three shapes disagree.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank
+    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
+    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
+    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=first, input=plain)
+    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
+    >>> half = LowRank(pair.left[:, :1], pair.right[:1])                            # without the second component
+    >>> round(weighted_residual_norm(pair, half, weights), 6)
+    2.0
     """
     weights.check(target.shape)
     if tuple(approximation.shape) != tuple(target.shape):
@@ -56,6 +82,18 @@ def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, A
     Uᵀ G U = I = Vᵀ C V. Keeping k columns is the best approximation of rank k in the weighted norm, with error
     ‖(σ_{k+1}, …)‖. Roots are never inverted: with G^½B = Q_P R_P, C^½Aᵀ = Q_A R_A and R_P R_Aᵀ = u σ vᵀ it is
     U = B R_Aᵀ v σ⁻¹ and Vᵀ = σ⁻¹ uᵀ R_P A, so singular weights do no harm.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank
+    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
+    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
+    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=first, input=plain)
+    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
+    >>> weighted_svd(pair, weights)[1].round(6)                                     # 3 · 1 and 2; without weights 2, 1
+    array([3., 2.])
     """
     weights.check(target.shape)
     if weights.is_frobenius:
@@ -64,7 +102,21 @@ def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, A
 
 
 def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> LowRank:
-    """The best approximation of rank ``rank`` in the weighted norm, as a balanced pair U√σ, √σ Vᵀ."""
+    """The best approximation of rank ``rank`` in the weighted norm, as a balanced pair U√σ, √σ Vᵀ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank
+    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
+    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
+    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
+    >>> weights = NormWeights(output=first, input=plain)
+    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
+    >>> best = weighted_truncation(pair, weights, 1)
+    >>> (best.left @ best.right).round(6)[0]                                        # the component that counts more
+    array([1., 0., 0., 0.])
+    """
     u, sigma, vh = weighted_svd(target, weights)
     rank = min(rank, int(sigma.shape[-1]))
     root = namespace(sigma).sqrt(sigma[:rank])

@@ -143,6 +143,13 @@ class LowRankPlusIdentity:
         λ ≥ 0.
     rest : Array, shape (…), or float
         Eigenvalue of the complement, ≥ 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> weight = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)       # diag(9, 1, 1, 1)
+    >>> weight.apply(np.ones((4, 1)))[:, 0], weight.root(np.ones((4, 1)))[:, 0]
+    (array([9., 1., 1., 1.]), array([3., 1., 1., 1.]))
     """
 
     basis: Array
@@ -189,7 +196,16 @@ class LowRankPlusIdentity:
 
 @dataclass(frozen=True, eq=False)
 class KroneckerWeight:
-    """W_1 ⊗ … ⊗ W_d of smaller weights, never formed; the first factor is outermost, as in ``numpy.kron``."""
+    """W_1 ⊗ … ⊗ W_d of smaller weights, never formed; the first factor is outermost, as in ``numpy.kron``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> first = LowRankPlusIdentity(np.eye(2)[:, :1], np.array([4.0]), 1.0)        # diag(4, 1)
+    >>> weight = KroneckerWeight((first, first))
+    >>> weight.size, weight.apply(np.ones((4, 1)))[:, 0]
+    (4, array([16.,  4.,  4.,  1.]))
+    """
 
     factors: tuple[Weight, ...]
 
@@ -234,6 +250,17 @@ class NormWeights:
         G, for instance the covariance of the gradients at a layer's output.
     input : Weight of size n
         C, for instance the covariance of a layer's inputs.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import LowRank
+    >>> from lsrdecomp.targets import weighted_norm
+    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
+    >>> weights = NormWeights(output=first, input=LowRankPlusIdentity(np.zeros((5, 1)), np.array([0.0]), 1.0))
+    >>> pair = LowRank(np.eye(4)[:, :1], np.ones((1, 5)))
+    >>> round(weighted_norm(pair, weights) / pair.norm, 6)
+    3.0
     """
 
     output: Weight
