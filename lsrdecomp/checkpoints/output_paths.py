@@ -19,6 +19,13 @@ def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
         What shall be written; directories above it that do not exist yet will be made.
     inputs : iterable of Path
         Files and directories that are read: an output equals none, holds none, and lies in none.
+
+    Examples
+    --------
+    >>> with tempfile.TemporaryDirectory() as lora:
+    ...     check_place(Path(lora) / "small", inputs=[Path(lora)])
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; choose another
     """
     if out.is_symlink():
         raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
@@ -42,6 +49,14 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
     """Raise `CheckpointError` now if `lsrdecomp.checkpoints.writing.new_file` would later.
 
     That is `check_place`, and: only a regular file is ever replaced, and only with ``force``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as there:
+    ...     check_file(Path(there.name))
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace the file
     """
     check_place(out, inputs)
     if out.exists() and not out.is_file():
@@ -55,6 +70,14 @@ def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) ->
     """Raise `CheckpointError` now if `lsrdecomp.checkpoints.writing.new_directory` would later.
 
     That is `check_place`, and: an existing directory is replaced only with ``force``, and only if it holds an adapter.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as there:
+    ...     check_output(Path(there))
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace it as a whole
     """
     check_place(out, inputs)
     if not out.exists():

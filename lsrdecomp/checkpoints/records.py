@@ -39,6 +39,17 @@ class LoraLayer:
         B and A in the file.
     kernel : tuple of int
         Kernel of a convolution, else empty.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> layer = lora.layers[0]
+    >>> layer.name, layer.kind, layer.rank, layer.scale
+    ('bert.encoder.layer.3.attention.output.dense', 'linear', 8, 2.0)
+    >>> [factor.shape for factor in layer.load()]                  # B and A
+    [(384, 8), (8, 384)]
     """
 
     name: str
@@ -76,6 +87,17 @@ class LsrLayer:
         How the out side, the inner rank and the in side are split.
     left_rank, right_rank : int
         Terms on the out side (B) and on the in side (A).
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress, open_checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
+    ...     layer = open_checkpoint(made.save(f"{folder}/small")).layers[0]
+    ...     print(layer.shape, layer.left_rank, layer.right_rank, layer.parameters)
+    (24×2 ⊗ 16×2)(2×24 ⊗ 2×16) 2 2 320
     """
 
     name: str
@@ -137,6 +159,20 @@ class Checkpoint:
         The weight file.
     notes : tuple of str
         What a reader of the report should know.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> lora
+    peft-lora adapter demo_adapter: 12 layers, 73,728 parameters, 770 numbers of 2 other tensors
+        3 × attention.output.dense, 384×384, rank 8
+        3 × attention.self.key, 384×384, rank 8
+        3 × attention.self.query, 384×384, rank 8
+        3 × attention.self.value, 384×384, rank 8
+    >>> lora.format, lora.adapter_parameters, sorted(lora.extras)
+    ('peft-lora', 73728, ['base_model.model.classifier.bias', 'base_model.model.classifier.weight'])
     """
 
     path: Path

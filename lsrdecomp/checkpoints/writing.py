@@ -86,6 +86,15 @@ def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = Fals
     ------
     CheckpointError
         If ``out`` exists and ``force`` is not given, if it is an input or lies inside one, or if the disk is full.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with new_file(f"{folder}/report.txt") as part:
+    ...         count = part.write_text("whole or not at all")
+    ...     Path(f"{folder}/report.txt").read_text()
+    'whole or not at all'
     """
     out = Path(out)
     check_file(out, inputs, force=force)

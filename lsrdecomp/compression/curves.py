@@ -25,6 +25,16 @@ def adapter_curves(checkpoint: Checkpoint, *, on_layer: Callable[[str], Any] | N
     the balanced shape, each side by its own SVD in the balanced gauge. Nothing is rounded.
 
     Cost: one thin QR a layer and point.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> for curve in adapter_curves(lora):
+    ...     print(curve.label, curve.parameters_for(0.3))
+    truncated SVD 18432
+    LSR, side by side 73728
     """
     low_rank: list[Points] = []
     factorwise: list[Points] = []

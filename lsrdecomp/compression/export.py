@@ -69,6 +69,18 @@ def export_lora(
         For another format, by name.
     CheckpointError
         If ``out`` exists (unless ``force``), or a file of the checkpoint is not what was written, by its SHA256SUMS.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress, open_checkpoint
+    >>> made = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     small = open_checkpoint(made.save(f"{folder}/small"))
+    ...     lora = open_checkpoint(export_lora(small, f"{folder}/lora"))
+    >>> small.format, lora.format, lora.layers[0].rank
+    ('lsr', 'peft-lora', 4)
     """
     changed = changed_files(checkpoint.weights.parent)
     if changed:

@@ -50,6 +50,15 @@ def html_report(
     -------
     str
         The page. It holds no address to load anything from, and forbids its own script to.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress
+    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 2))
+    >>> page = html_report(result)
+    >>> page.startswith("<!doctype html>"), "demo_adapter" in page
+    (True, True)
     """
     from jinja2 import Environment
 

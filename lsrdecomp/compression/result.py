@@ -24,7 +24,18 @@ REPORT = "compression.json"
 
 @dataclass(frozen=True, repr=False)
 class Compression:
-    """The result of `compress`: a report, and the factors ready to be written."""
+    """The result of `compress`: a report, and the factors ready to be written.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress
+    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
+    >>> result.met, result.totals.parameters, result.totals.parameters_before
+    (True, 5376, 73728)
+    >>> result.layers[0].name, result.layers[0].parameters, result.layers[0].relative_error < 1.0
+    ('bert.encoder.layer.3.attention.output.dense', 448, True)
+    """
 
     source: Checkpoint
     plan: CompressionPlan
