@@ -31,18 +31,6 @@ WITHOUT = {
     "lsrdecomp": {
         "distil",
     },
-    "lsrdecomp.formats": {
-        "Format",
-        "QuantizedMatrix",
-        "QuantizedProduct",
-        "SpectralCode",
-        "StoredFactor",
-        "StoredMatrix",
-        "StoredTerm",
-        "round_factor",
-        "smallest",
-        "storage_format",
-    },
     "lsrdecomp.checkpoints": {
         "BaseModules",
         "GgufBase",
@@ -89,17 +77,7 @@ WITHOUT = {
         "save_figure",
     },
     "lsrdecomp.adapters": {
-        "DirectConfig",
-        "KAdaptationConfig",
-        "KronAConfig",
-        "LsrConfig",
-        "LsrLayer",
-        "LsrModel",
         "from_lokr",
-        "from_lora",
-        "loraplus_groups",
-        "save_pretrained",
-        "to_lora",
     },
     "lsrdecomp.calibration": {
         "Behaviour",

@@ -130,6 +130,15 @@ class LsrConfig(TargetConfig):
     ----------
     .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
        adaptation, 2025.
+
+    Examples
+    --------
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    128
     """
 
     r: int | None = field(default=None)

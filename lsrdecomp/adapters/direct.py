@@ -49,6 +49,15 @@ class DirectConfig(TargetConfig):
     ----------
     .. [1] X. Li and A. Sarwate, LSR-Adapt: Ultra-efficient parameter tuning with matrix low separation rank kernel
        adaptation, 2025.
+
+    Examples
+    --------
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = DirectConfig(separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    256
     """
 
     separation_rank: int = 4

@@ -68,6 +68,17 @@ def to_lora(
         If ``rank`` is smaller than some layer's inner rank.
     UnsupportedLayerError
         For convolutions with dilation or without zero padding, and experts, which PEFT's LoRA computes differently.
+
+    Examples
+    --------
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> config, tensors = to_lora(model)
+    >>> config.r, [tuple(tensor.shape) for tensor in tensors.values()]
+    (4, [(4, 64), (64, 4)])
     """
     config: LsrConfig = model.peft_config[adapter_name]  # type: ignore[index, assignment]
     layers = {
@@ -148,6 +159,20 @@ def from_lora(config: LoraConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrCon
     ------
     UnsupportedError
         Naming the option or tensor, if the adapter is more than plain LoRA or DoRA of such layers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from peft import LoraConfig
+    >>> halves = {"lora_A": torch.ones(4, 64), "lora_B": torch.ones(64, 4)}
+    >>> lora = {f"base_model.model.0.{name}.weight": half for name, half in halves.items()}
+    >>> config, tensors = from_lora(LoraConfig(r=4, target_modules=["0"]), lora)
+    >>> for name, tensor in tensors.items():
+    ...     print(name.removeprefix("base_model.model."), tuple(tensor.shape))
+    0.lsr_A.factor_1 (1, 4, 64)
+    0.lsr_A.factor_2 (1, 1, 1)
+    0.lsr_B.factor_1 (1, 64, 4)
+    0.lsr_B.factor_2 (1, 1, 1)
     """
     for name in ("alora_invocation_tokens", "lora_bias", "use_bdlora", "kasa_config", "target_parameters"):
         if getattr(config, name, None):

@@ -37,6 +37,15 @@ class KAdaptationConfig(TargetConfig):
     ----------
     .. [1] X. He, C. Li, P. Zhang, J. Yang and X. E. Wang, Parameter-efficient model adaptation for vision
        transformers, 2023.
+
+    Examples
+    --------
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = KAdaptationConfig(target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    192
     """
 
     terms: int = 4

@@ -22,6 +22,15 @@ class KronAConfig(DirectConfig):
     ----------
     .. [1] A. Edalati, M. Tahaei, I. Kobyzev, V. Partovi Nia, J. J. Clark and M. Rezagholizadeh, KronA: Parameter
        efficient tuning with Kronecker adapter, 2022.
+
+    Examples
+    --------
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = KronAConfig(target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    128
     """
 
     separation_rank: int = 1

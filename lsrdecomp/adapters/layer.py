@@ -26,6 +26,17 @@ class LsrLayer(AdaptedLayer):
 
     ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are expanded once per
     forward pass and then applied like LoRA, which is cheaper than applying their Kronecker structure token by token.
+
+    Examples
+    --------
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> layer = model.base_model.model[0]
+    >>> isinstance(layer, LsrLayer), tuple(layer.get_delta_weight("default").shape)
+    (True, (64, 64))
     """
 
     adapter_layer_names: tuple[str, ...] = ("lsr_A", "lsr_B", "lsr_magnitude_vector")

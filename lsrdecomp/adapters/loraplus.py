@@ -32,6 +32,16 @@ def loraplus_groups(
     list of dict
         For ``torch.optim.AdamW(groups, lr=lr)`` and its like; every trained parameter is in one group.
 
+    Examples
+    --------
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> [(group["lr"], len(group["params"])) for group in loraplus_groups(model, lr=1e-3, loraplus_lr_ratio=4.0)]
+    [(0.001, 2), (0.004, 2)]
+
     Raises
     ------
     UnsupportedLayerError

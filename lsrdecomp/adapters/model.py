@@ -33,6 +33,16 @@ class LsrModel(KroneckerTuner):
         Name of the adapter.
     low_cpu_mem_usage : bool
         Create the factors on the meta device, to be filled by loading.
+
+    Examples
+    --------
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> isinstance(model.base_model, LsrModel)
+    True
     """
 
     prefix = "lsr_"

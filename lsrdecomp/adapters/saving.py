@@ -32,6 +32,19 @@ def save_pretrained(
         Write the same adapter as plain LoRA, exactly, into the subfolder ``lora`` of the adapter's.
     lora_rank : int, optional
         Rank to pad the LoRA to; see `to_lora`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(model, folder, also_lora=True)
+    ...     sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.safetensors"))
+    ['adapter_model.safetensors', 'lora/adapter_model.safetensors']
     """
     model.save_pretrained(str(folder), selected_adapters=[adapter_name])
     if not also_lora:

@@ -26,7 +26,19 @@ ROUNDS = 16
 
 @dataclass(frozen=True, eq=False)
 class StoredTerm:
-    """One term as written: a float32 weight, which absorbs the scales of the factors, and the factors' codes."""
+    """One term as written: a float32 weight, which absorbs the scales of the factors, and the factors' codes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import ErrorBudget, decompose
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> stored = decompose(hilbert, "4x4, 4x4", budget=ErrorBudget(rtol=1e-2)).stored
+    >>> first, last = stored.terms[0], stored.terms[-1]  # a small term bears coarse rounding
+    >>> first.bytes > last.bytes
+    True
+    """
 
     weight: np.float32
     factors: tuple[StoredFactor, ...]
@@ -42,6 +54,16 @@ class StoredMatrix:
     """A separated matrix as stored, with the error it is certified for.
 
     The matrix is 2^exponent Σ_k w_k F_k⁽¹⁾ ⊗ … ⊗ F_k⁽ᵈ⁾ with float32 weights w and the factors' codes F.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import ErrorBudget, decompose
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> stored = decompose(hilbert, "4x4, 4x4", budget=ErrorBudget(rtol=1e-2)).stored
+    >>> stored.relative_error <= 1e-2, stored.bytes < 0.1 * hilbert.nbytes
+    (True, True)
     """
 
     shape: KroneckerShape
@@ -117,6 +139,18 @@ def smallest(
     ------
     BudgetError
         If ``atol`` cannot be met, naming the part, truncation or rounding, that exceeds it and what would do.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp import decompose
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> from lsrdecomp.targets import as_target
+    >>> exact = decompose(hilbert, "4x4, 4x4", rtol=1e-9).approximation
+    >>> stored = smallest(as_target(hilbert), exact, atol=1e-2)
+    >>> stored.certified_error <= 1e-2, stored.separation_rank, stored.bytes < 0.1 * hilbert.nbytes
+    (True, 3, True)
     """
     if not (math.isfinite(atol) and atol >= 0.0):
         raise BudgetError(f"an allowed error must be finite and not negative, got {atol}")

@@ -16,7 +16,14 @@ from lsrdecomp.precision import INTEGERS, PRECISIONS, numpy_dtype, type_name
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the entries of one factor are written; any scale of theirs is free, for the term's weight absorbs it."""
+    """How the entries of one factor are written; any scale of theirs is free, for the term's weight absorbs it.
+
+    Examples
+    --------
+    >>> int4 = storage_format("int4")
+    >>> int4.bits, int4.top, int4.bytes(100)
+    (4, 7.0, 50)
+    """
 
     name: str
     bits: int
@@ -65,6 +72,11 @@ def storage_format(storage: Any) -> Format:
     """The row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
 
     Raises `PrecisionError`, which names the formats, for any other.
+
+    Examples
+    --------
+    >>> storage_format("fp16").name, storage_format(np.float16).bits
+    ('float16', 16)
     """
     name = type_name(storage)
     if name not in FORMATS:
@@ -74,7 +86,14 @@ def storage_format(storage: Any) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class StoredFactor:
-    """One factor as codes: the factor is ``scale`` times what they say, and the scale lives in the term's weight."""
+    """One factor as codes: the factor is ``scale`` times what they say, and the scale lives in the term's weight.
+
+    Examples
+    --------
+    >>> stored, _ = round_factor(np.array([[3.0, 4.0]]) / 5.0, "int4")
+    >>> stored.bytes, (7 * stored.values / stored.values[0, 1]).round(6).tolist()      # 3 / 4 as 5 / 7
+    (1, [[5.0, 7.0]])
+    """
 
     format: str
     shape: tuple[int, int]
@@ -112,6 +131,15 @@ def round_factor(factor: np.ndarray, name: str) -> tuple[StoredFactor, float]:
     -------
     (StoredFactor, float)
         The error is min_a ‖F − a·codes‖_F, formed from the residual.
+
+    Examples
+    --------
+    >>> factor = np.linspace(-1.0, 1.0, 64).reshape(8, 8)
+    >>> for name in ("float16", "int8", "int4"):
+    ...     print(name, f"{round_factor(factor / np.linalg.norm(factor), name)[1]:.0e}")
+    float16 2e-04
+    int8 4e-03
+    int4 7e-02
     """
     chosen, is_complex = storage_format(name), np.iscomplexobj(factor)
     flat = np.ascontiguousarray(factor).reshape(-1)

@@ -22,6 +22,16 @@ class QuantizedMatrix:
     """A separated matrix as stored: Σ_k 2^e · scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾ with small integers Q.
 
     A term needs one scale only, however many factors it has, since (aX) ⊗ (bY) = ab (X ⊗ Y).
+
+    Examples
+    --------
+    >>> codes = (np.array([[[1, 0], [0, 1]]], dtype=np.int8), np.array([[[7, -7]]], dtype=np.int8))
+    >>> stored = QuantizedMatrix(codes, np.array([0.5], dtype=np.float16), exponent=-1, bits=4)
+    >>> stored.bytes
+    6
+    >>> stored.dequantized().to_matrix()
+    array([[ 1.75, -1.75,  0.  ,  0.  ],
+           [ 0.  ,  0.  ,  1.75, -1.75]])
     """
 
     codes: tuple[Codes, ...]  # (s, m_i, n_i), from −(2^(bits−1) − 1) to 2^(bits−1) − 1
@@ -43,7 +53,17 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProduct:
-    """Both sides of an LSR product as stored."""
+    """Both sides of an LSR product as stored.
+
+    Examples
+    --------
+    >>> ones = np.ones((1, 4, 2), dtype=np.int8), np.ones((1, 4, 2), dtype=np.int8)
+    >>> left = QuantizedMatrix(ones, np.array([1.0], dtype=np.float16), exponent=0, bits=2)
+    >>> right = QuantizedMatrix(tuple(code.transpose(0, 2, 1) for code in ones), left.scales, exponent=0, bits=2)
+    >>> product = QuantizedProduct(left, right)
+    >>> product.storage, str(product.shape), product.bytes
+    ('int2', '(4×2 ⊗ 4×2)(2×4 ⊗ 2×4)', 14)
+    """
 
     left: QuantizedMatrix
     right: QuantizedMatrix
@@ -68,7 +88,19 @@ class QuantizedProduct:
 
 @dataclass(frozen=True, eq=False)
 class SpectralCode:
-    """Kept components of an SVD in integer codes: Σ_k 2^e · scale_k · u_k v_kᵀ, each component in its own bits."""
+    """Kept components of an SVD in integer codes: Σ_k 2^e · scale_k · u_k v_kᵀ, each component in its own bits.
+
+    Examples
+    --------
+    >>> u, v = np.array([1, 0, -1], dtype=np.int8), np.array([1, 1], dtype=np.int8)
+    >>> code = SpectralCode((u,), (v,), np.array([2.0], dtype=np.float16), exponent=0, bits=(2,), matrix_shape=(3, 2))
+    >>> code.storage, code.bytes
+    ('int2', 6)
+    >>> code.dequantized().to_matrix().round(6) + 0.0
+    array([[ 2.,  2.],
+           [ 0.,  0.],
+           [-2., -2.]])
+    """
 
     left: tuple[Codes, ...]  # u_k, (m,)
     right: tuple[Codes, ...]  # v_k, (n,)
