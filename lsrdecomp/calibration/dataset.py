@@ -79,6 +79,14 @@ def read_jsonl(file: str | Path) -> list[PromptExample]:
         If a line is no JSON object, lacks its fields, or has an empty completion.
     CheckpointError
         If the file is missing, not a regular file or a Git-LFS pointer.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     count = Path(f"{folder}/train.jsonl").write_text('{"prompt": "2 + 2 =", "completion": " 4"}')
+    ...     read_jsonl(f"{folder}/train.jsonl")[0].completion
+    ' 4'
     """
     path = Path(file)
     regular_file_size(path)

@@ -26,6 +26,11 @@ class Behaviour:
 
     ``kl`` is KL(source ‖ written) in nats; for a regression head, half the squared difference of the scores. ``effect``
     is the same divergence with no ΔW in place of the written one: how much the source does at all.
+
+    Examples
+    --------
+    >>> Behaviour(examples=128, answers=128, unit="example", kl=0.05, agreement=0.95, effect=0.25).kept
+    0.8
     """
 
     examples: int
@@ -138,7 +143,16 @@ def compare_answers(
 
 
 def divergence(old: Tensor, new: Tensor, head: Head) -> float:
-    """Σ KL(old ‖ new) over the answers of logits (answers, classes), in nats."""
+    """Σ KL(old ‖ new) over the answers of logits (answers, classes), in nats.
+
+    Examples
+    --------
+    >>> from lsrdecomp.calibration.fisher import Head
+    >>> old = torch.log(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
+    >>> new = torch.log(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))  # wrong about the second answer alone
+    >>> round(divergence(old, new, Head.classification), 3)
+    0.368
+    """
     return float(divergences(old, new, head).sum())
 
 

@@ -90,6 +90,15 @@ def compress(
         If the budget cannot be met, saying what can be reached; if ``kl`` is asked without statistics.
     LsrError
         If torch cannot compute in float64 on ``device``, or joblib is missing and several workers are asked for.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import CompressionPlan, open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> result = compress(lora, CompressionPlan(separation_rank=2, inner_shape=(2, 4), storage="float16"))
+    >>> result.totals.parameters, result.totals.bytes
+    (5376, 10752)
     """
     resources = Resources(workers, device, store, on_step)
     result = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources).compress(

@@ -9,7 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a run stands."""
+    """Where a run stands.
+
+    Examples
+    --------
+    >>> step = Step("measuring", done=3, total=12, unit="layers")
+    >>> f"{step.stage}: {step.done} of {step.total} {step.unit}"
+    'measuring: 3 of 12 layers'
+    """
 
     stage: str  # in a few words
     done: int

@@ -37,7 +37,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one adapter ended."""
+    """How one adapter ended.
+
+    Examples
+    --------
+    >>> Outcome("style-7", "failed", "adapter_model.safetensors: truncated").parameters
+    0
+    """
 
     name: str
     state: State
@@ -63,6 +69,12 @@ def find_adapters(folder: Path) -> list[str]:
     """Names, relative to ``folder``, of all directories below it that hold adapter weights; sorted.
 
     Hidden directories are left out: what a killed run left half written is one.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> find_adapters(Path(str(files("lsrdecomp") / "cli")))
+    ['demo_adapter']
     """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
@@ -261,7 +273,14 @@ def _plain(plan: CompressionPlan) -> Any:
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Counts and sums for the last line of a run."""
+    """Counts and sums for the last line of a run.
+
+    Examples
+    --------
+    >>> done = Outcome("a", "done", parameters_before=73728, parameters=1536)
+    >>> summary([done, Outcome("b", "failed", "truncated")])
+    {'adapters': 2, 'done': 1, 'missed': 0, 'failed': 1, 'parameters_before': 73728, 'parameters': 1536}
+    """
     listed = list(outcomes)
     done = [outcome for outcome in listed if outcome.state == "done"]
     return {

@@ -46,6 +46,16 @@ def plot_error_curves(
     Returns
     -------
     Axes
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.analysis import error_curves
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> axes = plot_error_curves(error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"]), storages=["float16"])
+    >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()[:2]]
+    ('parameters', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
     """
     ax = ax if ax is not None else _new_axes()
     drawn = list(curves)
@@ -70,7 +80,18 @@ def plot_error_curves(
 
 
 def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None) -> Axes:
-    """The Pareto front as steps; each run of points of one curve has that curve's name."""
+    """The Pareto front as steps; each run of points of one curve has that curve's name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.analysis import error_curves, pareto_front
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> axes = plot_pareto(pareto_front(error_curves(hilbert, ["4x4, 4x4", "16x1, 1x16"])))
+    >>> axes.get_xlabel(), axes.get_yscale()
+    ('parameters', 'log')
+    """
     ax = ax if ax is not None else _new_axes()
     shown = [point for point in points if point.size > 0 and point.relative_error > _LEAST]
     ax.step(
@@ -90,7 +111,17 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
 
 
 def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
-    """Singular values of rearrangements, relative to the largest, against their number."""
+    """Singular values of rearrangements, relative to the largest, against their number.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.analysis import rearranged_spectrum
+    >>> i = np.arange(16.0)
+    >>> hilbert = 1.0 / (1.0 + i[:, None] + i[None, :])
+    >>> plot_spectra([rearranged_spectrum(hilbert, "4x4, 4x4")]).get_ylabel()
+    'λ_k / λ_1'
+    """
     ax = ax if ax is not None else _new_axes()
     ends = []
     for i, spectrum in enumerate(spectra):
@@ -103,7 +134,15 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
 
 
 def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None) -> Axes:
-    """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve."""
+    """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve.
+
+    Examples
+    --------
+    >>> from lsrdecomp.solvers import Sweep
+    >>> sweeps = [Sweep(1, 0.5, condition=1.0), Sweep(2, 0.2, condition=1.4), Sweep(3, 0.1, condition=1.5)]
+    >>> plot_sweeps({"a solve": sweeps}).get_ylabel()
+    'condition γ'
+    """
     ax = ax if ax is not None else _new_axes()
     ends = []
     for i, (label, steps) in enumerate(sweeps.items()):
@@ -117,7 +156,15 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
 
 
 def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
-    """A figure for every layer as a heat map: blocks down, modules across, values written where they fit."""
+    """A figure for every layer as a heat map: blocks down, modules across, values written where they fit.
+
+    Examples
+    --------
+    >>> from lsrdecomp.analysis import layer_grid
+    >>> axes = plot_layer_grid(layer_grid({"h.0.attn.q": 0.1, "h.1.attn.q": 0.2, "h.1.mlp.up": 0.3}))
+    >>> [tick.get_text() for tick in axes.get_xticklabels()], [text.get_text() for text in axes.texts]
+    (['attn.q', 'mlp.up'], ['0.1', '0.2', '0.3'])
+    """
     import numpy as np
 
     values = np.asarray(grid.values, dtype=float)
@@ -144,7 +191,17 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
 
 
 def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
-    """Write the figure of ``ax`` as PNG or SVG, by ``form`` or the ending of ``path``, without a date inside."""
+    """Write the figure of ``ax`` as PNG or SVG, by ``form`` or the ending of ``path``, without a date inside.
+
+    Examples
+    --------
+    >>> import io
+    >>> from lsrdecomp.analysis import Spectrum
+    >>> picture = io.BytesIO()
+    >>> save_figure(plot_spectra([Spectrum("mine", (1.0, 0.1, 0.01))]), picture, "png")
+    >>> picture.getvalue()[1:4]
+    b'PNG'
+    """
     figure = ax.get_figure(root=True)
     form = form or str(path).rpartition(".")[2]
     metadata = {"Date": None} if form == "svg" else None
@@ -152,7 +209,12 @@ def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
 
 
 def available() -> None:
-    """Raise `ImportError` now rather than after a long computation, where matplotlib is not installed."""
+    """Raise `ImportError` now rather than after a long computation, where matplotlib is not installed.
+
+    Examples
+    --------
+    >>> available()                                                # silent: it is
+    """
     import matplotlib  # noqa: F401
 
 

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One method: its size, and its quality over seeds."""
+    """One method: its size, and its quality over seeds.
+
+    Examples
+    --------
+    >>> Point("LSR", size=1536, mean=0.61, deviation=0.03)
+    Point(label='LSR', size=1536, mean=0.61, deviation=0.03)
+    """
 
     label: str
     size: float
@@ -30,7 +36,15 @@ def plot_quality(
     quality: str = "score",
     ax: Axes | None = None,
 ) -> Axes:
-    """Quality against size on a logarithmic axis, each method with its label; bars are one standard deviation."""
+    """Quality against size on a logarithmic axis, each method with its label; bars are one standard deviation.
+
+    Examples
+    --------
+    >>> points = [Point("LSR", 1536, 0.61, 0.03), Point("truncated SVD", 1536, 0.40, 0.02), Point("LoRA", 73728, 1.0)]
+    >>> axes = plot_quality(points, quality="share of the gain")
+    >>> axes.get_ylabel(), axes.get_xscale()
+    ('share of the gain', 'log')
+    """
     ax = ax if ax is not None else _new_axes()
     ends = []
     for i, point in enumerate(sorted(points, key=lambda point: point.size)):
@@ -55,6 +69,13 @@ def plot_stages(
 
     ``paths`` holds the points by structure and stage; ``references`` are level lines. Bars are one standard deviation;
     those of one size stand side by side. Returns the panels, from left to right, on shared axes.
+
+    Examples
+    --------
+    >>> lsr = {"compressed": [Point("LSR", 1536, 0.61)], "distilled": [Point("LSR", 1536, 0.85)]}
+    >>> svd = {"compressed": [Point("SVD", 1536, 0.40)], "distilled": [Point("SVD", 1536, 0.80)]}
+    >>> [panel.get_title() for panel in plot_stages({"LSR": lsr, "SVD": svd}, references={"LoRA": 1.0})]
+    ['compressed', 'distilled']
     """
     from matplotlib.figure import Figure
 

@@ -34,6 +34,12 @@ class Task:
 
     ``labels`` are the published label values in the order of their indices; empty for a regression.
     The first of ``metrics`` is the one the benchmark ranks by.
+
+    Examples
+    --------
+    >>> task = find_task("glue/MRPC")
+    >>> task.name, task.labels, task.metrics
+    ('MRPC', ('0', '1'), ('accuracy', 'f1'))
     """
 
     name: str
@@ -219,7 +225,13 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def find_task(directory: str | Path) -> Task:
-    """The task whose files lie in ``directory``, by its name, as ``--task glue/SST-2`` means it."""
+    """The task whose files lie in ``directory``, by its name, as ``--task glue/SST-2`` means it.
+
+    Examples
+    --------
+    >>> find_task("glue/SST-2").metrics
+    ('accuracy',)
+    """
     name = Path(directory).resolve().name
     if name not in TASKS:
         raise TaskError(f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}")
