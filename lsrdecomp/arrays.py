@@ -171,8 +171,11 @@ def norm(array: Array) -> float:
     xp = namespace(array)
     if 0 in array.shape:
         return 0.0
-    if dtype_name(array) == "float64" and 1e-140 < max(float(xp.max(array)), -float(xp.min(array))) < 1e140:
-        return math.sqrt(float(xp.sum(xp.vecdot(array, array))))
+    if dtype_name(array) == "float64":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            squared = float(xp.sum(xp.vecdot(array, array)))
+        if 1e-280 < squared < 1e280:  # neither end of the range has been near: what was lost is rounding
+            return math.sqrt(squared)
     magnitude = xp.abs(array)
     largest = float(xp.max(magnitude))
     if largest == 0.0 or not math.isfinite(largest):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from lsrdecomp.arrays import (
     Array,
@@ -20,7 +18,6 @@ from lsrdecomp.arrays import (
     norm,
     require_finite,
     require_matrix,
-    to_numpy,
     triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
@@ -29,8 +26,15 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import Rearranged as Rearranged
 from lsrdecomp.targets.contract import Target as Target
 from lsrdecomp.targets.contract import require_two_factors
-from lsrdecomp.targets.residual import WIDEST, check_sizes, pair_distance, residual_norm
 from lsrdecomp.targets.residual import Approximation as Approximation
+from lsrdecomp.targets.residual import check_sizes, pair_distance, residual_norm, separated_distance
+from lsrdecomp.targets.row_stream import RearrangedRows
+
+CACHED = 2**18
+"""Entries of a dense matrix that are rearranged at a time where it is not held: 2 MiB in double precision."""
+
+LARGE = 2**21
+"""Entries of a dense matrix above which inner products measure an error sooner than entries do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,30 @@ class Dense:
         require_two_factors(shape)
         return RearrangedDense(self.tensor(shape))
 
-    def residual_norm(self, approximation: Approximation) -> float:
+    def streamed(self, shape: KroneckerShape, kind: Any = None) -> RearrangedRows:
+        """R(M) for two factors, double precision unless another type is given; read by blocks of rows, not held."""
+        require_two_factors(shape)
+        shape.check(self.shape)
+        (rows, columns), p = self.shape, shape.rows[1]
+        xp, whole = namespace(self.matrix), max(1, CACHED // (columns * p)) * p
+        height = whole if whole * columns <= 8 * CACHED else max(1, CACHED // columns)  # whole rows of R(M) if possible
+        kind = as_double(self.matrix[:1, :1]).dtype if kind is None else kind
+
+        def parts() -> Iterator[tuple[int, Array]]:
+            for start in range(0, rows, height):
+                part = self.matrix[start : min(start + height, rows), :]
+                yield start, part if part.dtype == kind else xp.astype(part, kind)
+
+        return RearrangedRows(parts, shape, xp.astype(self.matrix[:1, :1], kind))
+
+    def residual_norm(self, approximation: Any) -> float:
+        """‖M − M̂‖_F in double precision from entries; of large matrices by `separated_distance`, where exact."""
+        check_sizes(self.shape, approximation.shape)
+        if len(getattr(approximation, "factors", ())) == 2 and self.shape[0] * self.shape[1] >= LARGE:
+            operator = self.streamed(approximation.kronecker_shape)
+            distance = separated_distance(operator, self.norm, self.norm, approximation)
+            if distance is not None:
+                return distance
         return residual_norm(self.shape, lambda rows: self.matrix[rows, :], approximation)
 
 
@@ -249,7 +276,7 @@ class LowRank:
         right = xp.reshape(xp.matrix_transpose(self.right), (n, q, self.rank))
         return RearrangedLowRank(left, right)
 
-    def residual_norm(self, approximation: Approximation) -> float:
+    def residual_norm(self, approximation: Any) -> float:
         """‖BA − M̂‖_F in double precision; for a product M̂ = B̂Â by `pair_distance`, else block by block.
 
         The first costs O((m + n)(r + r̂)²) instead of O(m·n·(r + r̂)); its rounding error is of the order of
@@ -262,27 +289,9 @@ class LowRank:
         if hasattr(approximation, "to_lora"):
             other_left, other_right = (as_double(f) for f in approximation.to_lora())
             return pair_distance(left, adjoint(right), other_left, adjoint(other_right))
-        factors = getattr(approximation, "factors", ())
-        distance = self._inner_distance(factors, approximation) if len(factors) == 2 else None
-        if distance is not None:
-            return distance
+        if len(getattr(approximation, "factors", ())) == 2:
+            pair, size = LowRank(left, right).rearranged(approximation.kronecker_shape), norm(left) * norm(right)
+            distance = separated_distance(pair, self.norm, size, approximation)
+            if distance is not None:
+                return distance
         return residual_norm(self.shape, lambda rows: left[rows, :] @ right, approximation)
-
-    def _inner_distance(self, factors: tuple[Array, ...], approximation: Any) -> float | None:
-        """‖R(BA) − Σ λ u vᵀ‖ as the root of ‖BA‖² − 2 Re Σ λ ūᵀ R(BA) v̄ + ‖M̂‖², or None where that loses digits."""
-        (s, *left), (_, *right) = (factor.shape for factor in factors)
-        if s == 0:
-            return None
-        xp, pair = namespace(*factors), LowRank(as_double(self.left), as_double(self.right))
-        rows, columns = (
-            xp.reshape(as_double(factor), (s, size[0] * size[1]))
-            for factor, size in zip(factors, (left, right), strict=True)
-        )
-        images = pair.rearranged(approximation.kronecker_shape).matmat(adjoint(columns))  # (m_1·n_1, s)
-        products = to_numpy(xp.sum(conjugate(rows) * xp.matrix_transpose(images), axis=1))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            mixed = np.real(products) @ to_numpy(as_double(approximation.weights))
-            squared = np.float64(self.norm) ** 2 - 2.0 * mixed + np.float64(approximation.norm) ** 2
-            size = np.float64(norm(pair.left)) * norm(pair.right) + norm(approximation.weights)
-            exact = size**2 < squared * WIDEST**2 < math.inf
-        return math.sqrt(squared) if exact else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from lsrdecomp.arrays import (
     is_complex,
     namespace,
     norm,
+    to_numpy,
     triangular_factor,
 )
 from lsrdecomp.errors import ShapeError
@@ -115,6 +117,28 @@ def _inner_product(left: Array, right: Array) -> Array:
     xp = namespace(left, right)
     products = left * conjugate(right)
     return xp.sum(xp.real(products) if is_complex(products) else products, axis=(-2, -1))
+
+
+def separated_distance(rearranged: Any, norm_of: float, size: float, approximation: Any) -> float | None:
+    """‖R − Σ λ u vᵀ‖ as the root of ‖R‖² − 2 Re Σ λ ūᵀ R v̄ + ‖M̂‖², or None where that loses digits.
+
+    For two factors, R an operator in double precision with norm ``norm_of``: s products with it. Twelve digits are left
+    while the distance is above 1/`WIDEST` of ``size`` and ‖λ‖, the sizes of what is subtracted.
+    """
+    factors, weights = approximation.factors, as_double(approximation.weights)
+    xp, s, size = namespace(*factors), int(factors[0].shape[0]), size + norm(weights)
+    if s == 0:
+        return None
+    rows, columns = (xp.reshape(as_double(factor), (s, factor.shape[1] * factor.shape[2])) for factor in factors)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        length = np.float64(approximation.norm)
+        # Orthogonal to what is left, as a projection is: then the rest is known beforehand, and often too small.
+        if (norm_of - length) * (norm_of + length) * WIDEST**2 < size**2:
+            return None
+        products = to_numpy(xp.sum(conjugate(rows) * xp.matrix_transpose(rearranged.matmat(adjoint(columns))), axis=1))
+        squared = np.float64(norm_of) ** 2 - 2.0 * (np.real(products) @ to_numpy(weights)) + length**2
+        exact = size**2 < squared * WIDEST**2 < math.inf
+    return math.sqrt(squared) if exact else None
 
 
 def norm_of_parts(parts: Any) -> float:

@@ -127,7 +127,7 @@ class RearrangedRows:
         xp = namespace(y)
         x = xp.zeros((self.shape[1], y.shape[1]), dtype=y.dtype, device=device(self.prototype))
         for rows, columns, piece in self._pieces():
-            x[columns, :] = x[columns, :] + adjoint(piece) @ y[rows, :]
+            x[columns, :] = x[columns, :] + adjoint(adjoint(y[rows, :]) @ piece)
         return x
 
     def formed(self) -> Array:

@@ -10,9 +10,10 @@ from oracles import close
 
 from lsrdecomp import KroneckerShape, LowRank, PrecisionError, ShapeError, decompose
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.kronecker.rearrange import inverse_rearrange
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Status
+from lsrdecomp.solvers.svd import golub_kahan, single
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
@@ -62,6 +63,49 @@ def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind, rng):
     if solution.gap_kind is ErrorKind.bounded:
         assert error <= optimum * (1 + solution.optimality_gap) + rounding
     assert solution.approximation.condition == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.fixture
+def begun_in_single(monkeypatch):
+    """Matrices of any size begin in single precision; how many did."""
+    begun, in_single = [], single.in_single
+    monkeypatch.setattr(single, "SMALLEST", 1)
+    monkeypatch.setattr(golub_kahan, "in_single", lambda *given: begun.append(given) or in_single(*given))
+    return begun
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rank", [1, 7, 12])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_what_begins_in_single_precision_is_within_the_gap_too(name, rank, turned, kind, begun_in_single, rng):
+    sigma, matrix, shape = SPECTRA[name], with_spectrum(SPECTRA[name], rng, kind), SHAPE
+    if turned:  # R(M) with fewer rows than columns
+        shape = KroneckerShape(SHAPE.factors[::-1])
+        matrix = inverse_rearrange(rearrange(matrix, SHAPE).T, shape)
+    target = Dense(matrix)
+    solution = BlockGolubKahan(tolerance=1e-3).solve(target, shape, rank=rank)
+    optimum, error = np.linalg.norm(sigma[rank:]), target.residual_norm(solution.approximation)
+    rounding = 64 * unit_roundoff("float64") * target.norm
+    assert len(begun_in_single) == 1
+    assert solution.approximation.factors[0].dtype == matrix.dtype
+    assert error <= optimum * (1 + 1e-3) + rounding
+    if solution.optimality_gap is not None:
+        assert error <= optimum * (1 + solution.optimality_gap) + rounding
+    gram = solution.approximation.factors[0].reshape(rank, -1)
+    close(gram @ gram.conj().T, np.eye(rank), 64)
+    assert solution.relative_error is None or solution.relative_error == pytest.approx(error / target.norm, rel=1e-6)
+
+
+def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(begun_in_single, monkeypatch, rng):
+    matrix = with_spectrum(SPECTRA["1/k"], rng)
+    BlockGolubKahan(tolerance=1e-6).solve(Dense(matrix), SHAPE, rank=7)
+    BlockGolubKahan().solve(Dense(matrix), SHAPE, atol=0.5)
+    BlockGolubKahan().solve(Dense(matrix * 1e20), SHAPE, rank=7)
+    BlockGolubKahan().solve(Dense(matrix.astype(np.float32)), SHAPE, rank=7)
+    monkeypatch.undo()
+    BlockGolubKahan().solve(Dense(matrix), SHAPE, rank=7)
+    assert not begun_in_single
 
 
 @pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.targets import base
+from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances, residual_norm
 
 
 @settings(max_examples=60, deadline=None)
@@ -37,3 +40,23 @@ def test_distances_of_complex_pairs(rng: np.random.Generator) -> None:
     parts = [rng.standard_normal((n, 3)) + 1j * rng.standard_normal((n, 3)) for n in (9, 7, 9, 7)]
     exact = np.linalg.norm(parts[0] @ parts[1].conj().T - parts[2] @ parts[3].conj().T)
     assert pair_distance(*parts) == pytest.approx(exact, rel=1e-13)
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+@pytest.mark.parametrize("near", [0, 2, 6, 12])
+def test_large_dense_matrices_are_measured_by_inner_products_where_these_are_exact(
+    near, kind, rng, monkeypatch
+) -> None:
+    monkeypatch.setattr(base, "LARGE", 1)
+    monkeypatch.setattr(base, "CACHED", 64)  # several blocks of rows, some of them parts of a block of the shape
+    formed = []
+    monkeypatch.setattr(base, "residual_norm", lambda *given: formed.append(1) or residual_norm(*given))
+    factors = [rng.standard_normal((3, *size)).astype(kind) for size in ((4, 3), (6, 5))]
+    if kind is complex:
+        factors = [factor + 1j * rng.standard_normal(factor.shape) for factor in factors]
+    approximation = SeparatedMatrix.from_factors(factors)
+    noise = rng.standard_normal((24, 15))
+    matrix = approximation.to_matrix() + 10.0**-near * noise * (approximation.norm / np.linalg.norm(noise))
+    exact = np.linalg.norm(matrix - approximation.to_matrix())
+    assert Dense(matrix).residual_norm(approximation) == pytest.approx(exact, rel=1e-11)
+    assert bool(formed) is (near > 0)

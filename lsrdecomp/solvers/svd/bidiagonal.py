@@ -41,7 +41,8 @@ class Bidiagonal:
     """R V = U B and Rᴴ U = V Bᴴ + W N, with U, [V W] orthonormal; every step adds one block to U and V [1]_.
 
     ``small`` is B (k, k) and ``coupling`` is N (b, k), NumPy arrays in double precision; ``left`` is U, ``right`` is V
-    and ``following`` is W. The operator is divided by ``norm``, so that B is at most one in Frobenius norm.
+    and ``following`` is W. The operator is divided by ``norm``, so that B is at most one in Frobenius norm. The first
+    block is spanned by ``start``, of at most ``block`` columns, and by random ones.
 
     References
     ----------
@@ -49,14 +50,17 @@ class Bidiagonal:
        corresponding singular vectors of a matrix, ACM Trans. Math. Softw. 7 (1981). doi:10.1145/355945.355946
     """
 
-    def __init__(self, operator: Rearranged, norm: float, block: int, seed: int) -> None:
+    def __init__(self, operator: Rearranged, norm: float, block: int, seed: int, start: Array | None = None) -> None:
         self.operator, self.norm, self.block = operator, norm, block
         self.rng = np.random.default_rng(seed)
-        start = self._random(operator.shape[1])
-        empty = start[:, :0]
-        self.following, _, _ = extend(empty, start, self._random)
-        self.left, self.right = self._random(operator.shape[0])[:, :0], empty
-        kind = np.complex128 if is_complex(start) else np.float64
+        fresh = self._random(operator.shape[1])
+        if start is not None:
+            fresh = fresh[:, : block - start.shape[1]] / start.shape[0] ** 0.5
+            fresh = namespace(fresh).concat((start, fresh), axis=1)
+        empty = fresh[:, :0]
+        self.following, _, _ = extend(empty, fresh, self._random)
+        self.left, self.right = like(np.zeros((operator.shape[0], 0)), fresh), empty
+        kind = np.complex128 if is_complex(fresh) else np.float64
         self.small: np.ndarray = np.zeros((0, 0), kind)
         self.coupling: np.ndarray = np.zeros((block, 0), kind)
 

@@ -99,13 +99,22 @@ class Certificate:
         outside = np.concatenate((np.diag(self.ritz[rank:]).astype(self.beside.dtype), self.beside[:, rank:].T), axis=1)
         seen = float(np.linalg.norm(outside, 2)) ** 2 if outside.size else 0.0
         if not self.resolves(rank):
-            return self._ratio(rank, self._gain(rank, seen) if seen > 0.0 else math.inf), ErrorKind.estimated
+            gain = self._gain(rank, seen) if seen > 0.0 else math.inf
+            return self._ratio(rank, min(gain, self._beyond())), ErrorKind.estimated
         everything = 1.0 - float(np.sum(self.ritz[:rank] ** 2)) - self.coupling[rank] + self.roundoff
         bound = self._ratio(rank, self._gain(rank, min(everything, seen + self.unseen)))
         estimate = self._ratio(rank, self._extrapolated(rank))
         if bound <= max(wanted, estimate):
             return bound, ErrorKind.bounded
         return estimate, ErrorKind.estimated
+
+    def falls_to(self, rank: int) -> float:
+        """The next gain over the squared error, if gains fall as the last two did; infinite where that is slowly."""
+        if len(self.earlier) < 2 or self.earlier[0].size <= rank:
+            return math.inf
+        first, second = (float(past[rank]) for past in self.earlier)
+        before, last = second - first, float(self.captured[rank]) - second
+        return last**2 / before / float(self.squared_errors[rank]) if 0.0 < 4.0 * last < before else math.inf
 
     def columns_needed(self, error: float) -> float:
         """Columns a space needs at least to leave no more than ``error``, at the rate of the last ones."""
@@ -120,6 +129,10 @@ class Certificate:
     def _gain(self, rank: int, tau_squared: float) -> float:
         delta = float(self.ritz[rank - 1]) ** 2 - tau_squared
         return float(self.coupling[rank]) * tau_squared / delta if delta > 0.0 else math.inf
+
+    def _beyond(self) -> float:
+        """What the space lacks if that is no larger than its last singular value: a guess, to be measured."""
+        return self.ritz.size * float(self.tails[-2])
 
     def _extrapolated(self, rank: int) -> float:
         """What further steps may add, from a geometric series through the last two gains, twice over."""

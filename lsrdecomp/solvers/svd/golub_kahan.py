@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
-from lsrdecomp.arrays import adjoint, is_differentiated
+from lsrdecomp.arrays import Array, is_differentiated
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.base import Event, Solution
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.progress import Step, iterate
+from lsrdecomp.solvers.progress import SolveProgress, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
-from lsrdecomp.solvers.svd.certificate import Certificate
-from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.gram import Gram
-from lsrdecomp.targets.base import RearrangedDense, Target
+from lsrdecomp.solvers.svd.growth import Growth
+from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_single
+from lsrdecomp.targets.base import Dense, Rearranged
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +25,11 @@ class BlockGolubKahan(MatrixSolver):
     when besides the number of terms found is known to be the least. An error within rounding of the optimum, 64 μ‖R‖,
     is enough too: where the optimum itself is that small, the gap says what is left open. Where the Krylov space would
     grow to a third of the smaller side of R(M), `Gram` takes over, which is cheaper there. Terms are orthogonal, γ = 1.
+
+    A large float64 matrix in memory whose number of terms is given is first read in single precision, at half the
+    price: its Krylov space only has to hold the terms, which a product or two in double precision then take from it.
+    So what single precision costs is the square of its rounding; two machines agree within ``tolerance``, not to the
+    last digits. A ``tolerance`` below 1e-4 keeps to double precision throughout.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.
@@ -90,132 +89,52 @@ class BlockGolubKahan(MatrixSolver):
         target, shape, rank, most = problem.target, problem.shape, problem.rank, problem.most
         if self.max_steps < 1:
             raise BudgetError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
-        progress, norm, operator = problem.progress, target.norm, target.rearranged(shape)
-        widest = 16 if isinstance(operator, RearrangedDense) else 8
-        block = self.block or (widest if rank is None else min(widest, max(8, rank)))
-        side = min(operator.shape)
-        dense = norm == 0.0 or (rank is not None and 4 * most >= side)
-        if dense or is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
+        progress, norm, side = problem.progress, target.norm, min(shape.sizes)
+        if norm == 0.0 or (rank is not None and 4 * most >= side):
             return problem.handed_to(Gram())
         # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
-        swapped = operator.shape[0] < operator.shape[1]
-        space = Bidiagonal(Adjoint(operator) if swapped else operator, norm, min(block, side), self.seed)
-        growth = _Growth(self, target, shape, space, swapped, rank, most, problem.goal)
+        swapped = shape.sizes[0] < shape.sizes[1]
+        block = self._columns(rank, stored=isinstance(target, Dense))
+        asked = self.tolerance, target, shape, swapped, rank, most, problem.goal
+        if fits_single(target, rank, problem.goal, self.tolerance):
+            single = SingleGrowth(self._space(in_single(target, shape), swapped, norm, block), *asked)
+            solution = self._grown(single, progress)
+            if solution is not None:
+                return solution
+            if not single.blind:
+                return problem.handed_to(Gram())
+            # Single precision sees no further: a power step in double, and where that is not enough a space from there.
+            block = self.block or max(block, min(2 * most, side // 6))
+            found, start = single.finished(min(max(block, most), side))
+            if found is not None:
+                progress.note(found.error, objective=found.objective)
+                return replace(found.solution(True), sweeps=progress.sweeps)
+            progress.mark(Event.hand_over)
+            space = self._space(target.streamed(shape), swapped, norm, block, start[:, :block])
+            solution = self._grown(Growth(space, *asked), progress)
+            return problem.handed_to(Gram()) if solution is None else solution
+        operator = target.rearranged(shape)
+        if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
+            return problem.handed_to(Gram())
+        solution = self._grown(Growth(self._space(operator, swapped, norm, block), *asked), progress)
+        return problem.handed_to(Gram()) if solution is None else solution
+
+    def _columns(self, rank: int | None, *, stored: bool) -> int:
+        widest = 16 if stored else 8
+        return self.block or (widest if rank is None else min(widest, max(8, rank)))
+
+    def _space(
+        self, operator: Rearranged, swapped: bool, norm: float, block: int, start: Array | None = None
+    ) -> Bidiagonal:
+        columns = min(block, min(operator.shape))
+        return Bidiagonal(Adjoint(operator) if swapped else operator, norm, columns, self.seed, start)
+
+    def _grown(self, growth: Growth, progress: SolveProgress) -> Solution | None:
+        """What a space has come to; None where it would grow too large, or sees no further."""
         found, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
         if found is None and ended:
-            return problem.handed_to(Gram())
+            return None
         if found is None:
             found = growth.look()
             progress.note(found.error, objective=found.objective)
         return replace(found.solution(ended), sweeps=progress.sweeps)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one look at a space has found."""
-
-    approximation: SeparatedMatrix
-    error: float  # relative
-    objective: float
-    measured: bool
-    excess: float
-    kind: ErrorKind
-    goal: float | None
-
-    def solution(self, settled: bool) -> Solution:
-        status = Status.sweep_limit
-        if settled and self.goal is None:
-            status = Status.rank_reached
-        elif settled or (self.goal is not None and self.error <= self.goal):
-            status = Status.converged if self.goal is not None and self.error <= self.goal else Status.rank_exhausted
-        known = self.excess < math.inf
-        gap, kind = (self.excess, self.kind) if known else (None, ErrorKind.estimated)
-        relative_error = self.error if self.measured else None
-        return Solution(self.approximation, status, (), gap, kind, relative_error)
-
-
-@dataclass(slots=True)
-class _Growth:
-    """One space while it grows: when to look at it, and what a look tells."""
-
-    solver: BlockGolubKahan
-    target: Target
-    shape: KroneckerShape
-    space: Bidiagonal
-    swapped: bool
-    rank: int | None
-    most: int
-    goal: float | None
-    captured: list[np.ndarray] = field(default_factory=list)
-    last: Certificate | None = None
-
-    def steps(self) -> Iterator[Step[_Found | None]]:
-        """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
-        side = min(self.space.operator.shape)
-        due = 1 if self.rank is None else self.most
-        while 3 * (self.space.size + self.space.block) <= side:
-            # BGK 1: one block more, U and V orthogonal to all before.
-            self.space.step()
-            if self.space.size < due:
-                yield Step(None, None)
-                continue
-            # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
-            due = self.space.size + self.space.size // 8
-            certificate = self._certificate()
-            s, objective = self._terms(certificate), self._objective(certificate)
-            hopeless = self.goal is not None and certificate.columns_needed(self.goal) > side / 2
-            if hopeless and s == self.space.size < self.most:
-                return
-            # BGK 3: where the certificate sees no further, the residual is formed and measured.
-            found = None
-            if self._settled(certificate, s):
-                found = self._found(certificate, s)
-                if not (certificate.resolves(s, self.goal) or self._measured_enough(certificate, s, found)):
-                    found, due = None, self.space.size + self.space.size // 4
-            error = certificate.error(s) if found is None else found.error
-            yield Step(found, error, objective=objective, settled=found is not None)
-
-    def look(self) -> _Found:
-        """What the space has come to, settled or not."""
-        seen = self.last is not None and self.last.ritz.size == self.space.size
-        certificate = self.last if seen and self.last is not None else self._certificate()
-        return self._found(certificate, self._terms(certificate))
-
-    def _certificate(self) -> Certificate:
-        self.last = certificate = Certificate.of(self.space, self.captured)
-        self.captured.append(certificate.captured)
-        return certificate
-
-    def _terms(self, certificate: Certificate) -> int:
-        s = min(self.most, self.space.size)
-        return s if self.goal is None else certificate.smallest_rank(self.goal, s)
-
-    def _objective(self, certificate: Certificate) -> float:
-        return float(certificate.squared_errors[min(self.most, self.space.size)])
-
-    def _settled(self, certificate: Certificate, rank: int) -> bool:
-        """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
-        goal, tolerance = self.goal, self.solver.tolerance
-        if goal is not None and certificate.error(rank) <= goal:
-            excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
-            return rank == 0 or excess <= tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
-        excess, _ = certificate.excess(rank, tolerance)
-        exhausted = rank < certificate.ritz.size and certificate.exact(certificate.error(rank))
-        return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
-
-    def _found(self, certificate: Certificate, rank: int) -> _Found:
-        u, sigma, vh = self.space.triples(rank)
-        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
-        approximation = as_separated(*triples, self.shape, rank)
-        error, (excess, kind) = certificate.error(rank), certificate.excess(rank, self.solver.tolerance)
-        measured = not certificate.resolves(rank, self.goal)
-        if measured:
-            error = self.target.residual_norm(approximation) / self.target.norm
-            excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
-        objective = self._objective(certificate)
-        return _Found(approximation, error, objective, measured, excess, kind, self.goal)
-
-    def _measured_enough(self, certificate: Certificate, rank: int, found: _Found) -> bool:
-        if self.goal is not None and (found.error <= self.goal or rank < self.most):
-            return found.error <= self.goal
-        return found.excess <= self.solver.tolerance or certificate.within_rounding(rank, found.error)

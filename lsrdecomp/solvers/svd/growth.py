@@ -1,0 +1,137 @@
+"""A Krylov space while it grows: when its certificate is looked at, and what a look finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lsrdecomp.arrays import adjoint
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status
+from lsrdecomp.solvers.progress import Step
+from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+from lsrdecomp.solvers.svd.certificate import Certificate
+from lsrdecomp.solvers.svd.dense import as_separated
+from lsrdecomp.targets.base import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one look at a space has found."""
+
+    approximation: SeparatedMatrix
+    error: float  # relative
+    objective: float
+    measured: bool
+    excess: float
+    kind: ErrorKind
+    goal: float | None
+
+    def solution(self, settled: bool) -> Solution:
+        status = Status.sweep_limit
+        if settled and self.goal is None:
+            status = Status.rank_reached
+        elif settled or (self.goal is not None and self.error <= self.goal):
+            status = Status.converged if self.goal is not None and self.error <= self.goal else Status.rank_exhausted
+        known = self.excess < math.inf
+        gap, kind = (self.excess, self.kind) if known else (None, ErrorKind.estimated)
+        relative_error = self.error if self.measured else None
+        return Solution(self.approximation, status, (), gap, kind, relative_error)
+
+
+@dataclass(slots=True)
+class Growth:
+    """One space while it grows: when to look at it, and what a look tells."""
+
+    space: Bidiagonal
+    tolerance: float  # allowed excess of the error over the optimum, relative
+    target: Target
+    shape: KroneckerShape
+    swapped: bool  # whether the space is of R(M)ᴴ
+    rank: int | None
+    most: int
+    goal: float | None
+    captured: list[np.ndarray] = field(default_factory=list)
+    last: Certificate | None = None
+
+    def steps(self) -> Iterator[Step[Found | None]]:
+        """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
+        side = min(self.space.operator.shape)
+        due = 1 if self.rank is None else self.most
+        while 3 * (self.space.size + self.space.block) <= side:
+            # BGK 1: one block more, U and V orthogonal to all before.
+            self.space.step()
+            if self.space.size < due:
+                yield Step(None, None)
+                continue
+            # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
+            due = self.space.size + self.space.size // 8
+            certificate = self._certificate()
+            s, objective = self._terms(certificate), self._objective(certificate)
+            if self._hopeless(certificate, s, side):
+                return
+            # BGK 3: where the certificate sees no further, the residual is formed and measured.
+            found = None
+            if self._settled(certificate, s):
+                found = self._found(certificate, s)
+                if not self._enough(certificate, s, found):
+                    found, due = None, self.space.size + self.space.size // 4
+            error = certificate.error(s) if found is None else found.error
+            yield Step(found, error, objective=objective, settled=found is not None)
+
+    def look(self) -> Found:
+        """What the space has come to, settled or not."""
+        seen = self.last is not None and self.last.ritz.size == self.space.size
+        certificate = self.last if seen and self.last is not None else self._certificate()
+        return self._found(certificate, self._terms(certificate))
+
+    def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
+        """Whether the space would grow to half the side before it met the goal."""
+        if self.goal is None or not rank == self.space.size < self.most:
+            return False
+        return certificate.columns_needed(self.goal) > side / 2
+
+    def _certificate(self) -> Certificate:
+        self.last = certificate = Certificate.of(self.space, self.captured)
+        self.captured.append(certificate.captured)
+        return certificate
+
+    def _terms(self, certificate: Certificate) -> int:
+        s = min(self.most, self.space.size)
+        return s if self.goal is None else certificate.smallest_rank(self.goal, s)
+
+    def _objective(self, certificate: Certificate) -> float:
+        return float(certificate.squared_errors[min(self.most, self.space.size)])
+
+    def _settled(self, certificate: Certificate, rank: int) -> bool:
+        """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
+        goal, tolerance = self.goal, self.tolerance
+        if goal is not None and certificate.error(rank) <= goal:
+            excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
+            return rank == 0 or excess <= tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
+        excess, _ = certificate.excess(rank, tolerance)
+        exhausted = rank < certificate.ritz.size and certificate.exact(certificate.error(rank))
+        return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
+
+    def _found(self, certificate: Certificate, rank: int) -> Found:
+        u, sigma, vh = self.space.triples(rank)
+        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
+        approximation = as_separated(*triples, self.shape, rank)
+        error, (excess, kind) = certificate.error(rank), certificate.excess(rank, self.tolerance)
+        measured = not certificate.resolves(rank, self.goal)
+        if measured:
+            error = self.target.residual_norm(approximation) / self.target.norm
+            excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
+        objective = self._objective(certificate)
+        return Found(approximation, error, objective, measured, excess, kind, self.goal)
+
+    def _enough(self, certificate: Certificate, rank: int, found: Found) -> bool:
+        if certificate.resolves(rank, self.goal):
+            return True
+        if self.goal is not None and (found.error <= self.goal or rank < self.most):
+            return found.error <= self.goal
+        return found.excess <= self.tolerance or certificate.within_rounding(rank, found.error)

@@ -1,0 +1,142 @@
+"""Two factors of a float64 matrix: a Krylov space grown in single precision, its answer finished in double."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import numpy as np
+
+from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, like, namespace
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.solvers.base import ErrorKind
+from lsrdecomp.solvers.svd.bidiagonal import Adjoint
+from lsrdecomp.solvers.svd.certificate import Certificate
+from lsrdecomp.solvers.svd.dense import as_separated
+from lsrdecomp.solvers.svd.growth import Found, Growth
+from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target
+
+FINEST = 1e-4
+"""The least excess over the optimum that a certificate in single precision is asked for."""
+
+SMALLEST = 2**20
+"""Entries of a matrix from which on products are what a solve takes; smaller ones agree from machine to machine."""
+
+LARGEST_NORM = 1e15
+"""Norms up to which, and down to whose inverse, single precision holds entries and their squares."""
+
+
+def fits_single(target: Target, rank: int | None, goal: float | None, tolerance: float) -> TypeGuard[Dense]:
+    """Whether a solve may begin in single precision: a float64 matrix in memory, its terms counted."""
+    if rank is None or goal is not None or tolerance < FINEST or not isinstance(target, Dense):
+        return False
+    double = dtype_name(target.matrix) in ("float64", "complex128") and not is_differentiated(target.matrix)
+    return double and math.prod(target.shape) >= SMALLEST and 1.0 / LARGEST_NORM < target.norm < LARGEST_NORM
+
+
+def in_single(target: Dense, shape: KroneckerShape) -> RearrangedDense:
+    """R(M) in single precision."""
+    xp = namespace(target.matrix)
+    return RearrangedDense(target.streamed(shape, xp.complex64 if is_complex(target.matrix) else xp.float32).formed())
+
+
+@dataclass(slots=True)
+class SingleGrowth(Growth):
+    """A space in single precision; products take half the time, and what they cost in accuracy is its square.
+
+    The leading right vectors of the space are multiplied by R once more in double precision: error and terms are those
+    of that projection, half a step further than the certificate. Where gains have been falling fourfold a step or
+    faster, what that half step gains is an estimate of what is left, so that one step less is taken.
+    """
+
+    blind: bool = False  # single precision sees no further, though more may be gained
+
+    def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
+        roundoff, squared = certificate.roundoff, float(certificate.squared_errors[rank])
+        if roundoff <= self.tolerance * squared:
+            return False
+        past = [each for each in certificate.earlier if each.size > rank]
+        gain = float(certificate.captured[rank] - past[-1][rank]) if past else math.inf
+        near = gain <= 4.0 * roundoff or certificate.falls_to(rank) <= 6.0 * self.tolerance
+        self.blind = near or not certificate.resolves(rank)
+        return self.blind
+
+    def _settled(self, certificate: Certificate, rank: int) -> bool:
+        # The next gain is twice the excess that it would leave; it is mostly several times smaller than expected.
+        return Growth._settled(self, certificate, rank) or certificate.falls_to(rank) <= 6.0 * self.tolerance
+
+    def _enough(self, certificate: Certificate, rank: int, found: Found) -> bool:
+        return found.excess <= self.tolerance
+
+    def _found(self, certificate: Certificate, rank: int) -> Found:
+        # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
+        xp, v = namespace(self.space.right), self._vectors(rank)
+        q, triangle = xp.linalg.qr(self._rows().matmat(v))
+        turn, sigma, right = xp.linalg.svd(triangle, full_matrices=False)
+        approximation = self._separated(q @ turn, sigma, right @ adjoint(v), rank)
+        # Double 2: how much nearer that came.
+        captured = float(xp.sum(sigma * sigma)) / self.target.norm**2
+        excess, kind = certificate.excess(rank, self.tolerance)
+        error = math.sqrt(max(1.0 - captured, 0.0))
+        gain = captured - float(certificate.captured[rank]) + certificate.roundoff
+        if certificate.falls_to(rank) < math.inf and excess > self.tolerance and gain < error**2:
+            excess, kind = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0, ErrorKind.estimated
+        excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
+        return Found(approximation, error, self._objective(certificate), False, excess, kind, None)
+
+    def finished(self, columns: int) -> tuple[Found | None, Array]:
+        """Terms from the right vectors of the space, random ones beside them, and a power step in double precision.
+
+        Where the error stands above its rounding, eight times what the last half of that step gained is the estimate of
+        what is left. Elsewhere the error is measured: no singular value of a projection is above that of R. None where
+        that is not near enough; and the right vectors, to go on from.
+        """
+        norm, rank, rows = self.target.norm, self.most, self._rows()
+        xp, v = namespace(self.space.right), self._vectors(min(columns, self.space.size))
+        fresh = np.random.default_rng(self.space.size).standard_normal((v.shape[0], columns - v.shape[1]))
+        v = xp.linalg.qr(xp.concat((v, like(fresh, v)), axis=1))[0] if columns > v.shape[1] else v
+        # Double 1: R V, and what it captures.
+        q, triangle = xp.linalg.qr(rows.matmat(v))
+        before = float(xp.sum(xp.linalg.svdvals(triangle)[:rank] ** 2)) / norm**2
+        # Double 2: Qᴴ R for the range Q of R V, and its singular triples.
+        images, triangle = xp.linalg.qr(rows.rmatmat(q))
+        turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
+        vh = right @ adjoint(images)
+        approximation = self._separated(q @ turn, sigma, vh, rank)
+        # Double 3: how near that is.
+        captured, roundoff = float(xp.sum(sigma[:rank] ** 2)) / norm**2, 64.0 * unit_roundoff("float64")
+        squared, gain = 1.0 - captured, 8.0 * max(captured - before, roundoff)
+        tail = float(xp.linalg.vector_norm(sigma[rank:])) / norm
+        seen = tail - 0.25 * roundoff * math.sqrt(columns)
+        if squared > 16.0 * roundoff:
+            error = math.sqrt(squared)
+            bound = error / seen - 1.0 if seen > 0.0 else math.inf
+            if bound <= self.tolerance:
+                return Found(approximation, error, squared, False, max(bound, 0.0), ErrorKind.bounded, None), adjoint(
+                    vh
+                )
+            excess = 1.0 / math.sqrt(1.0 - gain / squared) - 1.0 if gain < squared else math.inf
+            found = Found(approximation, error, squared, False, excess, ErrorKind.estimated, None)
+            return found if excess <= self.tolerance else None, adjoint(vh)
+        error = self.target.residual_norm(approximation) / norm
+        excess = max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
+        found = Found(approximation, error, error**2, True, excess, ErrorKind.bounded, None)
+        return found if excess <= self.tolerance or error - tail <= roundoff else None, adjoint(vh)
+
+    def _vectors(self, columns: int) -> Array:
+        """Leading right vectors of the space, in double precision, with orthonormal columns."""
+        _, _, vh = self.space.triples(columns)
+        return namespace(vh).linalg.qr(as_double(adjoint(vh)))[0]
+
+    def _rows(self) -> Rearranged:
+        """The operator of the space in double precision, read by rows."""
+        assert isinstance(self.target, Dense)
+        rows = self.target.streamed(self.shape)
+        return Adjoint(rows) if self.swapped else rows
+
+    def _separated(self, u: Array, sigma: Array, vh: Array, rank: int) -> SeparatedMatrix:
+        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
+        return as_separated(*triples, self.shape, rank)
