@@ -126,17 +126,17 @@ def separated_distance(rearranged: Any, norm_of: float, size: float, approximati
     while the distance is above 1/`WIDEST` of ``size`` and ‖λ‖, the sizes of what is subtracted.
     """
     factors, weights = approximation.factors, as_double(approximation.weights)
-    xp, s, size = namespace(*factors), int(factors[0].shape[0]), size + norm(weights)
+    xp, s = namespace(*factors), int(factors[0].shape[0])
     if s == 0:
         return None
     rows, columns = (xp.reshape(as_double(factor), (s, factor.shape[1] * factor.shape[2])) for factor in factors)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        length = np.float64(approximation.norm)
+        length, whole, size = np.float64(approximation.norm), np.float64(norm_of), np.float64(size) + norm(weights)
         # Orthogonal to what is left, as a projection is: then the rest is known beforehand, and often too small.
-        if (norm_of - length) * (norm_of + length) * WIDEST**2 < size**2:
+        if (whole - length) * (whole + length) * WIDEST**2 < size**2:
             return None
         products = to_numpy(xp.sum(conjugate(rows) * xp.matrix_transpose(rearranged.matmat(adjoint(columns))), axis=1))
-        squared = np.float64(norm_of) ** 2 - 2.0 * (np.real(products) @ to_numpy(weights)) + length**2
+        squared = whole**2 - 2.0 * (np.real(products) @ to_numpy(weights)) + length**2
         exact = size**2 < squared * WIDEST**2 < math.inf
     return math.sqrt(squared) if exact else None
 
