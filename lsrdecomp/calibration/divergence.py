@@ -40,6 +40,7 @@ class Behaviour:
     agreement: float | None  # share of answers whose likeliest class is the same; None for a regression
     effect: float
     standard_error: float | None = None  # of `kept`, over examples; None for fewer than two
+    throughout: float | None = None  # share of examples in which every token's likeliest is the same; of tokens only
 
     @property
     def kept(self) -> float | None:
@@ -103,32 +104,35 @@ class Reference:
         """Let another adapter answer the same batches, or the ``first`` batches of them; errors as `losses`."""
         return self._behaviour(*self.losses(written, first=first))
 
-    def losses(self, written: Base, *, first: int | None = None) -> tuple[Tensor, float]:
-        """Σ KL(source ‖ written) over the answers of each example, (examples,), and how many answers are the same.
+    def losses(self, written: Base, *, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """Σ KL(source ‖ written) over the answers of each example, and how many of them are the same: (examples,) each.
 
         Raises `ShapeError` if the models do not answer alike.
         """
-        lost, agreeing = [], 0.0
+        lost, agreeing = [], []
         with torch.no_grad():
             for batch, recall, counts in self._parts[:first]:
                 old, new = recall(), ask(written, batch).logits
                 if old.shape != new.shape:
                     raise ShapeError(f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}")
                 lost.append(summed(divergences(old, new, self.head), counts))
-                agreeing += float((old.argmax(-1) == new.argmax(-1)).sum())
-        return torch.cat(lost), agreeing
+                same = (old.argmax(-1) == new.argmax(-1)).long()
+                agreeing.append(summed(same.cpu(), counts))
+        return torch.cat(lost), torch.cat(agreeing)
 
-    def _behaviour(self, lost: Tensor, agreeing: float) -> Behaviour:
+    def _behaviour(self, lost: Tensor, agreeing: Tensor) -> Behaviour:
         examples = len(lost)
-        answers, effects = int(self.counts[:examples].sum()), self.effects[:examples]
+        counts, effects = self.counts[:examples].cpu(), self.effects[:examples]
+        answers, tokens = int(counts.sum()), self.head in TOKEN_HEADS
         return Behaviour(
             examples=examples,
             answers=answers,
-            unit="token" if self.head in TOKEN_HEADS else "example",
+            unit="token" if tokens else "example",
             kl=float(lost.sum()) / answers,
-            agreement=None if self.head is Head.regression else agreeing / answers,
+            agreement=None if self.head is Head.regression else float(agreeing.sum()) / answers,
             effect=float(effects.sum()) / answers,
             standard_error=ratio_error(lost, effects),
+            throughout=float((agreeing == counts).double().mean()) if tokens else None,
         )
 
 

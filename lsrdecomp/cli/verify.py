@@ -133,7 +133,8 @@ def _sentences(answers: Behaviour) -> Iterator[str]:
         error = "" if answers.standard_error is None else f" ± {100 * answers.standard_error:.1f}"
         yield f"It keeps {100 * answers.kept:.1f}{error} % of what the adapter does."
     if answers.agreement is not None:
-        yield f"The likeliest answer is the same for {answers.agreement:.2%}."
+        whole = "" if answers.throughout is None else f", all along in {answers.throughout:.2%} of the examples"
+        yield f"The likeliest answer is the same for {answers.agreement:.2%}{whole}."
 
 
 def _complaints(result: compression.Verification, source: Path) -> Iterator[str]:

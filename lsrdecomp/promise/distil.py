@@ -289,6 +289,7 @@ def promised(
         distilled=distilled,
         measurements=bench.measurements,
         asked=asked,
+        throughout=found.throughout,
     )
 
 

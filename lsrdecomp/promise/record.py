@@ -36,6 +36,8 @@ class Promise:
         Forms that were measured until this one was chosen.
     asked : float, optional
         The least share that was asked for.
+    throughout : float, optional
+        Share of examples in which the likeliest token is the same at every token of the answer.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class Promise:
     distilled: int = 0
     measurements: int = 1
     asked: float | None = None
+    throughout: float | None = None
 
     @property
     def little(self) -> bool:
@@ -88,6 +91,8 @@ class Promise:
         error = "" if self.standard_error is None else f" ± {100 * self.standard_error:.1f}"
         what = "token" if self.unit == "token" else "answer"
         same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
+        if self.throughout is not None:
+            same += f", all along in {100 * self.throughout:.0f} % of the examples"
         head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""
         trained = [f"distilled for {self.distilled} steps"] if self.distilled else []
         return [

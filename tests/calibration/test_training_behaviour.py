@@ -51,21 +51,24 @@ def test_kl_and_agreement_of_a_classifier_are_those_of_merged_weights(classifier
     found = behaviour(classifier, "lsr")
     old, new = (torch.cat([logits(classifier, name, text) for text, _ in TEXTS]) for name in ("lora", "lsr"))
     expected = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), log_target=True, reduction="sum")
-    assert (found.examples, found.answers, found.unit) == (20, 20, "example")
+    assert (found.examples, found.answers, found.unit, found.throughout) == (20, 20, "example", None)
     assert found.kl == pytest.approx(float(expected) / 20, rel=1e-4)
     assert found.agreement == float((old.argmax(-1) == new.argmax(-1)).double().mean())
 
 
 def test_a_language_model_answers_once_for_every_token_that_has_a_next_one(language_model):
     found = behaviour(language_model, "lsr")
-    total, same, count = 0.0, 0, 0
+    total, same, count, whole = 0.0, 0, 0, 0
     for text, _ in TEXTS:
         old, new = (logits(language_model, name, text)[0, :-1].log_softmax(-1) for name in ("lora", "lsr"))
         total += float((old.exp() * (old - new)).sum())
-        same, count = same + int((old.argmax(-1) == new.argmax(-1)).sum()), count + len(old)
+        alike = old.argmax(-1) == new.argmax(-1)
+        same, count, whole = same + int(alike.sum()), count + len(old), whole + int(alike.all())
     assert (found.answers, found.unit) == (count, "token")
     assert found.kl == pytest.approx(total / count, rel=1e-4)
     assert found.agreement == same / count
+    assert found.throughout == whole / len(TEXTS)
+    assert 0 < whole < len(TEXTS)  # else the count of what agrees all along would tell nothing
 
 
 @pytest.mark.parametrize("kind", ["classifier", "language_model"])

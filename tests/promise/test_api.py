@@ -1,5 +1,6 @@
 """`lsr.compress` as it is typed at a prompt: a path, one goal by name, and a result that can be read there."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +76,11 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
         "measured on 128 held-out examples of reviews.txt",
         "not on disk before save(directory)",
     ]
+
+
+def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
+    told = Promise(0.918, 0.01, 0.103, 1.27, 0.97, "token", 96, 3556, "sums.jsonl", "b", 3_700_000, 192_000, 0)
+    assert "likeliest token the same for 97 %)" in told.sentence()
+    told = replace(told, throughout=0.04)
+    assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()
+    assert told.to_json()["throughout"] == 0.04
