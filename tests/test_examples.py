@@ -53,21 +53,13 @@ WITHOUT = {
         "store_beside",
     },
     "lsrdecomp.fleet": {
-        "joblib_runner",
         "ray_runner",
-        "run_fleet",
-    },
-    "lsrdecomp.adapters": {
-        "from_lokr",
     },
     "lsrdecomp.calibration": {
-        "Calibration",
         "calibrate",
         "compare_answers",
-        "find_base",
     },
     "lsrdecomp.training": {
-        "FinetuneSettings",
         "Record",
         "evaluate",
         "finetune",
@@ -75,21 +67,10 @@ WITHOUT = {
     },
     "lsrdecomp.promise": {
         "Bench",
-        "Distilled",
         "Promised",
         "distil",
     },
-    "lsrdecomp.experiments": {
-        "RecoverPlan",
-        "Results",
-        "Suite",
-        "read_results",
-        "read_suite",
-    },
     "lsrdecomp.serving": {
-        "Asked",
-        "ModuleFate",
-        "ServingCheck",
         "ask_server",
         "check_served",
     },

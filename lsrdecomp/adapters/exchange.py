@@ -220,6 +220,15 @@ def from_lokr(config: LoKrConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrCon
     ------
     UnsupportedError
         Naming the tensor, for the Tucker form of convolutions.
+
+    Examples
+    --------
+    >>> from peft import LoKrConfig
+    >>> name = "base_model.model.fc.lokr"
+    >>> tensors = {f"{name}_w1": torch.ones(2, 2), f"{name}_w2_a": torch.ones(3, 1), f"{name}_w2_b": torch.ones(1, 3)}
+    >>> config, written = from_lokr(LoKrConfig(r=1, alpha=1, target_modules=["fc"]), tensors)
+    >>> [tuple(tensor.shape) for tensor in written.values()]               # terms, rows and columns of each factor
+    [(1, 2, 2), (1, 3, 1), (1, 2, 2), (1, 1, 3)]
     """
     sides: dict[str, dict[str, Tensor]] = {}
     written: dict[str, Tensor] = {}

@@ -52,6 +52,14 @@ def find_base(base: str | Path) -> str:
         If the package of the model, or the one that reads GGUF, is not installed; names the commands.
     CheckpointError
         If the GGUF file is missing or cannot be read.
+
+    Examples
+    --------
+    >>> find_base("HuggingFaceTB/SmolLM2-135M")                                 # what transformers knows by its name
+    'HuggingFaceTB/SmolLM2-135M'
+    >>> find_base("smollm2.gguf")
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: smollm2.gguf: no such file
     """
     if str(base) == SMOLLM2:
         return str(_dequantized(packaged_file()))

@@ -71,6 +71,12 @@ class Calibration:
 
     ``answers`` counts what one KL divergence is about: examples, or predicted tokens for language models. ``effect`` is
     KL(adapter ‖ no adapter) per answer; None for a model without an adapter.
+
+    Examples
+    --------
+    >>> done = Calibration(Path("statistics"), examples=512, answers=14_754, modules=("q_proj", "v_proj"), effect=1.34)
+    >>> f"{done.examples} examples, {done.answers / done.examples:.1f} tokens each, {done.effect} nats a token"
+    '512 examples, 28.8 tokens each, 1.34 nats a token'
     """
 
     directory: Path

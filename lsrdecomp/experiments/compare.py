@@ -32,7 +32,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a suite has come to so far."""
+    """What a suite has come to so far; see `read_results`.
+
+    Examples
+    --------
+    >>> suite = Suite(common={"model": "embedded"}, tasks={"embedded": {}}, methods={"LoRA": {"method": "lora"}})
+    >>> Results(suite, (), skipped={"RTE": "no file RTE/train.jsonl"}, planned=0, done=0).skipped
+    {'RTE': 'no file RTE/train.jsonl'}
+    """
 
     suite: Suite
     cells: tuple[Cell, ...]
@@ -91,7 +98,16 @@ def compare(
 
 
 def read_results(suite: Suite, out: str | Path) -> Results:
-    """What the runs in a directory came to; nothing is run."""
+    """What the runs in a directory came to; nothing is run.
+
+    Examples
+    --------
+    >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
+    >>> suite = Suite(seeds=(0, 1), common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
+    >>> found = read_results(suite, "no-runs-yet")
+    >>> found.done, found.planned                                          # two methods, two seeds
+    (0, 4)
+    """
     out = Path(out)
     skipped = {
         task: why for task, why in suite.missing().items() if not any((out / slug(task)).glob("*/*/*/record.json"))

@@ -61,7 +61,16 @@ KEYS = each(one_of(tuple(STRUCTURES)), f"a list of structures, which are {', '.j
 
 @settings
 class RecoverPlan(Settings):
-    """The table [recover]."""
+    """The table [recover].
+
+    Examples
+    --------
+    >>> plan = RecoverPlan(budgets=(256, 1024), steps=100)
+    >>> plan.structures
+    ('lsr', 'svd-kfac', 'svd', 'lora-int8')
+    >>> plan.scratch                                                       # trained from nothing beside them
+    ('lsr', 'svd-kfac')
+    """
 
     where = "recover"
     error = SuiteError

@@ -36,7 +36,15 @@ class MethodSpec:
 
 @settings
 class Suite(Settings):
-    """What is to be run. A method's settings go over its task's, and those over the common ones."""
+    """What is to be run. A method's settings go over its task's, and those over the common ones.
+
+    Examples
+    --------
+    >>> methods = {"LoRA": {"method": "lora"}, "LSR": {"method": "lsr"}}
+    >>> suite = Suite(seeds=(0, 1), common={"model": "embedded"}, tasks={"embedded": {}}, methods=methods)
+    >>> suite.missing()                                                    # tasks whose files are not there, and why
+    {}
+    """
 
     error = SuiteError
     title: Annotated[str, Check(lambda value: isinstance(value, str), lambda: "a text"), "Of the tables."] = ""
@@ -162,6 +170,17 @@ def read_suite(
     ------
     SuiteError
         Naming the file and the key.
+
+    Examples
+    --------
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as place:
+    ...     file = Path(place) / "suite.toml"
+    ...     text = ['seeds = [0]', 'common.model = "embedded"', "tasks.embedded = {}", 'methods.LoRA.method = "lora"']
+    ...     _ = file.write_text("\\n".join(text), encoding="utf-8")
+    ...     suite = read_suite(file)
+    >>> suite.seeds, list(suite.tasks), list(suite.methods)
+    ((0,), ['embedded'], ['LoRA'])
     """
     path = Path(path)
     try:

@@ -122,6 +122,20 @@ def run_fleet(
     ------
     CheckpointError
         If there is nothing to do, or the manifest belongs to another plan.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from shutil import copytree
+    >>> from tempfile import TemporaryDirectory
+    >>> from lsrdecomp.fleet import joblib_runner
+    >>> with TemporaryDirectory() as place:
+    ...     for name in ("first", "second"):
+    ...         _ = copytree(files("lsrdecomp.cli") / "demo_adapter", Path(place) / "in" / name)
+    ...     plan = CompressionPlan(separation_rank=1)
+    ...     done = run_fleet(Path(place) / "in", Path(place) / "out", plan, runner=joblib_runner(1))
+    >>> [(one.name, one.state, one.parameters_before // one.parameters) for one in done]
+    [('first', 'done', 24), ('second', 'done', 24)]
     """
     folder, out = Path(folder).resolve(), Path(out).resolve()
     if out == folder or folder in out.parents:

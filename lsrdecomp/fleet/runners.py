@@ -28,6 +28,12 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     ------
     LsrError
         If torch cannot compute in float64 on ``device``.
+
+    Examples
+    --------
+    >>> runner = joblib_runner(workers=2)                                  # for `run_fleet`, which shows it at work
+    >>> callable(runner)
+    True
     """
     workers, devices = _devices(workers, device, per_gpu)
 

@@ -51,6 +51,11 @@ class Asked:
         The scale at which PEFT comes nearest to the server; None without a base.
     fit, misfit : float or None
         How far PEFT is from the server at that scale, and without the adapter.
+
+    Examples
+    --------
+    >>> Asked("llama.cpp", "small.gguf", prompts=8, noise=0.0, effect=0.41, set_scale=1.0).acts
+    True
     """
 
     server: str

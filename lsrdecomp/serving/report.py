@@ -21,6 +21,11 @@ class ModuleFate:
         Why it would not apply; None if it would.
     factor : float
         By how much the server would scale it beyond what its own format says; 1 where both agree.
+
+    Examples
+    --------
+    >>> ModuleFate("lm_head", rank=8, fault="the server adapts no heads").factor
+    1.0
     """
 
     name: str
@@ -56,6 +61,13 @@ class ServingCheck:
         Why the server would not load the file at all; then nothing applies.
     notes : tuple of str
         What it takes to serve it.
+
+    Examples
+    --------
+    >>> fates = ModuleFate("q_proj", rank=8), ModuleFate("lm_head", rank=8, fault="the server adapts no heads")
+    >>> found = ServingCheck("vllm", "its loader", Path("small"), Path("base"), fates, refusals=(), notes=())
+    >>> [each.name for each in found.applied], [each.name for each in found.ignored]
+    (['q_proj'], ['lm_head'])
     """
 
     server: str

@@ -42,7 +42,17 @@ def _tasks() -> Sequence[str]:
 
 @settings
 class FinetuneSettings(Settings):
-    """One run of `finetune`."""
+    """One run of `finetune`.
+
+    Examples
+    --------
+    >>> run = FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", method="lsr", steps=40)
+    >>> run.learning_rate, run.batch
+    (0.001, 32)
+    >>> FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=0)
+    Traceback (most recent call last):
+    lsrdecomp.training.fields.SettingsError: steps must be a whole number, 1 or more, got 0
+    """
 
     model: Annotated[str, OPTION, READ, "The base: a name, a directory, a GGUF file, smollm2, or embedded."]
     task: Annotated[str, OPTION, one_of(_tasks), "A GLUE or SuperGLUE task, embedded, or jsonl for a language model."]
