@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from lsrdecomp.compression.progress import Counter, OnStep
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.solve import Answer, Effort, Factors, Request, Task, product_of, run
+from lsrdecomp.compression.solve import Answer, Effort, Factors, Request, Task, product_of, run, worker_pool
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import unrotated_candidates, water_filled_candidates
 from lsrdecomp.formats.allocation import Options
@@ -167,7 +168,12 @@ class SearchState:
             counter.add(len(task.places) * len(task.requests))
 
         loaded = (self._loaded(task) for task in tasks)
-        yield from run(loaded, workers=self.resources.workers, store=self.resources.store, on_done=done)
+        workers, store = self.resources.workers, self.resources.store
+        yield from run(loaded, workers=workers, pool=self._pool, store=store, on_done=done)
+
+    @cached_property
+    def _pool(self) -> Any:
+        return worker_pool(self.resources.workers)
 
     def solve(self, tasks: Iterator[Task], counter: Counter) -> None:
         """Candidates of all tasks into the table."""

@@ -97,17 +97,36 @@ AHEAD = 4
 
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
 
+IDLE = 60
+"""Seconds after which a worker without work ends."""
+
+
+def worker_pool(workers: int) -> Any:
+    """Processes of one thread each, which start with the first task and end with the pool; None for a single one.
+
+    Raises `LsrError` if several workers are asked for and joblib is missing.
+    """
+    if workers == 1:
+        return None
+    try:
+        from joblib.externals.loky import ProcessPoolExecutor
+    except ImportError as error:
+        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
+    return ProcessPoolExecutor(workers, timeout=IDLE, env={f"{library}_NUM_THREADS": "1" for library in THREADS})
+
 
 def run(
     tasks: Iterable[Task],
     *,
     workers: int = 1,
+    pool: Any = None,
     store: SearchStore | None = None,
     on_done: Callable[[Task], Any] | None = None,
 ) -> Iterator[tuple[Task, list[Answer]]]:
     """Answers to all tasks in their order, which what is found depends on; the store is asked first, and told at once.
 
-    Raises `LsrError` if several workers are asked for and joblib is missing, or if one of them is killed.
+    ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process. Raises `LsrError` if one of
+    them is killed.
     """
 
     def known(task: Task) -> tuple[str, list[Answer] | None]:
@@ -122,8 +141,8 @@ def run(
         if on_done is not None:
             on_done(task)
 
-    if workers > 1:
-        yield from _by_workers(iter(tasks), workers, known, done)
+    if pool is not None:
+        yield from _by_workers(iter(tasks), workers, pool, known, done)
         return
     for task in tasks:
         key, found = known(task)
@@ -135,16 +154,14 @@ def run(
 def _by_workers(
     tasks: Iterator[Task],
     workers: int,
+    pool: Any,
     known: Callable[[Task], tuple[str, list[Answer] | None]],
     done: Callable[[Task, str, list[Answer]], None],
 ) -> Iterator[tuple[Task, list[Answer]]]:
-    """`run` by processes of one thread each: a worker that is free takes the next task, whatever the others do."""
-    try:
-        from joblib.externals.loky import get_reusable_executor, wait
-        from joblib.externals.loky.process_executor import BrokenProcessPool
-    except ImportError as error:
-        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
-    executor = get_reusable_executor(workers, env={f"{library}_NUM_THREADS": "1" for library in THREADS})
+    """`run` in other processes: a worker that is free takes the next task, whatever the others do."""
+    from joblib.externals.loky import wait
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
     waiting: deque[tuple[Task, Any]] = deque()  # in order, each with its answers or the promise of them
     under_way: dict[Any, tuple[Task, str]] = {}
     try:
@@ -154,7 +171,7 @@ def _by_workers(
                 if found is not None:
                     done(task, "", found)
                 else:
-                    found = executor.submit(solve, task)
+                    found = pool.submit(solve, task)
                     under_way[found] = task, key
                 waiting.append((task, found))
             if not waiting:
@@ -171,7 +188,7 @@ def _by_workers(
         text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
         raise LsrError(f"{text}: what was solved is used again") from error
     except BaseException:
-        executor.shutdown(kill_workers=True)
+        pool.shutdown(kill_workers=True)
         raise
 
 

@@ -299,10 +299,18 @@ def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None
     requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
     targets = [layer.pair for layer in layers]
     sound = solve.Task((0, 1, 2), targets, None, requests, solve.Effort())
-    answers = list(solve.run([sound, sound], workers=2))
+    answers = list(solve.run([sound, sound], workers=2, pool=solve.worker_pool(2)))
     assert [answer[0].errors.shape for _, answer in answers] == [(COUNT,), (COUNT,)]
     ended = solve.Task((0,), [Ended()], None, requests, solve.Effort())
     with pytest.raises(LsrError, match=r"a worker was ended from outside.*take fewer"):
-        list(solve.run([sound, ended, sound], workers=2))
-    again = list(solve.run([sound], workers=2))
+        list(solve.run([sound, ended, sound], workers=2, pool=solve.worker_pool(2)))
+    again = list(solve.run([sound], workers=2, pool=solve.worker_pool(2)))
     assert again[0][1][0].errors.tolist() == answers[0][1][0].errors.tolist()
+
+
+def test_workers_of_a_search_leave_those_of_joblib_alone(layers: list[Layer]) -> None:
+    joblib = pytest.importorskip("joblib", reason="several workers need joblib")
+    requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
+    task = solve.Task((0,), [layers[0].pair], None, requests, solve.Effort())
+    assert len(list(solve.run([task], workers=2, pool=solve.worker_pool(2)))) == 1
+    assert joblib.Parallel(n_jobs=2)(joblib.delayed(math.sqrt)(x) for x in (1.0, 4.0)) == [1.0, 2.0]
