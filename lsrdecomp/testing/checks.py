@@ -92,6 +92,11 @@ def check_apply(
     """Try a product that is never formed: ``apply([A, B, …], x)`` must be (A ⊗ B ⊗ …) x for x of shape (n, columns).
 
     Raises `IdentityError`. One to four factors are drawn, one-row and one-column ones among them.
+
+    Examples
+    --------
+    >>> from functools import reduce
+    >>> check_apply(lambda factors, x: reduce(np.kron, factors) @ x)              # prints nothing: no bug was found
     """
 
     __tracebackhide__ = True
@@ -144,6 +149,14 @@ def check_rearrange(
         Blocks are counted and read column by column, as Van Loan and Pitsianis do; absent, row by row, as this library.
 
     Raises `IdentityError`.
+
+    Examples
+    --------
+    >>> from lsrdecomp.kronecker import rearrange
+    >>> check_rearrange(rearrange)
+    >>> check_rearrange(lambda matrix, shape: matrix.reshape(shape.sizes))        # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    lsrdecomp.testing.agreement.IdentityError: ...
     """
     __tracebackhide__ = True
     yours = guarded(rearrange)
@@ -172,6 +185,11 @@ def check_sum(
     """Try ``form(weights, factors)``, which must be Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ for stacks of factors (s, m_i, n_i).
 
     Raises `IdentityError`.
+
+    Examples
+    --------
+    >>> from functools import reduce
+    >>> check_sum(lambda weights, factors: sum(w * reduce(np.kron, term) for w, *term in zip(weights, *factors)))
     """
 
     __tracebackhide__ = True
@@ -200,6 +218,15 @@ def check_decomposition(
     Shapes have two factors. Some matrices have singular values down to rounding, which an SVD through the Gram matrix
     loses. Weights must descend, factors have norm one, and the residual the norm that Eckart and
     Young's theorem says. Raises `IdentityError`.
+
+    Examples
+    --------
+    >>> def by_svd(matrix, shape, rank):
+    ...     (m, n), (p, q) = shape.factors
+    ...     rearranged = matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q)
+    ...     u, sigma, vh = np.linalg.svd(rearranged, full_matrices=False)
+    ...     return sigma[:rank], (u.T[:rank].reshape(-1, m, n), vh[:rank].reshape(-1, p, q))
+    >>> check_decomposition(by_svd)
     """
 
     __tracebackhide__ = True

@@ -28,6 +28,12 @@ def kronecker_shapes(
     """Shapes of ``order`` factors (one to four if absent) of at most ``max_entries`` entries in the full matrix.
 
     With ``square`` every factor has as many rows as columns.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(kronecker_shapes(order=2, square=True), lambda shape: shape.matrix_shape == (6, 6)).matrix_shape
+    (6, 6)
     """
     d = order if order is not None else draw(st.integers(1, 4))
     pairs: list[tuple[int, int]] = []
@@ -42,7 +48,14 @@ def kronecker_shapes(
 
 @st.composite
 def matrices(draw: st.DrawFn, shape: tuple[int, int], scale: float | None = None, complex_values: bool = False) -> Any:
-    """Gaussian NumPy matrices in double precision; ``scale`` absent draws one from 1e-150 to 1e150."""
+    """Gaussian NumPy matrices in double precision; ``scale`` absent draws one from 1e-150 to 1e150.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(matrices((2, 3)), lambda matrix: abs(matrix).max() > 1e100).shape
+    (2, 3)
+    """
     rng = _generator(draw)
     size = 10.0 ** draw(st.integers(-150, 150)) if scale is None else scale
     values = rng.standard_normal(shape)
@@ -51,7 +64,14 @@ def matrices(draw: st.DrawFn, shape: tuple[int, int], scale: float | None = None
 
 @st.composite
 def small_matrices(draw: st.DrawFn, shape: tuple[int, int], complex_values: bool = False) -> Any:
-    """Matrices of integers from −3 to 3: exact in every floating type, and short to read when a test fails."""
+    """Matrices of integers from −3 to 3: exact in every floating type, and short to read when a test fails.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> float(find(small_matrices((1, 2)), lambda matrix: matrix.sum() == -6).min())
+    -3.0
+    """
     rng = _generator(draw)
     entries = rng.integers(-3, 4, shape).astype(np.float64)
     return entries + 1j * rng.integers(-3, 4, shape) if complex_values else entries
@@ -63,6 +83,12 @@ def special_matrices(draw: st.DrawFn, shape: tuple[int, int]) -> Any:
 
     Zero, one entry, ones, identity, rank one, equal singular values, signed zeros, columns of very different size, and
     numbers near the largest and the smallest of double precision.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> bool(find(special_matrices((2, 2)), lambda matrix: not matrix.any()).any())
+    False
     """
     m, n = shape
     rng = _generator(draw)
@@ -86,7 +112,14 @@ _SPECIAL: dict[str, Any] = {
 
 @st.composite
 def invertible_matrices(draw: st.DrawFn, size: int, complex_values: bool = False, max_condition: float = 100.0) -> Any:
-    """Square matrices with singular values between 1 / ``max_condition`` and 1."""
+    """Square matrices with singular values between 1 / ``max_condition`` and 1.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> bool(np.linalg.cond(find(invertible_matrices(3, max_condition=10.0), lambda matrix: True)) < 10.01)
+    True
+    """
     rng = _generator(draw)
     first, second = (_orthonormal(rng, size, size, complex_values) for _ in range(2))
     return (first * max_condition ** -rng.random(size)) @ second
@@ -97,6 +130,15 @@ def graded_matrices(draw: st.DrawFn, shape: KroneckerShape, complex_values: bool
     """Matrices whose rearrangement, for two factors, has singular values from 1 to 1e-12, evenly in the logarithm.
 
     An SVD through the Gram matrix sees none of them below 1e-8.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> from lsrdecomp.kronecker import rearrange
+    >>> shape = KroneckerShape(((2, 2), (2, 2)))
+    >>> matrix = find(graded_matrices(shape), lambda matrix: True)
+    >>> [f"{value:.0e}" for value in np.linalg.svd(rearrange(matrix, shape), compute_uv=False)]
+    ['1e+00', '1e-04', '1e-08', '1e-12']
     """
     rng = _generator(draw)
     (m, n), (p, q) = shape.factors
@@ -118,6 +160,12 @@ def separated_matrices(
 
     With ``condition`` there are two terms of equal weight that cancel until γ is that number (at least √½, which two
     equal terms have); the shape needs a factor of two entries or more.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(separated_matrices(KroneckerShape(((2, 2), (3, 1)))), lambda matrix: matrix.separation_rank == 3).shape
+    (6, 2)
     """
     if condition is not None:
         return _cancelling(draw, shape, complex_values, condition)
@@ -136,7 +184,14 @@ def separated_matrices(
 
 @st.composite
 def low_rank_pairs(draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 4) -> LowRank:
-    """Pairs like those of a LoRA layer; the rank may exceed the dimensions, and a side may be all zero."""
+    """Pairs like those of a LoRA layer; the rank may exceed the dimensions, and a side may be all zero.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(low_rank_pairs(), lambda pair: pair.rank > min(pair.shape)).rank > 1
+    True
+    """
     shape = draw(kronecker_shapes(order=2)) if shape is None else shape
     m, n = shape.matrix_shape
     r = draw(st.integers(1, max_rank))
@@ -147,7 +202,14 @@ def low_rank_pairs(draw: st.DrawFn, shape: KroneckerShape | None = None, max_ran
 
 @dataclass(frozen=True, eq=False)
 class LoraCase:
-    """One LoRA layer as a file holds it: ΔW = (alpha / r) · B A."""
+    """One LoRA layer as a file holds it: ΔW = (alpha / r) · B A.
+
+    Examples
+    --------
+    >>> layer = LoraCase(np.ones((4, 2)), np.ones((2, 3)), alpha=4.0, storage="float32")
+    >>> layer.scale, layer.pair.shape
+    (2.0, (4, 3))
+    """
 
     up: Any  # B, (m, r)
     down: Any  # A, (r, n)
@@ -167,7 +229,14 @@ class LoraCase:
 @st.composite
 def lora_layers(draw: st.DrawFn, shape: KroneckerShape | None = None, max_rank: int = 8) -> LoraCase:
     """LoRA layers as they occur: never trained (B zero), trained in one direction, with a repeated row of A, of a rank
-    above the matrix, with the numbers of a half-precision file; alpha from tiny to large."""
+    above the matrix, with the numbers of a half-precision file; alpha from tiny to large.
+
+    Examples
+    --------
+    >>> from hypothesis import find
+    >>> find(lora_layers(), lambda layer: not layer.up.any()).pair.norm            # never trained
+    0.0
+    """
     shape = draw(kronecker_shapes(order=2)) if shape is None else shape
     m, n = shape.matrix_shape
     r = draw(st.integers(1, max_rank))
