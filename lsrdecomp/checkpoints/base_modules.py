@@ -33,6 +33,12 @@ class BaseModules:
         numbers are packed. A diffusers pipeline's names begin with the component; a GGUF file's are its own.
     gguf : GgufBase, optional
         Where llama.cpp is concerned: the names and heads of a GGUF file, or of a config that has them.
+
+    Examples
+    --------
+    >>> base = BaseModules(Path("pipeline"), {"unet.mid_block.attn1.to_q": (64, 64), "vae.decoder.conv_in": None})
+    >>> base.from_gguf, "unet" in base.components
+    (False, True)
     """
 
     path: Path
@@ -104,6 +110,13 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
         If there is no such base, or a file of it is damaged.
     LsrError
         If the model must be built and torch or transformers is missing.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> found = read_modules(files("lsrdecomp.cli") / "demo_adapter" / "adapter_model.safetensors")   # any such file
+    >>> isinstance(found, BaseModules), found.from_gguf
+    (True, False)
     """
     path = Path(path)
     if path.suffix == ".gguf":

@@ -41,6 +41,12 @@ class StoredTensor:
         As stored: ``"bfloat16"``, ``"float32"``, …
     path : Path
         The file it lies in.
+
+    Examples
+    --------
+    >>> tensor = StoredTensor("norm", (2, 3), "float16", Path("model"), lambda: np.ones((2, 3), np.float16))
+    >>> tensor.nbytes, tensor.load().dtype                                   # read when asked for, in float32
+    (12, dtype('float32'))
     """
 
     name: str

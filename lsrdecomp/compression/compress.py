@@ -132,16 +132,17 @@ def search_adapter(
 
     Examples
     --------
-    One search, three sizes::
+    One search, two sizes; after that another budget between them solves nothing.
 
-        plans = [CompressionPlan(ratio=ratio) for ratio in (96, 48, 19)]
-        searched = search_adapter(checkpoint, plans, statistics=statistics)
-        for plan in plans:
-            searched.compress(plan).save(f"out-{plan.ratio:g}")
-
-    After that a bisection over budgets solves nothing::
-
-        searched.compress(CompressionPlan(ratio=61), solve=False)
+    >>> from importlib.resources import files
+    >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> plans = [CompressionPlan(ratio=ratio) for ratio in (96, 48)]
+    >>> searched = search_adapter(lora, plans, search=Search(orders=(2,), rounds=0))
+    >>> sizes = [searched.compress(plan).totals.parameters for plan in plans]
+    >>> sizes.append(searched.compress(CompressionPlan(ratio=61), solve=False).totals.parameters)
+    >>> [size * ratio <= lora.adapter_parameters for size, ratio in zip(sizes, (96, 48, 61), strict=True)]
+    [True, True, True]
     """
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
@@ -165,7 +166,17 @@ def search_adapter(
 
 @dataclass(frozen=True, eq=False)
 class SearchedAdapter:
-    """A checkpoint whose layers were solved at many shapes; `compress` draws a plan from them."""
+    """A checkpoint whose layers were solved at many shapes; `compress` draws a plan from them.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
+    >>> plan = CompressionPlan(separation_rank=1)
+    >>> search_adapter(lora, [plan]).compress(plan).totals.layers                # `search_adapter` makes one
+    12
+    """
 
     checkpoint: Checkpoint
     layers: Sequence[Layer]

@@ -50,6 +50,13 @@ class Search:
     low_rank, direct : bool
         Whether truncated SVD, and the direct sum of the layer itself, compete.
     seed : int
+
+    Examples
+    --------
+    >>> Search().probes, Search.full().probes
+    (0, 128)
+    >>> Search(orders=(2,), rounds=0).orders                                # the fastest: two factors, no neighbours
+    (2,)
     """
 
     probes: int = 0

@@ -34,7 +34,15 @@ NEAR = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Where a search solves, what it keeps, whom it tells."""
+    """Where a search solves, what it keeps, whom it tells.
+
+    Examples
+    --------
+    >>> told = []
+    >>> resources = Resources(on_step=lambda step: told.append(step.stage))        # one process, nothing kept
+    >>> resources.workers, resources.store
+    (1, None)
+    """
 
     workers: int = 1
     device: str | None = None

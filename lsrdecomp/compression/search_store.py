@@ -27,6 +27,17 @@ class SearchStore:
     ----------
     reused : int
         How many answers came from the file.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     store = SearchStore(store_beside(Path(place) / "small"))
+    ...     store.put("a digest", {"errors": np.ones(2)})
+    ...     found = store.get("a digest"), store.get("another"), store.reused
+    ...     store.remove()
+    >>> found
+    ({'errors': array([1., 1.])}, None, 1)
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,5 +89,11 @@ class SearchStore:
 
 
 def store_beside(out: Path) -> Path:
-    """Where a search for this output waits."""
+    """Where a search for this output waits.
+
+    Examples
+    --------
+    >>> store_beside(Path("small")).name
+    '.small.search'
+    """
     return out.with_name(f".{out.name}{SUFFIX}")

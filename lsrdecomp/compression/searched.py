@@ -225,6 +225,16 @@ def search_layers(
     Searched
         Its `Searched.fit` draws a budget. The error is never above that of the best truncated SVD for the same budget
         and norm (``low_rank_error``), which is among the starting points of every allocation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.targets.base import LowRank
+    >>> layer = Layer("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
+    >>> searched = search_layers([layer], [Budget(ratio=4.0)], search=Search(orders=(2,), rounds=0))
+    >>> fitted = searched.fit(Budget(ratio=4.0))
+    >>> [one.candidate.parameters <= layer.parameters / 4 for one in fitted.chosen]
+    [True]
     """
     found = Searched(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
     found.solve_ladder([None if budget.counts_bytes else budget.cost_limit(layers) for budget in budgets] or [None])

@@ -39,6 +39,17 @@ def write_diffusers(
     ------
     UnsupportedError
         For a layer that is in no component of a pipeline, and for other tensors: diffusers loads no file that has them.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     file = write_diffusers(Path(place) / "style.safetensors", layers=[("unet.mid_block.attn1.to_q", up, down)])
+    ...     print([layer.name for layer in open_checkpoint(file).layers])
+    ['unet.mid_block.attn1.to_q']
     """
     if keys not in KEYS:
         raise CheckpointError(f"keys {keys!r} is not one of {', '.join(KEYS)}")

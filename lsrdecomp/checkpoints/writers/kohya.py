@@ -35,6 +35,16 @@ def write_kohya(
     ------
     UnsupportedError
         For a layer that has no name in such files.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     file = write_kohya(Path(place) / "style.safetensors", layers=[("unet.mid_block.attn1.to_q", up, down)])
+    ...     print([layer.name for layer in open_checkpoint(file).layers])
+    ['lora_unet_mid_block_attn1_to_q']
     """
     sdxl = source is not None and any(layer.name.startswith("text_encoder_2.") for layer in source.layers)
 

@@ -61,6 +61,16 @@ def write_lora(
     -------
     Path
         ``out_dir``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from lsrdecomp.checkpoints import open_checkpoint
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
+    ...     written = open_checkpoint(write_lora(Path(place) / "lora", layers=[("model.q_proj", up, down)]))
+    >>> [(layer.name, layer.shape) for layer in written.layers]
+    [('model.q_proj', (4, 6))]
     """
     out = Path(out_dir)
     if profile not in PROFILES:
