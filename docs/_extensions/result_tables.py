@@ -116,18 +116,26 @@ def three_seeds(results: dict[str, Any]) -> Table:
 
 
 def distilled(results: dict[str, Any]) -> Table:
-    """Share of the demo adapter's answers kept on the dev split before and after distillation, and reviews right."""
+    """Forms before and after distillation, on dev: shares of the answers' divergence and of the gain on labels."""
     table = []
-    for structure, ratio in dict.fromkeys((row["structure"], row["ratio"]) for row in results["rows"]):
-        same = [row for row in results["rows"] if (row["structure"], row["ratio"]) == (structure, ratio)]
-        kept = [row["after"]["dev_kept"] for row in same]
-        right = (fmean(row[when]["accuracy"] for row in same) for when in ("before", "after"))
-        spread = f" ({min(kept):.2f} to {max(kept):.2f})" if len(kept) > 1 else ""
-        cells = (f"{same[0]['before']['dev_kept']:.2f}", f"{fmean(kept):.2f}{spread}")
+    forms = dict.fromkeys((row["task"], -row["ratio"], row["structure"]) for row in results["rows"])
+    for task, ratio, structure in sorted(forms, key=lambda form: (form[0] != "SST-2", form)):
+        same = [
+            row for row in results["rows"] if (row["task"], -row["ratio"], row["structure"]) == (task, ratio, structure)
+        ]
+        shares = (
+            [row[when][share] for row in same] for share in ("dev_kept", "label_share") for when in ("before", "after")
+        )
         label = "LSR" if structure == "LSR" else "truncated SVD, K-FAC norm"
-        table.append((label, f"1/{ratio:g}", *cells, *(f"{each:.1%}" for each in right), str(len(same))))
-    head = ("structure", "parameters", "answers kept", "distilled", "right before", "right after", "seeds")
-    return head, sorted(table, key=lambda row: row[1])
+        size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
+        table.append((task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same))))
+    head = ("task", "structure", "parameters", "file", "answers kept", "then", "gain kept", "then", "seeds")
+    return head, table
+
+
+def _mean_and_range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return f"{fmean(values):.2f}" + (f" ({low} to {high})" if low != high else "")
 
 
 def comparison(results: dict[str, Any]) -> Table:
@@ -344,7 +352,7 @@ TABLES = {
     "compression-bytes": ("compression.json", at_bytes),
     "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
-    "demo-distilled": ("promise.json", distilled),
+    "minilm-distilled": ("promise.json", distilled),
     "three-seeds": ("functional.json", three_seeds),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),

@@ -92,7 +92,8 @@ def compress(
     they do. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
 
     With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
-    adapter does on held-out texts, and --distil 200 trains it on the LoRA's own answers, without labels.
+    adapter does on held-out texts. --distil 200 then trains smaller ones on the LoRA's own answers, without labels:
+    at most three sizes, and the smallest that keeps as much is written; if none does, the untrained one.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.compression import Compression, CompressionPlan
     from lsrdecomp.promise import Promised
+    from lsrdecomp.promise.record import Tried
 
 Base = Annotated[
     str | None, Input(), typer.Option("--base", help="Measure what is kept on this base: a name or a directory.")
@@ -28,7 +29,8 @@ Keep = Annotated[
     float | None, typer.Option("--keep", help="With --base: the smallest form that keeps this share, such as 0.95.")
 ]
 DistilSteps = Annotated[
-    int, typer.Option("--distil", help="With --base: so many steps of training on the LoRA's answers.", min=0)
+    int,
+    typer.Option("--distil", help="With --base: train it on the LoRA's answers for so many steps.", min=0),
 ]
 HeldOut = Annotated[int, typer.Option("--held-out", help="Examples that the promise is measured on.", min=8)]
 MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
@@ -89,6 +91,8 @@ def drawer(
         return lambda plan: searched.compress(given[0] if plan is None else plan)
     from lsrdecomp.promise.api import compress
 
+    stages = _Stages(resources.on_step)
+
     def draw(plan: CompressionPlan | None) -> Compression | Promised:
         with tables.quiet():
             measured: Compression | Promised = compress(
@@ -102,24 +106,49 @@ def drawer(
                 resources=resources,
                 device=resources.device or "cpu",
                 workspace=None if out is None else out.absolute().parent / f".{out.name}.statistics",
-                on_stage=_stages(resources.on_step),
-                on_step=lambda now, steps, _: resources.on_step(Step("distilling", now, steps, "steps")),
+                on_stage=stages.begin,
+                on_step=stages.count,
             )
         return measured
 
     return draw
 
 
-def _stages(step: Callable[[Step], None]) -> Callable[[str], None]:
-    return lambda words: step(Step(words, 0, 0))
+class _Stages:
+    """Words of the work at hand, and steps of training counted under them."""
+
+    def __init__(self, show: Callable[[Step], None]) -> None:
+        self._show, self._words = show, ""
+
+    def begin(self, words: str) -> None:
+        self._words = words
+        self._show(Step(words, 0, 0))
+
+    def count(self, step: int, steps: int, _: float) -> None:
+        self._show(Step(self._words, step, steps, "steps"))
 
 
 def words(result: Compression | Promised) -> Iterator[str]:
     """The promise, if there is one."""
-    promise = getattr(result, "promise", None)
+    promise, tried = getattr(result, "promise", None), getattr(result, "tried", ())
     if promise is not None:
-        forms = f"{promise.measurements} forms were measured. " if promise.measurements > 1 else ""
+        forms = f"{_tried(tried)} " if len(tried) > 1 else ""
         yield f"{forms}It {promise.sentence()}."
+
+
+def _tried(tried: Sequence[Tried]) -> str:
+    """How many forms were measured, and which of them were trained, with what each kept.
+
+    >>> from lsrdecomp.promise.record import Tried
+    >>> print(_tried([Tried(30_000, 7_400, 0.951), Tried(12_100, 2_900, 0.87, 0.943, 60)]))
+    2 forms were measured, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
+    """
+    trained = [one for one in tried if one.steps]
+    if not trained:
+        return f"{len(tried)} forms were measured."
+    steps = max(one.steps for one in trained)
+    words = f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
+    return f"{words}: {', '.join(map(str, trained))}."
 
 
 def kept_too_little(results: Sequence[Any], measuring: Measuring) -> bool:

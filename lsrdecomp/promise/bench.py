@@ -77,7 +77,6 @@ class Bench:
         self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
         self.max_length, self.device, self.seed = max_length, device, seed
         self.held, self.calibration = parts
-        self.measurements = 0
         say(f"the LoRA's own answers to {len(self.held)} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held))
         if not self.reference.effect > NO_EFFECT:
@@ -112,5 +111,4 @@ class Bench:
 
     def measure(self, written: Path) -> Behaviour:
         """How a written form answers the held-out texts."""
-        self.measurements += 1
         return self.reference.compare(self.open(written))

@@ -224,17 +224,22 @@ def distil_form(
     steps: int,
     rate: float | None = None,
     micro: int | None = None,
+    before: Behaviour | None = None,
     statistics: Statistics | None = None,
     state: Path | None = None,
     settings: dict[str, Any] | None = None,
     on_step: OnStep | None = None,
     on_stage: Say | None = None,
 ) -> Trial:
-    """Distil the directory ``made`` on an open bench and write what came of it to ``out``; see `distil`."""
+    """Distil the directory ``made`` on an open bench and write what came of it to ``out``; see `distil`.
+
+    ``before`` is what it keeps, if that was measured.
+    """
     say = on_stage or (lambda _: None)
     student = bench.open(made)
-    say("measuring")
-    before = bench.reference.compare(student)
+    if before is None:
+        say("measuring")
+        before = bench.reference.compare(student)
     size = bench.size
     check, rest = bench.calibration[: CHECK_BATCHES * size], bench.calibration[CHECK_BATCHES * size :]
     if len(rest) < size:
@@ -282,6 +287,7 @@ def promised(
     data: str,
     *,
     distilled: int = 0,
+    measurements: int = 1,
     asked: float | None = None,
 ) -> Promise:
     """The record of a measured form."""
@@ -301,7 +307,7 @@ def promised(
         bytes_after=(form / WEIGHTS).stat().st_size,
         head_bytes=sum(tensor.nbytes for tensor in source.extras.values()),
         distilled=distilled,
-        measurements=bench.measurements,
+        measurements=measurements,
         asked=asked,
         throughout=found.throughout,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,20 +22,22 @@ from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.searched import Resources
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.promise.bench import Bench, Say
-from lsrdecomp.promise.distil import OnStep, distil_form, promised
-from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, smallest
+from lsrdecomp.promise.distil import OnStep, promised
+from lsrdecomp.promise.forms import Form, FormMaker
+from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, loss_at, smallest
 from lsrdecomp.promise.publish import publish
-from lsrdecomp.promise.record import Promise
-from lsrdecomp.promise.rewrite import recorded_layers
+from lsrdecomp.promise.record import Promise, Tried
 from lsrdecomp.promise.texts import Texts, data_name, read_data
 
 SAMPLES = 512
 """Examples that calibration reads at most."""
 FIRST = 6.0
 """Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
-DISTILLED_PRIOR = 0.4
-"""What distillation is guessed to leave of a loss until one is measured; in the one run measured it left .52."""
-MOST_DISTILLED = 4
+LEFT = 0.4
+"""What distillation is guessed to leave of a loss until one is measured: .17 to .42 on SmolLM2, about .5 on MiniLM."""
+MOST_DISTILLED = 3
+WORTH_TRAINING = 1.2
+"""Times smaller that a form must promise to be before it is trained."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +49,7 @@ class Promised:
     made: Path  # the form as written, in a temporary directory that lives as long as this
     facts: dict[str, Any]
     _folder: TemporaryDirectory[str]
+    tried: tuple[Tried, ...] = ()  # every form that was measured, in that order
 
     def __repr__(self) -> str:
         """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
@@ -74,13 +77,16 @@ class Promised:
         return self.compression.met
 
     def to_json(self) -> dict[str, Any]:
-        """The report of the compression, and the promise."""
-        return {**self.compression.to_json(), **self.facts, "promise": self.promise.to_json()}
+        """The report of the compression, the promise, and the forms that were measured."""
+        return {**self.compression.to_json(), **self._told(), "promise": self.promise.to_json()}
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
-        facts = {**self.facts, **({"layers": self.to_json()["layers"]} if record else {})}
+        facts = {**self._told(), **({"layers": self.to_json()["layers"]} if record else {})}
         return publish(self.made, out, self.promise, facts=facts, inputs=(self.source.path,), force=force)
+
+    def _told(self) -> dict[str, Any]:
+        return {**self.facts, "tried": [asdict(one) for one in self.tried]}
 
 
 def compress_measured(
@@ -120,7 +126,8 @@ def compress_measured(
     keep : float, optional
         The least share of what the adapter does, as measured, in the smallest form that has it.
     distil : int
-        Steps of distillation of every form that is measured; see `lsrdecomp.promise.distil`.
+        Steps of distillation; see `lsrdecomp.promise.distil`. With ``keep`` the smallest untrained form is found
+        first, then at most `MOST_DISTILLED` smaller ones are trained, until one keeps as much.
     statistics : Statistics, optional
         Absent, they are measured first, on the texts that are not held out.
     storage, max_rank
@@ -128,7 +135,8 @@ def compress_measured(
     search, resources
         As for `search_adapter`: how far to look, and where.
     workspace : path, optional
-        Where statistics are gathered, so that a killed calibration goes on; removed at the end.
+        Where statistics are gathered, and beside it, ending in ``.forms``, what was made and measured, so that a
+        killed run goes on; both are removed at the end.
     held_out, batch, max_length, dtype, device, seed
         As for `lsrdecomp.promise.distil`.
     on_stage, on_step : callable, optional
@@ -159,72 +167,32 @@ def compress_measured(
     folder = TemporaryDirectory()
     place = workspace or Path(folder.name) / "statistics"
     known = _calibrated(bench, place, say) if statistics is None else statistics
-    maker = _Maker(bench, checkpoint, known, distil, Path(folder.name), say, on_step)
+    forms = Path(folder.name) / "forms" if workspace is None else workspace.with_suffix(".forms")
+    same = {name: value for name, value in options.items() if name not in ("batch", "max_length")}
+    maker = FormMaker(bench, checkpoint, known, distil, forms, same, on_stage=say, on_step=on_step)
     searches = partial(search_adapter, checkpoint, statistics=known, search=search, resources=resources)
     if plan is None:
         assert keep is not None
         chosen = _smallest(maker, checkpoint, searches, keep, {"storage": storage, "max_rank": max_rank})
     else:
-        chosen = maker.make(searches([plan]).compress(plan))
-    name = data_name(data)
-    promise = promised(bench, chosen.behaviour, chosen.path, checkpoint, name, distilled=chosen.distilled, asked=keep)
+        chosen = maker.plain(searches([plan]).compress(plan))
+        chosen = maker.distilled(chosen) if distil else chosen
+    told: dict[str, Any] = {"distilled": chosen.distilled, "measurements": len(maker.tried), "asked": keep}
+    promise = promised(bench, chosen.behaviour, chosen.path, checkpoint, data_name(data), **told)
+    made = shutil.copytree(chosen.path, Path(folder.name) / "made")
+    shutil.rmtree(forms, ignore_errors=True)
     if workspace is not None and statistics is None:
         shutil.rmtree(workspace, ignore_errors=True)
-    return Promised(chosen.compression, promise, chosen.path, chosen.facts, folder)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """A form on disk, measured."""
-
-    compression: Compression
-    path: Path
-    behaviour: Behaviour
-    distilled: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Maker:
-    """Writes forms to a temporary directory, distils and measures them."""
-
-    bench: Bench
-    source: Checkpoint
-    statistics: Statistics
-    steps: int
-    folder: Path
-    say: Say
-    on_step: OnStep | None
-    count: int = 0
-
-    def make(self, compression: Compression) -> _Made:
-        self.count += 1
-        self.say(f"measuring form {self.count}, {compression.totals.ratio:.3g} times fewer numbers")
-        path = compression.save(self.folder / f"form-{self.count}", record=bool(self.steps))
-        if not self.steps:
-            return _Made(compression, path, self.bench.measure(path))
-        trial = distil_form(
-            self.bench,
-            path,
-            self.source,
-            self.folder / f"distilled-{self.count}",
-            steps=self.steps,
-            statistics=self.statistics,
-            on_step=self.on_step,
-            on_stage=self.say,
-        )
-        layers = recorded_layers(trial.form) if trial.steps else compression.layers
-        told = {"distillation": trial.to_json()}
-        return _Made(replace(compression, layers=layers), trial.form, trial.better, trial.steps, told)
+    return Promised(chosen.compression, promise, made, chosen.facts, folder, maker.tried)
 
 
 def _smallest(
-    maker: _Maker,
+    maker: FormMaker,
     checkpoint: Checkpoint,
     searches: Callable[[Sequence[CompressionPlan]], SearchedAdapter],
     keep: float,
     shared: Mapping[str, Any],
-) -> _Made:
+) -> Form:
     """The smallest form that keeps enough, of those that one search offers."""
     counts_bytes = shared["storage"] == "auto"
     heads = sum(tensor.nbytes for tensor in checkpoint.extras.values())
@@ -242,19 +210,41 @@ def _smallest(
         total = searched.compress(plan(size), solve=False).totals
         return (total.relative_error if total.functional_error is None else total.functional_error) ** 2
 
-    forms: dict[float, _Made] = {}
+    # 1. The smallest untrained form: a measurement is a forward pass over the held-out texts.
+    plain: dict[float, Form] = {}
 
-    def measure(size: float) -> Behaviour:
-        forms[size] = maker.make(searched.compress(plan(size)))
-        return forms[size].behaviour
+    def measured(size: float) -> Behaviour:
+        plain[size] = maker.plain(searched.compress(plan(size)))
+        return plain[size].behaviour
 
     def told(seen: Sequence[Measured]) -> None:
-        maker.say(f"form {len(seen)} of at most {most} keeps {seen[-1].kept:.3f}, {keep:g} asked")
+        maker.say(f"form {len(seen)} of at most {MOST_MEASURED} keeps {seen[-1].kept:.3f}, {keep:g} asked")
 
-    most = MOST_DISTILLED if maker.steps else MOST_MEASURED
-    prior = DISTILLED_PRIOR if maker.steps else 1.0
-    found, _ = smallest(keep, whole, expected, measure, most=most, prior=prior, on_measured=told)
-    return forms[found.size]
+    enough: Measured | None = None
+    try:
+        enough = smallest(keep, whole, expected, measured, on_measured=told)[0]
+    except BudgetError:
+        if not maker.steps:
+            raise
+    if enough is not None and not maker.steps:
+        return plain[enough.size]
+
+    # 2. Smaller ones, trained: the first where training is guessed to bring enough, the others by what it brought.
+    trained: dict[float, Form] = {}
+
+    def untrained_loss(size: float) -> float:
+        return loss_at(size, [Measured(at, form.behaviour) for at, form in plain.items()], expected)
+
+    def measured_trained(size: float) -> Behaviour:
+        measured(size)
+        words = f"training {len(trained) + 1} of at most {MOST_DISTILLED}, "
+        words += f"{plain[size].compression.totals.ratio:.3g} times fewer numbers: "
+        trained[size] = maker.distilled(plain[size], words)
+        return trained[size].behaviour
+
+    settings: dict[str, Any] = {"most": MOST_DISTILLED, "prior": LEFT, "close": WORTH_TRAINING, "enough": enough}
+    found = smallest(keep, whole, untrained_loss, measured_trained, **settings)[0]
+    return trained.get(found.size) or plain[found.size]
 
 
 def _calibrated(bench: Bench, out: Path, say: Say) -> Statistics:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.errors import BudgetError
 
 MOST_MEASURED = 7
 CLOSE = 1.08
-"""Sizes this near to each other, one that keeps enough and one that does not, end the search."""
 SMALLEST = 4096.0
 """Times smaller than the LoRA: no smaller form is looked for."""
 ENOUGH = 0.5
@@ -20,6 +21,7 @@ SAFETY = 0.95
 """Of the loss that is allowed, what is aimed at while every form has lost too much."""
 REACH = 4.0
 """Farthest that one step goes beyond the sizes that were measured."""
+TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ def smallest(
     *,
     most: int = MOST_MEASURED,
     prior: float = 1.0,
+    close: float = CLOSE,
+    enough: Measured | None = None,
     on_measured: Callable[[list[Measured]], object] | None = None,
 ) -> tuple[Measured, list[Measured]]:
     """Find the smallest size whose measured share is at least ``keep``.
@@ -65,6 +69,11 @@ def smallest(
         Measurements at most.
     prior : float
         The factor before the first measurement.
+    close : float
+        Sizes within this factor of each other, one that keeps enough and one that does not, end the search.
+    enough : Measured, optional
+        One known to keep as much, though it costs no measurement here: only smaller ones are looked for, and it is
+        what is found if none of them will do.
     on_measured : callable, optional
         Called with all measurements so far after each.
 
@@ -80,17 +89,20 @@ def smallest(
     if not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
     seen: list[Measured] = []
-    low, high = whole / SMALLEST, whole
-    while len(seen) < most and high > CLOSE * low:
-        last = len(seen) == most - 1 and not any(one.kept >= keep for one in seen)
+    known = [] if enough is None else [enough]
+    low, high = whole / SMALLEST, whole if enough is None else enough.size
+    while len(seen) < most and high > close * low:
         failed = any(one.kept < keep for one in seen)
-        passed = any(one.kept >= keep for one in seen)
+        passed = any(one.kept >= keep for one in [*known, *seen])
+        last = len(seen) == most - 1 and not passed
         aim = (1.0 - keep) * (1.0 if passed or not seen else SAFETY)
         size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
         elif seen:
             size = min(max(size, min(one.size for one in seen) / REACH), max(one.size for one in seen) * REACH)
+        elif known:
+            size = min(size, high / close)
         size = whole if last else size  # better the LoRA's own size than no answer
         found = Measured(size, measure(size))
         seen.append(found)
@@ -99,23 +111,40 @@ def smallest(
             on_measured(seen)
         if 0.0 <= found.kept - keep <= ENOUGH * (found.behaviour.standard_error or 0.0):
             break  # no smaller form could be told from one that keeps too little
-    if not any(one.kept >= keep for one in seen) and len(seen) < most:
+    if not any(one.kept >= keep for one in [*known, *seen]) and len(seen) < most:
         seen.append(Measured(whole, measure(whole)))  # sizes closed in on the LoRA's own, which itself was not asked
         if on_measured is not None:
             on_measured(seen)
-    enough = [one for one in seen if one.kept >= keep]
-    if not enough:
+    keeping = [one for one in [*known, *seen] if one.kept >= keep]
+    if not keeping:
         best = max(seen, key=lambda one: one.kept)
         raise BudgetError(
             f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(seen)} keeps "
             f"{best.kept:.3f}; ask for less, allow distillation, or store in a finer type"
         )
-    return min(enough, key=lambda one: one.size), seen
+    return min(keeping, key=lambda one: one.size), seen
+
+
+def loss_at(size: float, seen: Sequence[Measured], expected: Callable[[float], float]) -> float:
+    """What a form of a size loses, by forms that were measured.
+
+    Between them on the line through the logarithms of squared error and loss, beyond in proportion to the squared
+    error. Raises `BudgetError` as ``expected`` does.
+    """
+    error = math.log(max(expected(size), TINY))
+    known = sorted((math.log(max(expected(one.size), TINY)), max(1.0 - one.kept, TINY)) for one in seen)
+    known = [(at, math.log(lost)) for at, lost in known if math.isfinite(lost)]
+    if not known:
+        return math.exp(error)
+    errors, losses = zip(*known, strict=True)
+    rising = np.maximum.accumulate(losses)  # a larger error that lost less was luck
+    beyond = error - min(max(error, errors[0]), errors[-1])
+    return math.exp(float(np.interp(error, errors, rising)) + beyond)
 
 
 def _error_at(loss: float, seen: Sequence[Measured], expected: Callable[[float], float], prior: float) -> float:
     """The squared error at which so much is lost, by the last two measurements."""
-    points = [(max(expected(one.size), 1e-12), max(1.0 - one.kept, 1e-12)) for one in seen[-2:]]
+    points = [(max(expected(one.size), TINY), max(1.0 - one.kept, TINY)) for one in seen[-2:]]
     if not points:
         return loss / prior
     (error, lost), power = points[-1], 1.0

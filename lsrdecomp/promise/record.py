@@ -5,6 +5,29 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A form that was measured while one was looked for: shares kept, untrained and after so many steps of training.
+
+    Examples
+    --------
+    >>> print(Tried(bytes=12_100, parameters=2_900, kept=0.87, distilled=0.943, steps=60))
+    12 kB 87.0 → 94.3 %
+    """
+
+    bytes: int  # of the weight file
+    parameters: int
+    kept: float | None
+    distilled: float | None = None
+    steps: int = 0
+
+    def __str__(self) -> str:
+        """Size and shares."""
+        shares = [self.kept, *([self.distilled] if self.steps else [])]
+        return f"{size_text(self.bytes)} {' → '.join('–' if s is None else f'{100 * s:.1f}' for s in shares)} %"
+
+
 UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
 LITTLE = 0.5
 """A form that keeps less than this share is not what anybody wants without having asked for its size."""

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from lsrdecomp.calibration.divergence import Behaviour  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.promise.keep import CLOSE, MOST_MEASURED, smallest  # noqa: E402
+from lsrdecomp.promise.keep import CLOSE, MOST_MEASURED, Measured, loss_at, smallest  # noqa: E402
 
 WHOLE = 1e6
 
@@ -52,6 +52,42 @@ def test_a_known_factor_needs_few_measurements():
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
     assert found.size <= CLOSE**2 * least
+
+
+@given(
+    factor=st.floats(0.3, 2.0),
+    power=st.floats(0.75, 1.4),
+    left=st.floats(0.1, 1.1),
+    keep=st.floats(0.6, 0.95),
+    steep=st.floats(0.7, 1.3),
+)
+def test_three_trainings_find_a_smaller_form_or_leave_the_untrained_one(factor, power, left, keep, steep):
+    expected, measure = curve(factor, power)
+    plain, seen = smallest(keep, WHOLE, expected, measure)
+
+    def trained(size):  # leaves a share of the loss that the search does not know, and which depends on the size
+        return Behaviour(100, 100, "example", min(1.0, left * (1.0 - measure(size).kept) ** steep), 0.9, 1.0, 0.01)
+
+    found, tried = smallest(
+        keep, WHOLE, lambda size: loss_at(size, seen, expected), trained, most=3, prior=0.4, enough=plain
+    )
+    assert len(tried) <= 3
+    assert all(one.size < plain.size for one in tried)
+    assert found.kept >= keep
+    assert found.size <= plain.size
+    keeping = [one.size for one in tried if one.kept >= keep]
+    assert found.size == min([plain.size, *keeping])
+    if 0.25 < left < 0.6 and abs(steep - 1.0) < 0.1 and 4 * WHOLE / SMALL < plain.size < WHOLE:
+        assert keeping  # what a guess of .4 is near to is found
+
+
+def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
+    expected, measure = curve(0.5, 1.2)
+    seen = [Measured(size, measure(size)) for size in (2e5, 1e3, 2e4)]  # in any order
+    for size in (1e3, 5e3, 2e4, 1e5):
+        assert loss_at(size, seen, expected) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
+    beyond = loss_at(2e5, seen, expected) * expected(4e5) / expected(2e5)
+    assert loss_at(4e5, seen, expected) == pytest.approx(beyond)
 
 
 def test_what_cannot_be_kept_says_what_can():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +17,11 @@ from tiny_bases import make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
+from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
 from lsrdecomp.promise.bench import Bench  # noqa: E402
+from lsrdecomp.promise.distil import Trial  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -89,6 +93,99 @@ def test_a_measured_divergence_is_a_goal(folder):
     assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
     with pytest.raises(lsr.BudgetError, match="no less than that without the adapter"):
         lsr.compress(lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS)
+
+
+def pretend_to_distil(monkeypatch, left):
+    """In place of training: every form then loses so much of what it lost; the list tells what was trained."""
+    done = []
+
+    def distilled(bench, made, source, out, *, steps, before, **_):
+        shutil.copytree(made, out)
+        done.append(made)
+        return Trial(out, before, replace(before, kl=left * before.kl), Distillation(steps, 0.03, 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr("lsrdecomp.promise.forms.distil_form", distilled)
+    return done
+
+
+def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, tmp_path, monkeypatch):
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, **SETTINGS}
+    without = lsr.compress(folder / "lora", **settings)
+    done = pretend_to_distil(monkeypatch, 0.2)
+    result = lsr.compress(folder / "lora", **settings, distil=40)
+    assert 1 <= len(done) <= 3
+    assert len(set(done)) == len(done)
+    assert result.promise.kept >= 0.9
+    assert result.promise.distilled == 40
+    assert result.totals.parameters < without.totals.parameters
+    trained = [one for one in result.tried if one.steps]
+    assert len(trained) == len(done)
+    assert all(one.parameters < without.totals.parameters for one in trained)
+    assert result.totals.parameters == min(one.parameters for one in trained if one.distilled >= 0.9)
+    record = json.loads((result.save(tmp_path / "out") / "compression.json").read_text())
+    assert [one["distilled"] for one in record["tried"]] == [one.distilled for one in result.tried]
+
+
+def test_where_no_training_brings_enough_the_smallest_untrained_form_stays(folder, monkeypatch):
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, **SETTINGS}
+    without = lsr.compress(folder / "lora", **settings)
+    done = pretend_to_distil(monkeypatch, 1.1)  # does harm
+    result = lsr.compress(folder / "lora", **settings, distil=40)
+    assert 1 <= len(done) <= 3
+    assert result.promise.distilled == 0
+    assert result.promise.kept == without.promise.kept
+    assert result.layers == without.layers
+
+
+def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
+    import lsrdecomp.promise.forms as forms
+    import lsrdecomp.promise.front as front
+
+    place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, front.promised
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, **SETTINGS}
+    monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (counted.append(1), plain(*given, **named))[1])
+    whole = lsr.compress(folder / "lora", **settings)
+    trainings = len(counted)
+    assert 1 <= trainings <= 3
+
+    class Killed(BaseException):
+        pass
+
+    def stop(step, *_):
+        if step == 33:
+            raise Killed
+
+    def killed(*given, **named):
+        raise Killed
+
+    with pytest.raises(Killed):  # in the first training
+        lsr.compress(folder / "lora", **settings, workspace=place, on_step=stop)
+    steps = []
+    monkeypatch.setattr(front, "promised", killed)
+    with pytest.raises(Killed):  # when all of them are done
+        lsr.compress(folder / "lora", **settings, workspace=place, on_step=lambda step, *_: steps.append(step))
+    assert steps[0] > 10  # not from its beginning
+    counted.clear()
+    monkeypatch.setattr(forms.Bench, "measure", killed)  # nothing is measured again either
+    monkeypatch.setattr(front, "promised", end)
+    result = lsr.compress(folder / "lora", **settings, workspace=place)
+    assert not counted
+    assert len([one for one in result.tried if one.steps]) == trainings
+    assert [one.parameters for one in result.tried] == [one.parameters for one in whole.tried]
+    assert result.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path):
+    done = command(folder, lines, "--keep", 0.9, "--distil", 40, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    tried = json.loads((tmp_path / "out" / "compression.json").read_text())["tried"]
+    trained = [one for one in tried if one["steps"]]
+    said = " ".join(done.stdout.split())
+    assert f"{len(tried)} forms were measured, {len(trained)} of them also trained" in said
+    for one in trained:
+        assert f"{100 * one['kept']:.1f} → {100 * one['distilled']:.1f} %" in said
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_keep_on_the_command_line(folder, lines, tmp_path):
