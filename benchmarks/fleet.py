@@ -1,10 +1,13 @@
 """A fleet of small adapters: throughput with one worker and with two, and three kills that lose nothing.
 
 python benchmarks/fleet.py [--adapters 1000] [--work DIR]
+python benchmarks/fleet.py --adapters 0 --timed 0 --shared ADAPTERS --calibrated STATISTICS [--ratio 48]
 
 Each worker has one linear-algebra thread. Throughput is counted from the first outcome to the last, workers being warm,
 as the best of several rounds that take turns; the same jobs in this process are the reference. Then the command is
 killed three times on its way, with its workers, and what it left is compared byte by byte with the undisturbed run.
+With ``--shared`` the adapters below a directory, all of one base, are searched each on its own and then with the shapes
+of the first: CPU seconds in one process, and errors in the K-FAC norm of the statistics, which lie at the same places.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.fleet.batch import MANIFEST, run_fleet, run_job, summary
+from lsrdecomp.fleet.batch import Job, run_fleet, run_job, summary
+from lsrdecomp.fleet.manifest import MANIFEST, Outcome
 from lsrdecomp.fleet.runners import joblib_runner
 
 PLAN = CompressionPlan(separation_rank=4, storage="float16")
@@ -130,12 +135,50 @@ def resumed(work: Path, adapters: int) -> dict[str, Any]:
     }
 
 
+def shared(folder: Path, statistics: Path, ratio: float, work: Path) -> dict[str, Any]:
+    """Time and error of every adapter, searched alone and with the shapes of the first."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for how in ("alone", "shared"):
+
+        def timed(jobs: Sequence[Job], plan: CompressionPlan, into: str = how) -> Iterator[Outcome]:
+            for job in jobs:
+                begin = time.process_time()
+                outcome = run_job(job, plan)
+                found.setdefault(job.name, {})[into] = time.process_time() - begin, outcome.relative_error
+                print(job.name, into, found[job.name][into], flush=True)
+                yield outcome
+
+        plan = CompressionPlan(ratio=ratio)
+        run_fleet(folder, work / how, plan, runner=timed, statistics=statistics, share=how == "shared")
+    first = min(found)
+    rows = [
+        {
+            "adapter": name,
+            "cpu_seconds": {how: round(one[how][0], 2) for how in one},
+            "error": {h: one[h][1] for h in one},
+        }
+        for name, one in sorted(found.items())
+    ]
+    others = [one for name, one in found.items() if name != first]
+    return {
+        "ratio": ratio,
+        "searched_for_all": first,
+        "rows": rows,
+        "time_alone_over_shared": median(one["alone"][0] / one["shared"][0] for one in others),
+        "error_shared_over_alone": median(one["shared"][1] / one["alone"][1] for one in others),
+        "worst_error_shared_over_alone": max(one["shared"][1] / one["alone"][1] for one in others),
+    }
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=1000, help="adapters of the run that is killed; 0: none")
     parser.add_argument("--timed", type=int, default=80, help="adapters of a round of throughput; 0: none")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--shared", type=Path, help="directory of adapters of one base; needs --calibrated")
+    parser.add_argument("--calibrated", type=Path, help="their statistics at the same places")
+    parser.add_argument("--ratio", type=float, default=48.0)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "fleet.json")
     options = parser.parse_args()
@@ -147,6 +190,8 @@ def main() -> None:
             record["throughput"] = throughputs(Path(name), options.timed, options.rounds)
         if options.adapters:
             record["resumed"] = resumed(Path(name), options.adapters)
+        if options.shared:
+            record["shared"] = shared(options.shared, options.calibrated, options.ratio, Path(name))
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
 

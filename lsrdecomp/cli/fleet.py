@@ -25,6 +25,14 @@ def fleet(
     outdir: Annotated[Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")],
     plan: Annotated[Path, typer.Option(help="TOML file with a table [compress]: the options of compress.")],
     workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
+    calibrated: Annotated[
+        Path | None,
+        typer.Option(help="Statistics for all adapters, or a directory of each one's at its own place."),
+    ] = None,
+    share: Annotated[
+        bool,
+        typer.Option("--share/--alone", help="Whether adapters of one base and the same layers share a search."),
+    ] = True,
     ray: Annotated[str | None, typer.Option(help="Run on a Ray cluster instead: its address, or auto.")] = None,
     device: SolveDevice = None,
     per_gpu: Annotated[int, typer.Option("--per-gpu", min=1, help="With --device cuda: jobs that share a GPU.")] = 1,
@@ -53,6 +61,8 @@ def fleet(
             runner=runner,
             retries=retries,
             max_memory=max_memory,
+            statistics=calibrated,
+            share=share,
             on_outcome=lambda _, total: step(Step("compressing", next(done), total, "adapters")),
         )
     counts = many.summary(outcomes)

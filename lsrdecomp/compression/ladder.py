@@ -7,7 +7,8 @@ there are few parameters, tall ones (low rank of a reshaped side) where there ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import mul
@@ -35,6 +36,10 @@ LARGE = ((2, 3), (4, 1))
 TALL = ((12, (2, 1)), (6, (4, 1)), (12, (1, 2)))
 """Tall shapes: their small factor is the divisor nearest to this, and has all of the inner rank. On a language model
 these and the even ones come within a hundredth of 116 shapes from 1/96 to 1/4."""
+
+COMMON = 2
+"""Shapes that layers of one size share with another adapter, besides each its own: with none, errors are 1.03 to 1.10
+times as large on SmolLM2's adapters; with two, 1.01."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,26 @@ def upper_rungs(
 def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float) -> list[Chain]:
     chains = (_chain(shape, terms, most) for shape, terms in wanted)
     return list({chain.shape: chain for chain in chains if chain.terms}.values())
+
+
+def shapes_like(chosen: Mapping[str, Configuration]) -> dict[str, tuple[Chain, ...]]:
+    """What to solve for in another adapter of these layers: for each its own shape and the commonest of its size.
+
+    Every shape at the numbers of terms that any layer of that size took, and at one more.
+    """
+    sizes: dict[tuple[int, int], dict[str, Configuration]] = {}
+    for name, (shape, ranks) in chosen.items():
+        sizes.setdefault(shape.matrix_shape, {})[name] = shape, ranks
+    found: dict[str, tuple[Chain, ...]] = {}
+    for same in sizes.values():
+        terms: dict[ProductShape, set[Ranks]] = {}
+        for shape, ranks in same.values():
+            terms.setdefault(shape, set()).update((ranks, clipped(shape, more_terms(ranks)[-1])))
+        chains = {shape: Chain(shape, tuple(sorted(some, key=lambda r: (sum(r), r)))) for shape, some in terms.items()}
+        common = [shape for shape, _ in Counter(shape for shape, _ in same.values()).most_common(COMMON)]
+        for name, (shape, _) in same.items():
+            found[name] = tuple(chains[one] for one in dict.fromkeys([*common, shape]))
+    return found
 
 
 def neighbours(configuration: Configuration, rank: int) -> Iterator[Configuration]:

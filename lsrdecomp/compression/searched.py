@@ -9,7 +9,7 @@ table, so that the next budget starts from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lsrdecomp.compression.budget import Budget
@@ -22,7 +22,7 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
 )
 from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
-from lsrdecomp.compression.ladder import first_rungs, ladder
+from lsrdecomp.compression.ladder import Chain, first_rungs, ladder
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.materialize import Materialized
 from lsrdecomp.compression.progress import Counter
@@ -77,7 +77,8 @@ class Searched:
     def solve_ladder(self, limits: Sequence[float | None]) -> None:
         """Every layer at the shapes of the ladder, or of a full search, for budgets of these costs (None: any)."""
         limit = None if any(one is None for one in limits) else max(one for one in limits if one is not None)
-        self._widens = limit is not None and len(limits) == 1  # several budgets want most of the ladder
+        # Several budgets want most of the ladder.
+        self._widens = limit is not None and len(limits) == 1 and not self.search.shapes
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
             self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
@@ -88,13 +89,15 @@ class Searched:
         if self.search.probes > 0:
             self._solve_probed(groups, limit)
             return
-        requests = {kind: self._requests(places, limit) for kind, places in groups.items()}
-        count = sum(len(groups[kind]) * len(found) for kind, found in requests.items())
+        wanted = [(places, self._requests(places, limit)) for places in groups.values()]
+        if self.search.shapes:
+            wanted = self._given(groups)
+        count = sum(len(places) * len(requests) for places, requests in wanted)
         counter = Counter(self.state.resources.on_step, "solving shapes", count, "layers × shapes")
         tasks = (
-            self.state.task(part, requests[kind])
-            for kind, places in groups.items()
-            if requests[kind]
+            self.state.task(part, requests)
+            for places, requests in wanted
+            if requests
             for part in self.state.parts(places)
         )
         self.state.solve(tasks, counter)
@@ -112,6 +115,17 @@ class Searched:
         else:
             chains = ladder(group[0].shape, rank, search.orders, search.inner_rank, most)
         return [Request(chain.shape, chain.terms) for chain in chains]
+
+    def _given(self, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[tuple[list[int], list[Request]]]:
+        """The shapes that were given for each layer; layers of one kind side by side where they share one."""
+        shared: dict[tuple[object, Chain], list[int]] = {}
+        for kind, places in groups.items():
+            for i in places:
+                layer = self.layers[i]
+                for chain in self.search.shapes.get(layer.name, ()):
+                    if chain.shape.matrix_shape == layer.shape and chain.shape.inner_rank <= layer.rank:
+                        shared.setdefault((kind, chain), []).append(i)
+        return [(places, [Request(chain.shape, chain.terms)]) for (_, chain), places in shared.items()]
 
     def _solve_probed(self, groups: dict[tuple[object, ...], list[int]], limit: float | None) -> None:
         """The full search: shapes probed on a few layers, the best of each size solved for all."""
@@ -173,7 +187,8 @@ class Searched:
                 if not widen(self.state, [row[k][1].parameters for row, k in zip(rows, choice, strict=True)]):
                     break
                 rows, choice, _ = self._allocated(draw)
-            for _ in range(self.search.rounds if self.search.probes == 0 and not budget.layer_rtol else 0):
+            given = self.search.probes > 0 or self.search.shapes or budget.layer_rtol
+            for _ in range(0 if given else self.search.rounds):
                 picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]
                 if not explore(self.state, picked, exchange_rate(rows, choice)):
                     break

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import REPORT, compress
 from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
+from lsrdecomp.fleet.sharing import leaders, like_adapters
 
-MANIFEST = "fleet.jsonl"
-FIRST = b'{"plan":'
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
-State = Literal["done", "missed", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +31,9 @@ class Job:
     source: str
     out: str
     max_memory: int | None = None  # as for `open_checkpoint`
+    statistics: str | None = None  # their directory; None: the Frobenius norm
+    like: str | None = None  # a compressed adapter of the same layers whose shapes are taken
     device: str | None = None  # as for `compress`; set by the runner
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one adapter ended.
-
-    Examples
-    --------
-    >>> Outcome("style-7", "failed", "adapter_model.safetensors: truncated").parameters
-    0
-    """
-
-    name: str
-    state: State
-    message: str = ""  # why it missed or failed
-    parameters_before: int = 0
-    parameters: int = 0
-    relative_error: float = 0.0
-    attempts: int = 1
 
 
 Runner = Callable[[Sequence[Job], CompressionPlan], Iterator["Outcome | Broken"]]
@@ -90,6 +72,8 @@ def run_fleet(
     runner: Runner,
     retries: int = 1,
     max_memory: int | None = None,
+    statistics: str | Path | None = None,
+    share: bool = True,
     on_outcome: Callable[[Outcome, int], Any] | None = None,
 ) -> list[Outcome]:
     """Compress every adapter below ``folder`` into the same place below ``out``.
@@ -110,6 +94,12 @@ def run_fleet(
         Further attempts, each in a process of its own, for a job whose worker died.
     max_memory : int, optional
         Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one fails unread.
+    statistics : path, optional
+        Statistics for all adapters, or a directory with those of each at its own place: errors then count in the K-FAC
+        norm.
+    share : bool
+        Whether adapters of one base and the same layers share their search: the first of them, by name, is searched
+        before the others, which take its shapes (`Search.like`). Of no use to plans of given terms or of a tolerance.
     on_outcome : callable, optional
         Called with each new outcome and the number of jobs of this run.
 
@@ -121,7 +111,7 @@ def run_fleet(
     Raises
     ------
     CheckpointError
-        If there is nothing to do, or the manifest belongs to another plan.
+        If there is nothing to do, an adapter has no statistics, or the manifest belongs to another plan.
 
     Examples
     --------
@@ -144,34 +134,26 @@ def run_fleet(
     if not names:
         raise CheckpointError(f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder)
     out.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(out / MANIFEST, plan)
-    known = manifest.outcomes
-    jobs = [
-        Job(name, str(folder / name), str(out / name), max_memory)
-        for name in names
-        if not _settled(known.get(name), out / name)
-    ]
-    pending: list[Job] = []
+    measured = _statistics_of(names, statistics)
+    manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
+    jobs = [Job(name, str(folder / name), str(out / name), max_memory, measured.get(name)) for name in names]
+    left: dict[str, Job] = {}
     for job in jobs:
+        if _settled(manifest.outcomes.get(job.name), out / job.name):
+            continue
         finished = _recognise(job, plan)
         if finished is None:
-            pending.append(job)
+            left[job.name] = job
         else:
             manifest.append(finished)
-    total = len(pending)
-    for attempt in range(1, retries + 2):
-        broken: list[Job] = []
-        for result in _rounds(pending, plan, runner, alone=attempt > 1):
-            if isinstance(result, Broken) and attempt <= retries:
-                broken.append(result.job)
-                continue
-            if isinstance(result, Broken):
-                result = Outcome(result.job.name, "failed", result.message)
-            outcome = replace(result, attempts=attempt)
-            manifest.append(outcome)
-            if on_outcome is not None:
-                on_outcome(outcome, total)
-        pending = broken
+    total = len(left)
+    run = _Run(manifest, plan, runner, retries, lambda outcome: on_outcome and on_outcome(outcome, total))
+    searches = plan.separation_rank is None and plan.rtol is None
+    groups = like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
+    while first := {leader for leader in leaders(groups, manifest.outcomes, left).values() if leader in left}:
+        run.work([left.pop(name) for name in sorted(first)])
+    found = leaders(groups, manifest.outcomes, left)
+    run.work([replace(job, like=str(out / found[job.name])) if job.name in found else job for job in left.values()])
     for name in names:  # what workers that were killed, in this run or an earlier one, left half written
         remove_leftovers(out / name, age=0.0)
     return [manifest.outcomes[name] for name in names]
@@ -180,9 +162,13 @@ def run_fleet(
 def run_job(job: Job, plan: CompressionPlan) -> Outcome:
     """Compress one adapter; every fault becomes an outcome of one line."""
     try:
-        result = compress(open_checkpoint(job.source, max_memory=job.max_memory), plan, device=job.device)
+        source = open_checkpoint(job.source, max_memory=job.max_memory)
+        statistics = None if job.statistics is None else read_statistics(job.statistics)
+        search = None if job.like is None else Search.like(open_checkpoint(job.like))
+        result = compress(source, plan, statistics=statistics, search=search, device=job.device)
         total = result.totals
-        figures = total.parameters_before, total.parameters, total.relative_error
+        error = total.relative_error if total.functional_error is None else total.functional_error
+        figures = total.parameters_before, total.parameters, error
         if not result.met:
             worst = f"{total.worst_layer} at {total.worst_error:.3g}"
             text = f"{total.missed} of {total.layers} layers above the tolerance, {worst}"
@@ -193,68 +179,49 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         return Outcome(job.name, "failed", " ".join(str(error).split()) or type(error).__name__)
 
 
-class Manifest:
-    """Outcomes as JSON lines after a first line with the plan; only ever appended to, each line flushed to disk.
+@dataclass(frozen=True)
+class _Run:
+    """Jobs handed to a runner, what becomes of them recorded; those whose worker died tried again."""
 
-    A last line cut by a kill is ignored and overwritten by the next one.
-    """
+    manifest: Manifest
+    plan: CompressionPlan
+    runner: Runner
+    retries: int
+    on_outcome: Callable[[Outcome], Any]
 
-    def __init__(self, path: Path, plan: CompressionPlan) -> None:
-        self.path = path
-        self.outcomes: dict[str, Outcome] = {}
-        lines = self._sound_lines()
-        if lines:
-            held = lines[0].get("plan")
-            if held != _plain(plan):
-                text = f"belongs to another plan, {json.dumps(held)[:400]}; choose another output"
-                raise CheckpointError(text, path=path)
-        else:
-            self._write(json.dumps({"plan": _plain(plan)}))
-        for line in lines[1:]:
-            outcome = _outcome(line)
-            if outcome is None:
-                text = f"{json.dumps(line)[:200]} is not an outcome written here; choose another output"
-                raise CheckpointError(text, path=path)
-            self.outcomes[outcome.name] = outcome
+    def work(self, jobs: Sequence[Job]) -> None:
+        pending = list(jobs)
+        for attempt in range(1, self.retries + 2):
+            broken: list[Job] = []
+            for result in self._rounds(pending, alone=attempt > 1):
+                if isinstance(result, Broken) and attempt <= self.retries:
+                    broken.append(result.job)
+                    continue
+                if isinstance(result, Broken):
+                    result = Outcome(result.job.name, "failed", result.message)
+                outcome = replace(result, attempts=attempt)
+                self.manifest.append(outcome)
+                self.on_outcome(outcome)
+            pending = broken
 
-    def append(self, outcome: Outcome) -> None:
-        self.outcomes[outcome.name] = outcome
-        self._write(json.dumps(asdict(outcome)))
-
-    def _sound_lines(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in whole.splitlines()]
-        except (ValueError, RecursionError):
-            lines = [None]
-        if not all(isinstance(line, dict) for line in lines) or (not lines and content[:8] != FIRST[: len(content)]):
-            raise CheckpointError("is not a manifest written here; choose another output", path=self.path)
-        if len(whole) < len(content):
-            os.truncate(self.path, len(whole))
-        return lines
-
-    def _write(self, line: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _rounds(self, jobs: Sequence[Job], *, alone: bool) -> Iterator[Outcome | Broken]:
+        """All jobs together, or each in a run of its own, so that one that kills its worker takes no other with it."""
+        for group in [[job] for job in jobs] if alone else [jobs] if jobs else []:
+            yield from self.runner(group, self.plan)
 
 
-def _outcome(line: Mapping[str, Any]) -> Outcome | None:
-    """The outcome of a line of a manifest, if it is one."""
-    kinds = {"name": str, "state": str, "message": str, "relative_error": int | float}
-    fits = set(line) <= set(Outcome.__slots__) and {"name", "state"} <= set(line)
-    fits = fits and all(isinstance(value, kinds.get(key, int)) for key, value in line.items())
-    return Outcome(**line) if fits and line["state"] in get_args(State) else None
-
-
-def _rounds(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, *, alone: bool) -> Iterator[Outcome | Broken]:
-    """All jobs together, or each in a run of its own, so that a job that kills its worker takes no other with it."""
-    for group in [[job] for job in jobs] if alone else [jobs] if jobs else []:
-        yield from runner(group, plan)
+def _statistics_of(names: Sequence[str], place: str | Path | None) -> dict[str, str]:
+    """The directory of statistics of each adapter."""
+    if place is None:
+        return {}
+    place = Path(place).resolve()
+    if (place / METADATA).is_file():
+        return dict.fromkeys(names, str(place))
+    missing = [name for name in names if not (place / name / METADATA).is_file()]
+    if missing:
+        text = f"has no statistics for {len(missing)} of {len(names)} adapters, and none for all of them"
+        raise CheckpointError(f"{text}; calibrate {missing[0]} with --out {place / missing[0]}", path=place)
+    return {name: str(place / name) for name in names}
 
 
 def _settled(outcome: Outcome | None, out: Path) -> bool:
@@ -271,19 +238,15 @@ def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:
         record, report = provenance(written), read_json(Path(job.out) / REPORT)
         origin = record.get("source")
         same_source = isinstance(origin, dict) and origin.get("sha256") == sha256(source.weights)
-        if not same_source or record.get("plan") != _plain(plan) or changed_files(Path(job.out)) != ():
+        if not same_source or record.get("plan") != plain(plan) or changed_files(Path(job.out)) != ():
             return None
     except (LsrError, OSError):
         return None
     totals = report.get("totals")
-    error = totals.get("relative_error") if isinstance(totals, dict) else None
+    known = totals if isinstance(totals, dict) else {}
+    error = known.get("functional_error") or known.get("relative_error")
     figures = source.adapter_parameters, written.adapter_parameters, float(error or 0.0)
     return Outcome(job.name, "done", "", *figures)
-
-
-def _plain(plan: CompressionPlan) -> Any:
-    """The plan as JSON would give it back."""
-    return json.loads(json.dumps(plan.to_json()))
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:

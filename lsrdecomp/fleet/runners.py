@@ -9,7 +9,8 @@ from typing import Any
 from lsrdecomp.arrays import check_device
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet.batch import Broken, Job, Outcome, Runner, run_job
+from lsrdecomp.fleet.batch import Broken, Job, Runner, run_job
+from lsrdecomp.fleet.manifest import Outcome
 
 
 def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1) -> Runner:

@@ -20,7 +20,8 @@ from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.fleet.batch import MANIFEST, Manifest, Outcome, find_adapters, run_fleet, run_job, summary
+from lsrdecomp.fleet.batch import find_adapters, run_fleet, run_job, summary
+from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome
 
 PLAN = CompressionPlan(separation_rank=2, storage="float16")
 

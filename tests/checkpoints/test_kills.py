@@ -19,7 +19,8 @@ from cli_server import Server, server
 
 from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.checkpoints.sums import changed_files
-from lsrdecomp.fleet.batch import MANIFEST, find_adapters
+from lsrdecomp.fleet.batch import find_adapters
+from lsrdecomp.fleet.manifest import MANIFEST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, process groups and audit events of Linux")
 

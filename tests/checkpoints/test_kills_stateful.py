@@ -21,7 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.fleet.batch import MANIFEST, find_adapters
+from lsrdecomp.fleet.batch import find_adapters
+from lsrdecomp.fleet.manifest import MANIFEST
 
 PLAN = CompressionPlan(separation_rank=1, storage="float16")
 PHASES = (Phase.generate,)

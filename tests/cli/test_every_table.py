@@ -13,7 +13,7 @@ from lsrdecomp.experiments import compare_table, recover_table
 from lsrdecomp.experiments.compare_table import Difference, Spread
 from lsrdecomp.experiments.recover_table import Gain, Judged, Recovery
 from lsrdecomp.experiments.suite import Suite
-from lsrdecomp.fleet.batch import Outcome
+from lsrdecomp.fleet.manifest import Outcome
 
 WIDTHS = (80, 100, 130)
 ALL = 1000

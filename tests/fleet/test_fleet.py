@@ -17,7 +17,8 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet import runners
-from lsrdecomp.fleet.batch import MANIFEST, Broken, Job, Outcome, find_adapters, run_fleet, run_job, summary
+from lsrdecomp.fleet.batch import Broken, Job, find_adapters, run_fleet, run_job, summary
+from lsrdecomp.fleet.manifest import MANIFEST, Outcome
 
 joblib = pytest.importorskip("joblib")
 from lsrdecomp.fleet.runners import joblib_runner, ray_runner  # noqa: E402 - after the skip

@@ -45,7 +45,7 @@ from lsrdecomp.cli.fleet import read_plan
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet.batch import MANIFEST, Manifest
+from lsrdecomp.fleet.manifest import MANIFEST, Manifest
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.shape import ProductShape
 
