@@ -84,23 +84,24 @@ def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float)
     return list({chain.shape: chain for chain in chains if chain.terms}.values())
 
 
-def shapes_like(chosen: Mapping[str, Configuration]) -> dict[str, tuple[Chain, ...]]:
-    """What to solve for in another adapter of these layers: for each its own shape and the commonest of its size.
+def shapes_like(
+    chosen: Mapping[str, Configuration], sizes: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[Chain, ...]]:
+    """For each layer the shape that was chosen for it, if any, and those chosen most often for its size.
 
     Every shape at the numbers of terms that any layer of that size took, and at one more.
     """
-    sizes: dict[tuple[int, int], dict[str, Configuration]] = {}
-    for name, (shape, ranks) in chosen.items():
-        sizes.setdefault(shape.matrix_shape, {})[name] = shape, ranks
     found: dict[str, tuple[Chain, ...]] = {}
-    for same in sizes.values():
+    for size in dict.fromkeys(sizes.values()):
+        same = {name: one for name, one in chosen.items() if one[0].matrix_shape == size}
         terms: dict[ProductShape, set[Ranks]] = {}
         for shape, ranks in same.values():
             terms.setdefault(shape, set()).update((ranks, clipped(shape, more_terms(ranks)[-1])))
         chains = {shape: Chain(shape, tuple(sorted(some, key=lambda r: (sum(r), r)))) for shape, some in terms.items()}
         common = [shape for shape, _ in Counter(shape for shape, _ in same.values()).most_common(COMMON)]
-        for name, (shape, _) in same.items():
-            found[name] = tuple(chains[one] for one in dict.fromkeys([*common, shape]))
+        for name in (name for name, other in sizes.items() if other == size):
+            own = [same[name][0]] if name in same else []
+            found[name] = tuple(chains[shape] for shape in dict.fromkeys([*common, *own]))
     return found
 
 

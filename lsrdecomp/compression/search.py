@@ -10,7 +10,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints import Checkpoint, LsrLayer
 from lsrdecomp.compression.candidates import Configuration, solve_together
-from lsrdecomp.compression.ladder import Chain, parameters, shapes_like
+from lsrdecomp.compression.ladder import parameters
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, splits
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -51,8 +51,9 @@ class Search:
     low_rank, direct : bool
         Whether truncated SVD, and the direct sum of the layer itself, compete.
     seed : int
-    shapes : Mapping of layer name to shapes, optional
-        Solved for in place of a ladder and its neighbours; see `Search.like`.
+    shapes : Mapping of layer name to configuration, optional
+        What the layers of another adapter became: these shapes, and the commonest ones for each size of layer, are
+        solved for in place of a ladder and its neighbours; see `Search.like`.
 
     Examples
     --------
@@ -75,7 +76,7 @@ class Search:
     low_rank: bool = True
     direct: bool = False
     seed: int = 0
-    shapes: Mapping[str, Sequence[Chain]] = field(default_factory=dict)
+    shapes: Mapping[str, Configuration] = field(default_factory=dict)
 
     @classmethod
     def full(cls) -> Search:
@@ -108,9 +109,7 @@ class Search:
         True
         """
         products = (layer for layer in compressed.layers if isinstance(layer, LsrLayer) and layer.shape.order > 1)
-        return cls(
-            shapes=shapes_like({layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
-        )
+        return cls(shapes={layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
 
     def on(self, device: str | None) -> Search:
         """The same with joint least squares on a device of torch; see `JointALS`."""

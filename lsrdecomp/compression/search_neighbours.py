@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from lsrdecomp.compression.candidates import Lsr
-from lsrdecomp.compression.ladder import Configuration, Ranks, more_terms, neighbours, parameters, upper_rungs
+from lsrdecomp.compression.ladder import (
+    Configuration,
+    Ranks,
+    more_terms,
+    neighbours,
+    parameters,
+    shapes_like,
+    upper_rungs,
+)
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.search_state import Entry, SearchState
 from lsrdecomp.compression.solve import Request, Task
@@ -98,6 +106,36 @@ def explore(state: SearchState, chosen: Sequence[Entry], rate: float) -> bool:
     counter = Counter(state.resources.on_step, "solving neighbours", sum(len(t.places) for t in adopted), "layers")
     state.solve(iter(adopted), counter)
     return bool(terms or adopted)
+
+
+def exchange(state: SearchState, chosen: Sequence[Entry]) -> None:
+    """What was chosen most often for a size of layer, solved for all layers of that size of which it was not asked yet.
+
+    At numbers of terms that some layer took, up to a factor `STRIDE` above the size that a layer was given.
+    """
+    products = {state.layers[i].name: entry.product.configuration for i, entry in enumerate(chosen) if _is_lsr(entry)}
+    chains = shapes_like(products, {layer.name: layer.shape for layer in state.layers})
+    lacking: dict[tuple[Any, ...], list[int]] = {}
+    for i, (layer, entry) in enumerate(zip(state.layers, chosen, strict=True)):
+        known = {other.product.configuration for other in state.table[i] if _is_lsr(other)}
+        size = entry.exact.parameters
+        for shape, ranks in ((chain.shape, chain.terms) for chain in chains[layer.name]):
+            if shape.inner_rank > layer.rank or layer.squared_norm == 0.0:
+                continue
+            near = tuple(one for one in ranks if parameters((shape, one)) <= STRIDE * size)
+            fresh = {("exchanged", i, shape, one) for one in near if parameters((shape, one)) * STRIDE >= size}
+            if any(one[2:] not in known and one not in state.tried for one in fresh):
+                lacking.setdefault((layer.kind, shape, near), []).append(i)
+            state.tried |= fresh
+    tasks = []
+    for (_, shape, terms), places in lacking.items():
+        tasks += [state.task(part, [Request(shape, terms)]) for part in state.parts(places)]
+    count = sum(len(task.places) for task in tasks)
+    state.solve(iter(tasks), Counter(state.resources.on_step, "exchanging shapes", count, "layers × shapes"))
+
+
+def _is_lsr(entry: Entry) -> bool:
+    return isinstance(entry.exact, Lsr)
 
 
 def _more_terms(state: SearchState, chosen: Sequence[Entry], groups: Sequence[Sequence[int]]) -> list[Task]:

@@ -22,12 +22,12 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
 )
 from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
-from lsrdecomp.compression.ladder import Chain, first_rungs, ladder
+from lsrdecomp.compression.ladder import Chain, first_rungs, ladder, shapes_like
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.materialize import Materialized
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.search import Search, choose_configurations
-from lsrdecomp.compression.search_neighbours import explore, widen
+from lsrdecomp.compression.search_neighbours import exchange, explore, widen
 from lsrdecomp.compression.search_refining import refine
 from lsrdecomp.compression.search_state import Draw, Entry, SearchState
 from lsrdecomp.compression.search_state import Resources as Resources
@@ -119,11 +119,12 @@ class Searched:
     def _given(self, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[tuple[list[int], list[Request]]]:
         """The shapes that were given for each layer; layers of one kind side by side where they share one."""
         shared: dict[tuple[object, Chain], list[int]] = {}
+        chains = shapes_like(self.search.shapes, {layer.name: layer.shape for layer in self.layers})
         for kind, places in groups.items():
             for i in places:
                 layer = self.layers[i]
-                for chain in self.search.shapes.get(layer.name, ()):
-                    if chain.shape.matrix_shape == layer.shape and chain.shape.inner_rank <= layer.rank:
+                for chain in chains[layer.name]:
+                    if chain.shape.inner_rank <= layer.rank:
                         shared.setdefault((kind, chain), []).append(i)
         return [(places, [Request(chain.shape, chain.terms)]) for (_, chain), places in shared.items()]
 
@@ -193,6 +194,8 @@ class Searched:
                 if not explore(self.state, picked, exchange_rate(rows, choice)):
                     break
                 rows, choice, _ = self._allocated(draw)
+            if not given and self.search.rounds:
+                exchange(self.state, [row[k][0] for row, k in zip(rows, choice, strict=True)])
             hopeful = replace(draw, hope=1.0 if measured or self.search.probes > 0 else HOPE)
             for _ in range(ROUNDS):
                 rows, choice, _ = self._allocated(hopeful)
