@@ -18,7 +18,7 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 REFINED = 3e-4
 """A sweep that lowers no error by more ends refining."""
 
-NOTHING = 5e-4
+NOTHING = 3e-3
 """So does one that lowers no loss by this share of what a layer loses on average."""
 
 

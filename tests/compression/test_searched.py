@@ -19,9 +19,9 @@ from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.ladder import first_rungs, ladder, neighbours, parameters, upper_rungs
 from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.progress import Counter, Step
 from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.search_neighbours import STRIDE
+from lsrdecomp.compression.search_neighbours import STRIDE, exchange
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.searched import WIDENINGS, Fitted, Resources, search_layers
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -286,6 +286,29 @@ def test_neighbours_are_one_step_away() -> None:
     assert ProductShape((12, 48), (1, 2), (8, 6)) in found
     assert ProductShape((24, 24), (1, 2), (6, 8)) in found
     assert all(other.matrix_shape == (576, 48) and other.inner_rank <= 4 for other in found)
+
+
+def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
+    searched = search_layers(layers, [Budget(ratio=4.0)], search=LONG)
+    state, shape = searched.state, ProductShape((3, 8), (1, 1), (4, 9))  # not on the ladder
+    state.solve(iter([state.task([0], [solve.Request(shape, ((1, 1), (2, 2)))])]), Counter(None, "", 0, ""))
+
+    def asked() -> list[set[tuple[int, int]]]:
+        entries = [[entry.exact for entry in row] for row in state.table]
+        return [{one.ranks for one in row if isinstance(one, Lsr) and one.shape == shape} for row in entries]
+
+    assert asked() == [{(1, 1), (2, 2)}, set(), set()]
+    found = [one for one in state.table[0] if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))]
+    even = next(one for one in state.table[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2))
+    left_out = state.table[2][0]
+    steps: list[Step] = []
+    state.resources = Resources(on_step=steps.append)
+    exchange(state, [found[0], even, left_out])
+    assert (2, 2) in asked()[1]
+    assert asked()[2] == set()  # of no parameters, so nothing is near its size
+    assert steps[-1].total > 0
+    exchange(state, [found[0], even, left_out])
+    assert steps[-1].total == 0
 
 
 class Ended:
