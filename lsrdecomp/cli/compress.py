@@ -62,6 +62,7 @@ def compress(
     data: promise.Data = None,
     keep: promise.Keep = None,
     distil: promise.DistilSteps = 0,
+    passes: promise.Passes = 2,
     held_out: promise.HeldOut = 128,
     max_length: promise.MaxLength = 128,
     dtype: promise.Dtype = "float32",
@@ -108,7 +109,7 @@ def compress(
         "separation_rank": separation_rank,
     }
     shared: dict[str, Any] = {"inner_shape": split_sizes(inner_shape), "max_rank": max_rank, "storage": storage}
-    measuring = promise.Measuring(base, data, keep, distil, held_out, max_length, dtype, seed)
+    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, max_length, dtype, seed)
     plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")

@@ -32,6 +32,9 @@ DistilSteps = Annotated[
     int,
     typer.Option("--distil", help="With --base: train it on the LoRA's answers for so many steps.", min=0),
 ]
+Passes = Annotated[
+    int, typer.Option("--passes", help="With --base: 2 measures the norm anew around the compressed form.", min=1)
+]
 HeldOut = Annotated[int, typer.Option("--held-out", help="Examples that the promise is measured on.", min=8)]
 MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Of the base: float32 or bfloat16.")]
@@ -46,6 +49,7 @@ class Measuring:
     data: Path | None
     keep: float | None
     distil: int
+    passes: int
     held_out: int
     max_length: int
     dtype: str

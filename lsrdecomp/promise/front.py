@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.checkpoints import Checkpoint
-from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
-from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
+from lsrdecomp.checkpoints.statistics import Statistics
+from lsrdecomp.compression.compress import Compression, search_adapter
 from lsrdecomp.compression.plan import CompressionPlan, share_of_effect
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.search import Search
@@ -23,21 +19,12 @@ from lsrdecomp.compression.searched import Resources
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.promise.bench import Bench, Say
 from lsrdecomp.promise.distil import OnStep, promised
-from lsrdecomp.promise.forms import Form, FormMaker
-from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, loss_at, smallest
+from lsrdecomp.promise.forms import FormMaker
+from lsrdecomp.promise.norms import calibrated
 from lsrdecomp.promise.publish import publish
 from lsrdecomp.promise.record import Promise, Tried
+from lsrdecomp.promise.sizes import GivenSize, Goal, SmallestSize
 from lsrdecomp.promise.texts import Texts, data_name, read_data
-
-SAMPLES = 512
-"""Examples that calibration reads at most."""
-FIRST = 6.0
-"""Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
-LEFT = 0.4
-"""What distillation is guessed to leave of a loss until one is measured: .17 to .42 on SmolLM2, about .5 on MiniLM."""
-MOST_DISTILLED = 3
-WORTH_TRAINING = 1.2
-"""Times smaller that a form must promise to be before it is trained."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,6 +84,7 @@ def compress_measured(
     data: str | Path | Texts,
     keep: float | None = None,
     distil: int = 0,
+    passes: int = 2,
     statistics: Statistics | None = None,
     storage: str = "float32",
     max_rank: int | None = None,
@@ -127,9 +115,12 @@ def compress_measured(
         The least share of what the adapter does, as measured, in the smallest form that has it.
     distil : int
         Steps of distillation; see `lsrdecomp.promise.distil`. With ``keep`` the smallest untrained form is found
-        first, then at most `MOST_DISTILLED` smaller ones are trained, until one keeps as much.
+        first, then at most `sizes.MOST_DISTILLED` smaller ones are trained, until one keeps as much.
+    passes : int
+        Times that statistics are measured and shapes searched: first with the LoRA active, then with the form that came
+        of it, whose norm tells better what a further change does. The better form is taken.
     statistics : Statistics, optional
-        Absent, they are measured first, on the texts that are not held out.
+        Of the first pass. Absent, they are measured first, on the texts that are not held out.
     storage, max_rank
         With ``keep``: as in a plan.
     search, resources
@@ -166,108 +157,41 @@ def compress_measured(
         plan = None
     folder = TemporaryDirectory()
     place = workspace or Path(folder.name) / "statistics"
-    known = _calibrated(bench, place, say) if statistics is None else statistics
+    known = calibrated(bench, place, say) if statistics is None else statistics
     forms = Path(folder.name) / "forms" if workspace is None else workspace.with_suffix(".forms")
     same = {name: value for name, value in options.items() if name not in ("batch", "max_length")}
     maker = FormMaker(bench, checkpoint, known, distil, forms, same, on_stage=say, on_step=on_step)
-    searches = partial(search_adapter, checkpoint, statistics=known, search=search, resources=resources)
-    if plan is None:
+
+    def goal(norm: Statistics) -> Goal:
+        searches = partial(search_adapter, checkpoint, statistics=norm, search=search, resources=resources)
+        if plan is not None:
+            return GivenSize(maker, searches, plan)
         assert keep is not None
-        chosen = _smallest(maker, checkpoint, searches, keep, {"storage": storage, "max_rank": max_rank})
-    else:
-        chosen = maker.plain(searches([plan]).compress(plan))
-        chosen = maker.distilled(chosen) if distil else chosen
+        return SmallestSize(maker, searches, checkpoint, keep, storage, max_rank)
+
+    asked = goal(known)
+    chosen = asked.untrained()
+    for turn in range(2, passes + 1):
+        # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
+        if chosen is None:
+            break
+        again = calibrated(bench, place.with_name(f"{place.name}-{turn}"), say, chosen.path)
+        try:
+            other = goal(again)
+            new = other.untrained()
+        except BudgetError:  # nothing keeps as much in this norm
+            break
+        if new is None or not asked.is_better(new, chosen):
+            break
+        asked, chosen, maker.statistics = other, new, again
+    if distil or chosen is None:
+        chosen = asked.trained()
     told: dict[str, Any] = {"distilled": chosen.distilled, "measurements": len(maker.tried), "asked": keep}
     promise = promised(bench, chosen.behaviour, chosen.path, checkpoint, data_name(data), **told)
     made = shutil.copytree(chosen.path, Path(folder.name) / "made")
     shutil.rmtree(forms, ignore_errors=True)
+    for used in () if workspace is None else workspace.parent.glob(f"{workspace.name}-[0-9]*"):
+        shutil.rmtree(used, ignore_errors=True)
     if workspace is not None and statistics is None:
         shutil.rmtree(workspace, ignore_errors=True)
     return Promised(chosen.compression, promise, made, chosen.facts, folder, maker.tried)
-
-
-def _smallest(
-    maker: FormMaker,
-    checkpoint: Checkpoint,
-    searches: Callable[[Sequence[CompressionPlan]], SearchedAdapter],
-    keep: float,
-    shared: Mapping[str, Any],
-) -> Form:
-    """The smallest form that keeps enough, of those that one search offers."""
-    counts_bytes = shared["storage"] == "auto"
-    heads = sum(tensor.nbytes for tensor in checkpoint.extras.values())
-    whole = float(checkpoint.weights.stat().st_size - heads if counts_bytes else checkpoint.adapter_parameters)
-
-    def plan(size: float) -> CompressionPlan:
-        if counts_bytes:
-            return CompressionPlan(bytes=heads + math.ceil(size), **shared)
-        return CompressionPlan(parameters=size, **shared)
-
-    searched = searches([plan(whole / FIRST), plan(whole / SMALLEST)])
-
-    @cache
-    def expected(size: float) -> float:
-        total = searched.compress(plan(size), solve=False).totals
-        return (total.relative_error if total.functional_error is None else total.functional_error) ** 2
-
-    # 1. The smallest untrained form: a measurement is a forward pass over the held-out texts.
-    plain: dict[float, Form] = {}
-
-    def measured(size: float) -> Behaviour:
-        plain[size] = maker.plain(searched.compress(plan(size)))
-        return plain[size].behaviour
-
-    def told(seen: Sequence[Measured]) -> None:
-        maker.say(f"form {len(seen)} of at most {MOST_MEASURED} keeps {seen[-1].kept:.3f}, {keep:g} asked")
-
-    enough: Measured | None = None
-    try:
-        enough = smallest(keep, whole, expected, measured, on_measured=told)[0]
-    except BudgetError:
-        if not maker.steps:
-            raise
-    if enough is not None and not maker.steps:
-        return plain[enough.size]
-
-    # 2. Smaller ones, trained: the first where training is guessed to bring enough, the others by what it brought.
-    trained: dict[float, Form] = {}
-
-    def untrained_loss(size: float) -> float:
-        return loss_at(size, [Measured(at, form.behaviour) for at, form in plain.items()], expected)
-
-    def measured_trained(size: float) -> Behaviour:
-        measured(size)
-        words = f"training {len(trained) + 1} of at most {MOST_DISTILLED}, "
-        words += f"{plain[size].compression.totals.ratio:.3g} times fewer numbers: "
-        trained[size] = maker.distilled(plain[size], words)
-        return trained[size].behaviour
-
-    settings: dict[str, Any] = {"most": MOST_DISTILLED, "prior": LEFT, "close": WORTH_TRAINING, "enough": enough}
-    found = smallest(keep, whole, untrained_loss, measured_trained, **settings)[0]
-    return trained.get(found.size) or plain[found.size]
-
-
-def _calibrated(bench: Bench, out: Path, say: Say) -> Statistics:
-    """Statistics of the adapted layers on texts that are not held out; those that a run before finished are taken."""
-    source, texts = bench.source, bench.calibration[:SAMPLES]
-    asked = {"seed": bench.seed, "samples": len(texts), "base": source.name, "modules": list(source.modules)}
-    asked |= {"adapter": source.adapter_sha256}
-    if (out / METADATA).exists():
-        settings = read_statistics(out).metadata.get("settings", {})
-        if any(settings.get(name) != value for name, value in asked.items()):
-            shutil.rmtree(out)
-    if not (out / METADATA).exists():
-        say(f"calibrating on {len(texts)} examples")
-        calibrate(
-            source.model,
-            bench.batches(texts),
-            modules=source.modules,
-            out=out,
-            seed=bench.seed,
-            samples=len(texts),
-            head=source.head,
-            base=source.name,
-            adapter_base=source.adapter_base,
-            adapter=source.adapter_sha256,
-        )
-    return read_statistics(out)
