@@ -142,6 +142,8 @@ def is_differentiated(array: Array) -> bool:
 
 def require_finite(array: Array, name: str = "matrix") -> None:
     """Raise `PrecisionError`, with a count and the first place, unless every entry is finite."""
+    if dtype_name(array) == "float64" and math.isfinite(norm(array)):  # in half the time
+        return
     xp = namespace(array)
     bad = ~xp.isfinite(array)
     if bool(xp.any(bad)):

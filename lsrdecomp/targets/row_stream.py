@@ -119,25 +119,25 @@ class RearrangedRows:
     def matmat(self, x: Array) -> Array:
         xp = namespace(x)
         y = xp.zeros((self.shape[0], x.shape[1]), dtype=x.dtype, device=device(self.prototype))
-        for rows, columns, piece in self._pieces():
+        for rows, columns, piece in self.pieces():
             y[rows, :] = y[rows, :] + piece @ x[columns, :]
         return y
 
     def rmatmat(self, y: Array) -> Array:
         xp = namespace(y)
         x = xp.zeros((self.shape[1], y.shape[1]), dtype=y.dtype, device=device(self.prototype))
-        for rows, columns, piece in self._pieces():
+        for rows, columns, piece in self.pieces():
             x[columns, :] = x[columns, :] + adjoint(adjoint(y[rows, :]) @ piece)
         return x
 
     def formed(self) -> Array:
         xp = namespace(self.prototype)
         matrix = xp.zeros(self.shape, dtype=self.prototype.dtype, device=device(self.prototype))
-        for rows, columns, piece in self._pieces():
+        for rows, columns, piece in self.pieces():
             matrix[rows, columns] = piece
         return matrix
 
-    def _pieces(self) -> Iterator[tuple[slice, slice, Array]]:
+    def pieces(self) -> Iterator[tuple[slice, slice, Array]]:
         """Rows, columns and entries of R(M), one rectangle after the other."""
         (_, n), (p, q) = self.kronecker_shape.factors
         for start, part in self.parts():

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 
+CONVERGING = 5e-2
+"""Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings, what they lack."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Certificate:
     """Squared errors of rank-s truncations from one space, and bounds on what the optimum may gain, all for ‖R‖_F = 1.
 
@@ -24,24 +28,22 @@ class Certificate:
 
     The bound is rigorous with a rigorous τ: ‖R₂₂‖_F² is known, being ‖R‖² less what was seen. That needs a tail below
     θ_s. Otherwise the gain is extrapolated from the last steps, and labelled an estimate: it assumes that no singular
-    value has hidden from a random start.
+    value has hidden from a random start. Once three looks say that it is small, the same bound with τ = ‖[Θ₂ F₂]‖₂, as
+    far as the space has seen, is an estimate too, and mostly a sharper one: what is extrapolated is a step behind. The
+    couplings are known to rounding, so that their squares reach far below the rounding of squared errors.
     """
 
     captured: np.ndarray  # (k + 1,): Σ_{i≤s} σ_i² of the projection U Uᴴ R
     tails: np.ndarray  # (k + 1,): Σ_{i>s} σ_i² of the projection
     squared_errors: np.ndarray  # (k + 1,): ‖R‖² less what is captured
     roundoff: float  # of the squared errors
-    ritz: np.ndarray  # (k,): θ_i
-    coupling: np.ndarray  # (k + 1,): ‖F₁‖_F² for s = 0, 1, …
-    beside: np.ndarray  # (b, k): F₂ and F₁, the coupling of each Ritz vector
-    unseen: float  # ‖R₂₂‖_F²
+    small: np.ndarray  # (k, k): B
+    below: np.ndarray  # (b, k): N
     earlier: tuple[np.ndarray, ...]  # `captured` at the two checks before
 
     @classmethod
     def of(cls, space: Bidiagonal, earlier: Sequence[np.ndarray] = ()) -> Certificate:
         sigma = np.linalg.svd(space.projected(), compute_uv=False)
-        u, theta, _ = np.linalg.svd(space.small)
-        beside = space.coupling @ u
         roundoff = 64.0 * space.roundoff
         captured = np.concatenate(([0.0], np.cumsum(sigma**2)))
         tails = np.concatenate((np.cumsum(sigma[::-1] ** 2)[::-1], [0.0]))
@@ -51,12 +53,42 @@ class Certificate:
             tails=tails,
             squared_errors=tails + (rest if rest > roundoff else 0.0),
             roundoff=roundoff,
-            ritz=theta,
-            coupling=np.concatenate(([0.0], np.cumsum(np.sum(np.abs(beside) ** 2, axis=0)))),
-            beside=beside,
-            unseen=max(1.0 - float(np.sum(theta**2)) - float(np.sum(np.abs(beside) ** 2)), 0.0) + roundoff,
+            small=space.small,
+            below=space.coupling,
             earlier=tuple(earlier[-2:]),
         )
+
+    @property
+    def size(self) -> int:
+        """k, the dimension of the space."""
+        return self.captured.size - 1
+
+    @property
+    def noise(self) -> float:
+        """Rounding of what one look captured more than another: it is much the same in both."""
+        return self.roundoff / 16.0
+
+    @cached_property
+    def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ritz values θ (k,) and the coupling of each Ritz vector, F₁ and F₂ (b, k)."""
+        u, theta, _ = np.linalg.svd(self.small)
+        return theta, self.below @ u
+
+    @cached_property
+    def _couplings(self) -> np.ndarray:
+        """‖F₁‖_F² for s = 0, 1, …, shape (k + 1,)."""
+        return np.concatenate(([0.0], np.cumsum(np.sum(np.abs(self._pairs[1]) ** 2, axis=0))))
+
+    @property
+    def _unseen(self) -> float:
+        """‖R₂₂‖_F²."""
+        return max(1.0 - float(np.sum(self._pairs[0] ** 2)) - float(self._couplings[-1]), 0.0) + self.roundoff
+
+    def _aside(self, rank: int) -> float:
+        """‖[Θ₂ F₂]‖₂²."""
+        theta, beside = self._pairs
+        outside = np.concatenate((np.diag(theta[rank:]).astype(beside.dtype), beside[:, rank:].T), axis=1)
+        return float(np.linalg.norm(outside, 2)) ** 2 if outside.size else 0.0
 
     def error(self, rank: int) -> float:
         return math.sqrt(self.squared_errors[rank])
@@ -76,7 +108,7 @@ class Certificate:
 
         Where the rest of the spectrum lies in the space this is sharp below the rounding of ‖R‖² − Σσ² too.
         """
-        rounding = 0.25 * self.roundoff * math.sqrt(self.ritz.size)
+        rounding = 0.25 * self.roundoff * math.sqrt(self.size)
         seen = math.sqrt(float(self.tails[rank])) - rounding
         return max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
 
@@ -96,17 +128,28 @@ class Certificate:
         """error/optimum − 1 for ``rank`` terms: the bound if it is at most ``wanted`` or nothing else is known."""
         if rank == 0:
             return 0.0, ErrorKind.bounded
-        outside = np.concatenate((np.diag(self.ritz[rank:]).astype(self.beside.dtype), self.beside[:, rank:].T), axis=1)
-        seen = float(np.linalg.norm(outside, 2)) ** 2 if outside.size else 0.0
         if not self.resolves(rank):
+            seen = self._aside(rank)
             gain = self._gain(rank, seen) if seen > 0.0 else math.inf
             return self._ratio(rank, min(gain, self._beyond())), ErrorKind.estimated
-        everything = 1.0 - float(np.sum(self.ritz[:rank] ** 2)) - self.coupling[rank] + self.roundoff
-        bound = self._ratio(rank, self._gain(rank, min(everything, seen + self.unseen)))
         estimate = self._ratio(rank, self._extrapolated(rank))
+        converging = len(self.earlier) == 2 and wanted < estimate <= CONVERGING
+        if not converging and self.squared_errors[-1] > self.captured[rank] - self.captured[rank - 1]:
+            return estimate, ErrorKind.estimated  # what was not seen may hide a value above θ_s: no bound is to be had
+        seen = self._aside(rank)
+        everything = 1.0 - float(np.sum(self._pairs[0][:rank] ** 2)) - self._couplings[rank] + self.roundoff
+        bound = self._ratio(rank, self._gain(rank, min(everything, seen + self._unseen)))
+        if converging:
+            estimate = min(estimate, self._ratio(rank, self._gain(rank, seen)))
         if bound <= max(wanted, estimate):
             return bound, ErrorKind.bounded
         return estimate, ErrorKind.estimated
+
+    def couples(self, rank: int) -> bool:
+        """Whether couplings of the terms stand above their rounding, and the terms apart from the rest."""
+        theta, _ = self._pairs
+        apart = rank == self.size or theta[rank] < (1.0 - 1e-3) * theta[rank - 1]
+        return bool(apart and self._couplings[rank] > 4.0 * self.roundoff**2)
 
     def falls_to(self, rank: int) -> float:
         """The next gain over the squared error, if gains fall as the last two did; infinite where that is slowly."""
@@ -123,26 +166,26 @@ class Certificate:
         past = self.earlier[-1]
         rate = float(self.captured[-1] - past[-1]) / (self.captured.size - past.size)
         missing = float(self.squared_errors[-1]) - error**2
-        size = self.captured.size - 1
-        return size if missing <= 0.0 else size + missing / rate if rate > 0.0 else math.inf
+        return self.size if missing <= 0.0 else self.size + missing / rate if rate > 0.0 else math.inf
 
     def _gain(self, rank: int, tau_squared: float) -> float:
-        delta = float(self.ritz[rank - 1]) ** 2 - tau_squared
-        return float(self.coupling[rank]) * tau_squared / delta if delta > 0.0 else math.inf
+        delta = float(self._pairs[0][rank - 1]) ** 2 - tau_squared
+        coupling = float(self._couplings[rank]) + self.roundoff**2
+        return coupling * tau_squared / delta if delta > 0.0 else math.inf
 
     def _beyond(self) -> float:
         """What the space lacks if that is no larger than its last singular value: a guess, to be measured."""
-        return self.ritz.size * float(self.tails[-2])
+        return self.size * float(self.tails[-2])
 
     def _extrapolated(self, rank: int) -> float:
         """What further steps may add, from a geometric series through the last two gains, twice over."""
         seen = [float(past[rank]) for past in self.earlier if past.size > rank]
         if not seen:
             return math.inf
-        last = max(float(self.captured[rank]) - seen[-1], self.roundoff)
+        last = max(float(self.captured[rank]) - seen[-1], self.noise)
         if len(seen) < 2:
             return last
-        before = max(seen[-1] - seen[-2], self.roundoff)
+        before = max(seen[-1] - seen[-2], self.noise)
         return max(last, 2.0 * last**2 / (before - last)) if last < before else 4.0 * last
 
     def _ratio(self, rank: int, gain: float) -> float:

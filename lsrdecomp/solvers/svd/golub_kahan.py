@@ -13,7 +13,7 @@ from lsrdecomp.solvers.progress import SolveProgress, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.solvers.svd.growth import Growth
-from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_single
+from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_double, in_single
 from lsrdecomp.targets.base import Dense, Rearranged
 
 
@@ -97,7 +97,9 @@ class BlockGolubKahan(MatrixSolver):
         block = self._columns(rank, stored=isinstance(target, Dense))
         asked = self.tolerance, target, shape, swapped, rank, most, problem.goal
         if fits_single(target, rank, problem.goal, self.tolerance):
-            single = SingleGrowth(self._space(in_single(target, shape), swapped, norm, block), *asked)
+            rows = in_double(target, shape)
+            space = self._space(in_single(target, shape, rows), swapped, norm, block)
+            single = SingleGrowth(space, *asked, rows=rows)
             solution = self._grown(single, progress)
             if solution is not None:
                 return solution
@@ -110,7 +112,7 @@ class BlockGolubKahan(MatrixSolver):
                 progress.note(found.error, objective=found.objective)
                 return replace(found.solution(True), sweeps=progress.sweeps)
             progress.mark(Event.hand_over)
-            space = self._space(target.streamed(shape), swapped, norm, block, start[:, :block])
+            space = self._space(rows, swapped, norm, block, start[:, :block])
             solution = self._grown(Growth(space, *asked), progress)
             return problem.handed_to(Gram()) if solution is None else solution
         operator = target.rearranged(shape)

@@ -85,7 +85,7 @@ class Growth:
 
     def look(self) -> Found:
         """What the space has come to, settled or not."""
-        seen = self.last is not None and self.last.ritz.size == self.space.size
+        seen = self.last is not None and self.last.size == self.space.size
         certificate = self.last if seen and self.last is not None else self._certificate()
         return self._found(certificate, self._terms(certificate))
 
@@ -114,7 +114,7 @@ class Growth:
             excess, _ = certificate.excess(max(rank - 1, 0), tolerance)
             return rank == 0 or excess <= tolerance or certificate.error(rank - 1) > goal * (1.0 + excess)
         excess, _ = certificate.excess(rank, tolerance)
-        exhausted = rank < certificate.ritz.size and certificate.exact(certificate.error(rank))
+        exhausted = rank < certificate.size and certificate.exact(certificate.error(rank))
         return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
 
     def _found(self, certificate: Certificate, rank: int) -> Found:

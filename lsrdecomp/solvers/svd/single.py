@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import numpy as np
@@ -13,14 +14,20 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind
-from lsrdecomp.solvers.svd.bidiagonal import Adjoint
+from lsrdecomp.solvers.progress import Step
+from lsrdecomp.solvers.svd.bidiagonal import Adjoint, orthonormal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.growth import Found, Growth
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target
+from lsrdecomp.targets.residual import entrywise_distance
+from lsrdecomp.targets.row_stream import RearrangedRows
 
-FINEST = 1e-4
+FINEST = 1e-7
 """The least excess over the optimum that a certificate in single precision is asked for."""
+
+HELD = 2**22
+"""Entries of a matrix up to which its rearrangement in double precision is held beside that in single: 32 MiB."""
 
 SMALLEST = 2**20
 """Entries of a matrix from which on products are what a solve takes; smaller ones agree from machine to machine."""
@@ -37,10 +44,18 @@ def fits_single(target: Target, rank: int | None, goal: float | None, tolerance:
     return double and math.prod(target.shape) >= SMALLEST and 1.0 / LARGEST_NORM < target.norm < LARGEST_NORM
 
 
-def in_single(target: Dense, shape: KroneckerShape) -> RearrangedDense:
-    """R(M) in single precision."""
+def in_double(target: Dense, shape: KroneckerShape) -> RearrangedDense | RearrangedRows:
+    """R(M) of a float64 matrix, held where that is little, else read by blocks of rows."""
+    return target.rearranged(shape) if math.prod(target.shape) <= HELD else target.streamed(shape)
+
+
+def in_single(target: Dense, shape: KroneckerShape, rows: Rearranged) -> RearrangedDense:
+    """R(M) in single precision, of what `in_double` gives."""
     xp = namespace(target.matrix)
-    return RearrangedDense(target.streamed(shape, xp.complex64 if is_complex(target.matrix) else xp.float32).formed())
+    kind = xp.complex64 if is_complex(target.matrix) else xp.float32
+    if isinstance(rows, RearrangedDense):
+        return RearrangedDense(xp.astype(rows.matrix, kind))
+    return RearrangedDense(target.streamed(shape, kind).formed())
 
 
 @dataclass(slots=True)
@@ -52,21 +67,31 @@ class SingleGrowth(Growth):
     faster, what that half step gains is an estimate of what is left, so that one step less is taken.
     """
 
+    rows: RearrangedDense | RearrangedRows = field(kw_only=True)  # R(M) in double precision
     blind: bool = False  # single precision sees no further, though more may be gained
 
+    def steps(self) -> Iterator[Step[Found | None]]:
+        # Where fewer directions than those of a block reach above rounding, no step in single precision tells more.
+        self.blind = self.space.reach() <= 64.0 * self.space.roundoff
+        return iter(()) if self.blind else Growth.steps(self)
+
     def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
-        roundoff, squared = certificate.roundoff, float(certificate.squared_errors[rank])
-        if roundoff <= self.tolerance * squared:
+        if self._seen(certificate, rank):
             return False
         past = [each for each in certificate.earlier if each.size > rank]
         gain = float(certificate.captured[rank] - past[-1][rank]) if past else math.inf
-        near = gain <= 4.0 * roundoff or certificate.falls_to(rank) <= 6.0 * self.tolerance
-        self.blind = near or not certificate.resolves(rank)
+        still = gain <= 4.0 * certificate.noise and not certificate.couples(rank)
+        self.blind = still or not certificate.resolves(rank)
         return self.blind
 
     def _settled(self, certificate: Certificate, rank: int) -> bool:
         # The next gain is twice the excess that it would leave; it is mostly several times smaller than expected.
-        return Growth._settled(self, certificate, rank) or certificate.falls_to(rank) <= 6.0 * self.tolerance
+        falls = self._seen(certificate, rank) and certificate.falls_to(rank) <= 6.0 * self.tolerance
+        return falls or Growth._settled(self, certificate, rank)
+
+    def _seen(self, certificate: Certificate, rank: int) -> bool:
+        """Whether an excess of ``tolerance`` shows in squared errors."""
+        return certificate.noise <= self.tolerance * float(certificate.squared_errors[rank])
 
     def _enough(self, certificate: Certificate, rank: int, found: Found) -> bool:
         return found.excess <= self.tolerance
@@ -74,7 +99,7 @@ class SingleGrowth(Growth):
     def _found(self, certificate: Certificate, rank: int) -> Found:
         # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
         xp, v = namespace(self.space.right), self._vectors(rank)
-        q, triangle = xp.linalg.qr(self._rows().matmat(v))
+        q, triangle = xp.linalg.qr(self._operator().matmat(v))
         turn, sigma, right = xp.linalg.svd(triangle, full_matrices=False)
         approximation = self._separated(q @ turn, sigma, right @ adjoint(v), rank)
         # Double 2: how much nearer that came.
@@ -94,10 +119,10 @@ class SingleGrowth(Growth):
         what is left. Elsewhere the error is measured: no singular value of a projection is above that of R. None where
         that is not near enough; and the right vectors, to go on from.
         """
-        norm, rank, rows = self.target.norm, self.most, self._rows()
-        xp, v = namespace(self.space.right), self._vectors(min(columns, self.space.size))
+        norm, rank, rows = self.target.norm, self.most, self._operator()
+        xp, v = namespace(self.space.right), self._vectors(columns)
         fresh = np.random.default_rng(self.space.size).standard_normal((v.shape[0], columns - v.shape[1]))
-        v = xp.linalg.qr(xp.concat((v, like(fresh, v)), axis=1))[0] if columns > v.shape[1] else v
+        v = orthonormal(xp.concat((v, like(fresh / v.shape[0] ** 0.5, v)), axis=1))[0] if columns > v.shape[1] else v
         # Double 1: R V, and what it captures.
         q, triangle = xp.linalg.qr(rows.matmat(v))
         before = float(xp.sum(xp.linalg.svdvals(triangle)[:rank] ** 2)) / norm**2
@@ -121,21 +146,21 @@ class SingleGrowth(Growth):
             excess = 1.0 / math.sqrt(1.0 - gain / squared) - 1.0 if gain < squared else math.inf
             found = Found(approximation, error, squared, False, excess, ErrorKind.estimated, None)
             return found if excess <= self.tolerance else None, adjoint(vh)
-        error = self.target.residual_norm(approximation) / norm
+        error = entrywise_distance(self.rows.pieces(), approximation) / norm
         excess = max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
         found = Found(approximation, error, error**2, True, excess, ErrorKind.bounded, None)
         return found if excess <= self.tolerance or error - tail <= roundoff else None, adjoint(vh)
 
     def _vectors(self, columns: int) -> Array:
-        """Leading right vectors of the space, in double precision, with orthonormal columns."""
-        _, _, vh = self.space.triples(columns)
-        return namespace(vh).linalg.qr(as_double(adjoint(vh)))[0]
+        """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
+        if self.space.size == 0:
+            return as_double(self.space.following)[:, :columns]
+        _, _, vh = self.space.triples(min(columns, self.space.size))
+        return orthonormal(as_double(adjoint(vh)))[0]
 
-    def _rows(self) -> Rearranged:
-        """The operator of the space in double precision, read by rows."""
-        assert isinstance(self.target, Dense)
-        rows = self.target.streamed(self.shape)
-        return Adjoint(rows) if self.swapped else rows
+    def _operator(self) -> Rearranged:
+        """The operator of the space in double precision."""
+        return Adjoint(self.rows) if self.swapped else self.rows
 
     def _separated(self, u: Array, sigma: Array, vh: Array, rank: int) -> SeparatedMatrix:
         triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
