@@ -33,6 +33,9 @@ from lsrdecomp.targets.row_stream import RearrangedRows
 CACHED = 2**18
 """Entries of a dense matrix that are rearranged at a time where it is not held: 2 MiB in double precision."""
 
+BETWEEN = 2**20
+"""Entries between the two contractions of a pair's product, above which its columns go one after the other."""
+
 LARGE = 2**21
 """Entries of a dense matrix above which inner products measure an error sooner than entries do."""
 
@@ -176,17 +179,25 @@ class RearrangedLowRank:
 
 
 def _apply_pair(left: Array, right: Array, x: Array) -> Array:
-    """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b)."""
+    """Σ_ρ (L_ρ ⊗ R_ρ) x for L (m, p, r), R (n, q, r) and x (p·q, b), a few columns at a time if they are large."""
     xp = namespace(left, right, x)
     (m, p, r), (n, q, _), b = left.shape, right.shape, x.shape[1]
     columns = xp.reshape(xp.matrix_transpose(x), (b, p, q))  # each column a matrix: no array of size r is ever permuted
-    if p * (q * n + n * m) <= q * (p * m + m * n):  # right first: r·b·p·n·q + r·b·m·p·n against its mirror
-        state = columns @ xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))  # (b, p, r·n)
-        image = xp.reshape(left, (m, p * r)) @ xp.reshape(state, (b, p * r, n))
+    right_first = p * (q * n + n * m) <= q * (p * m + m * n)  # r·b·p·n·q + r·b·m·p·n against its mirror
+    if right_first:
+        outer = xp.reshape(left, (m, p * r))
+        inner = xp.reshape(xp.permute_dims(right, (1, 2, 0)), (q, r * n))
     else:
-        state = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p)) @ columns  # (b, m·r, q)
-        rows = xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q))
-        image = xp.reshape(state, (b, m, r * q)) @ xp.matrix_transpose(rows)
+        outer = xp.reshape(xp.permute_dims(left, (0, 2, 1)), (m * r, p))
+        inner = xp.matrix_transpose(xp.reshape(xp.permute_dims(right, (0, 2, 1)), (n, r * q)))
+    images, together = [], max(1, BETWEEN // (r * (p * n if right_first else m * q)))
+    for start in range(0, b, together):
+        some = columns[start : min(start + together, b), :, :]
+        if right_first:
+            images.append(outer @ xp.reshape(some @ inner, (-1, p * r, n)))  # from (b, p, r·n)
+        else:
+            images.append(xp.reshape(outer @ some, (-1, m, r * q)) @ inner)  # from (b, m·r, q)
+    image = images[0] if len(images) == 1 else xp.concat(images, axis=0)
     return xp.matrix_transpose(xp.reshape(image, (b, m * n)))
 
 
