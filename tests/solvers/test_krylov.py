@@ -1,6 +1,7 @@
 """Block Golub–Kahan and the Gram route: the optimum of the SVD, and a certificate that holds."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Status
 from lsrdecomp.solvers.svd import golub_kahan, single
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
+from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
@@ -109,6 +111,43 @@ def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(beg
     monkeypatch.undo()
     BlockGolubKahan().solve(Dense(matrix), SHAPE, rank=7)
     assert not begun_in_single
+
+
+def test_a_spectrum_below_the_rounding_of_single_precision_costs_one_product_there(begun_in_single, monkeypatch, rng):
+    products = []
+    for name in ("matmat", "rmatmat"):
+        product = getattr(RearrangedDense, name)
+        counted = lambda self, x, product=product: products.append(str(self.matrix.dtype)) or product(self, x)  # noqa: E731
+        monkeypatch.setattr(RearrangedDense, name, counted)
+    sigma = 0.3**K
+    target = Dense(with_spectrum(sigma, rng))
+    solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
+    assert products == ["float32", "float64", "float64"]
+    assert target.residual_norm(solution.approximation) <= np.linalg.norm(sigma[12:]) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("rank", [1, 7, 12])
+@pytest.mark.parametrize("name", ["1/k", "1/√k", "slow", "cliff", "flat"])
+def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, kind, rng):
+    sigma = SPECTRA[name] / np.linalg.norm(SPECTRA[name])
+    matrix = (orthogonal(rng, 300, SIDE) * sigma) @ orthogonal(rng, SIDE, SIDE).T
+    space, captured, sharper = Bidiagonal(RearrangedDense(matrix.astype(kind)), 1.0, 12, 0), [], False
+    for _ in range(8):
+        space.step()
+        certificate = Certificate.of(space, captured)
+        captured.append(certificate.captured)
+        excess, _ = certificate.excess(rank)
+        _, _, vh = space.triples(rank)
+        v = np.linalg.qr(vh.astype(np.float64).T)[0]  # half a step nearer than the space, known to more digits
+        error = certificate.error(rank) if kind is np.float64 else math.sqrt(1.0 - np.sum((matrix @ v) ** 2))
+        if len(captured) > 2 and excess < 1e-2:
+            optimum = np.linalg.norm(sigma[rank:])
+            rounding = 64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum  # of vectors, squared
+            assert error <= optimum * (1.0 + excess) + rounding
+            last = captured[-1][rank] - captured[-2][rank]  # no extrapolation is below what was gained last
+            sharper |= excess < 0.5 * last / (2.0 * certificate.squared_errors[rank])
+    assert sharper or name in ("cliff", "flat")  # whose values are repeated, or come to rest at once
 
 
 @pytest.mark.parametrize("rtol", [0.5, 3e-2, 1e-4, 1e-11])

@@ -9,6 +9,7 @@ from oracles import close
 from lsrdecomp import KroneckerShape, LowRank, PrecisionError, SeparatedMatrix, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
+from lsrdecomp.targets import base
 from lsrdecomp.targets.base import Dense
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs
 
@@ -73,6 +74,18 @@ def test_the_distance_of_a_pair_is_safe_against_overflow(scale, rng):
     terms = SVD().solve(pair, shape, rank=2).approximation
     expected = np.linalg.norm((pair.to_matrix() - terms.to_matrix()) / scale)
     assert pair.residual_norm(terms) / scale == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("factors", [((4, 3), (5, 6)), ((3, 4), (6, 5)), ((2, 6), (9, 3)), ((9, 3), (2, 6))])
+def test_columns_of_a_pair_are_multiplied_a_few_at_a_time(factors, rng, monkeypatch):
+    shape = KroneckerShape(factors)
+    rows, columns = shape.matrix_shape
+    pair = LowRank(rng.standard_normal((rows, 3)), rng.standard_normal((3, columns))).rearranged(shape)
+    x, y = (rng.standard_normal((size, 5)) for size in shape.sizes[::-1])
+    for most in (1, 400, 2**20):
+        monkeypatch.setattr(base, "BETWEEN", most)
+        close(pair.matmat(x), pair.formed() @ x, 64)
+        close(pair.rmatmat(y), pair.formed().T @ y, 64)
 
 
 def test_a_residual_at_the_rounding_level_is_not_lost(rng):

@@ -12,7 +12,7 @@ import numpy as np
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.svd.bidiagonal import Bidiagonal
 
-CONVERGING = 5e-2
+CONVERGING = 1e-3
 """Extrapolated excess from which on the Ritz values are near enough to tell, by their couplings, what they lack."""
 
 

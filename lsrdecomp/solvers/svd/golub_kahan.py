@@ -29,7 +29,8 @@ class BlockGolubKahan(MatrixSolver):
     A large float64 matrix in memory whose number of terms is given is first read in single precision, at half the
     price: its Krylov space only has to hold the terms, which a product or two in double precision then take from it.
     So what single precision costs is the square of its rounding; two machines agree within ``tolerance``, not to the
-    last digits. A ``tolerance`` below 1e-4 keeps to double precision throughout.
+    last digits. Where a first block shows fewer directions above that rounding than it has columns, double precision
+    takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.
