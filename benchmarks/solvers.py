@@ -200,7 +200,8 @@ def pair(options: argparse.Namespace) -> list[dict[str, Any]]:
     errors = [target.residual_norm(found[x].approximation) / target.norm for x in ("implicit", "formed")]
     return [{"implicit seconds": implicit, "with measured error": whole, "times the solve": whole / implicit,
              "formed seconds": formed, "times faster": formed / implicit,
-             "extra MB": extra / 1e6, "relative errors": errors, "claimed": found["implicit"].optimality_gap}]  # fmt: skip
+             "extra MB": extra / 1e6, "relative errors": errors,
+             "claimed": found["implicit"].optimality_gap}]  # fmt: skip
 
 
 def batch(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def separated_distance(rearranged: Any, norm_of: float, size: float, approximati
 
 
 def entrywise_distance(pieces: Iterable[tuple[slice, slice, Array]], approximation: Any) -> float:
-    """‖R − Σ λ u vᵀ‖ in double precision from its entries, for two factors and rectangles of R: rows, columns, entries."""
+    """‖R − Σ λ u vᵀ‖ in double precision from entries, for two factors and rectangles of R: rows, columns, entries."""
     xp, s = namespace(*approximation.factors), approximation.separation_rank
     rows, columns = (xp.reshape(as_double(f), (s, f.shape[1] * f.shape[2])) for f in approximation.factors)
     left = xp.matrix_transpose(rows) * as_double(xp.astype(approximation.weights, rows.dtype))

@@ -65,8 +65,8 @@ class Certificate:
 
     @property
     def noise(self) -> float:
-        """Rounding of what one look captured more than another: it is much the same in both."""
-        return self.roundoff / 16.0
+        """Rounding of what one look captured more than another; in single precision less than that of either."""
+        return self.roundoff / 16.0 if self.roundoff > 1e-10 else self.roundoff
 
     @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
