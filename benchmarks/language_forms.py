@@ -1,6 +1,7 @@
 """The forms of a LoRA that the language-model suite compares, each written as a directory that PEFT opens.
 
-Structures: LSR; truncated SVD in the Frobenius and in the K-FAC norm; SVD in the K-FAC norm with bits shared out among
+Structures: LSR; truncated SVD in the Frobenius and in the K-FAC norm; both of the latter norm in a second pass, whose
+statistics were measured with the form of the first one active; SVD in the K-FAC norm with bits shared out among
 its vectors; the LoRA itself rounded to nearest in 8 and 4 bits, one scale a vector. One search serves all budgets of a
 structure. A form's bytes are those of its weight file, and of its directory; of a rounded LoRA, which nothing packs,
 they are counted: bits a number and two bytes a scale.
@@ -48,6 +49,8 @@ STRUCTURES = {
     "SVD": Structure(functional=False, low_rank=True),
     "SVD, K-FAC": Structure(low_rank=True),
     "SVD, bits": Structure(low_rank=True, coded=True),
+    "LSR, second pass": Structure(),
+    "SVD, K-FAC, second pass": Structure(low_rank=True),
 }
 ROUNDED = {"LoRA int8": 8, "LoRA int4": 4}
 

@@ -4,7 +4,8 @@
     ... --parts e2e/r8 --seeds 0 --limit 900 --workers 4 --device cuda
 
 A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, forms are made (in processes beside, by
-search on the CPU) and judged as they come; forms that the suite's table [distilled] names are trained at the end.
+search on the CPU) and judged as they come. At the end forms that the table [second] names are searched for again, in
+the norm measured with the first one active, and forms that the table [distilled] names are trained.
 Every stage leaves its files in --work and is never done again, so the same command goes on after a kill; with --limit
 no stage begins after so many seconds. At the end, or with --table at any time, what there is becomes --out: JSON,
 table and picture. --data holds the tasks' files as `benchmarks/language_tasks.py` reads them; --small asks for so
@@ -20,7 +21,7 @@ import os
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,13 +39,14 @@ from language_tasks import write_tasks
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import read_jsonl, token_batches, tokenize
-from lsrdecomp.checkpoints.statistics import METADATA
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
 SMALL: dict[str, Any] = {"seeds": [0], "samples": 8, "held": 6, "others": 4, "ratios": [48.0], "bytes": [25000]}
+SMALL |= {"second": {"structures": ["LSR"], "ratios": [48.0]}}
 SMALL |= {"distilled": {"structures": ["LSR"], "ratios": [48.0], "coded": ["LSR, bits"], "bytes": [25000], "steps": 4}}
 SMALL_TASK = {"steps": 3, "generate": 2, "new_tokens": 4, "speaking": ["lsr-ratio-48"]}
 
@@ -109,6 +111,7 @@ class Driver:
                         self.finish(waiting)
                 self.finish(waiting)
                 for part in self.parts():
+                    self.search_again(part)
                     self.distil(part)
                     self.judge(part)
             except OutOfTimeError as error:
@@ -144,12 +147,15 @@ class Driver:
 
     def measure(self, part: Part) -> None:
         """The statistics, on the completions of training examples."""
-        out = part.directory / "statistics"
-        if (out / METADATA).exists():
-            return
-        self.stage(f"{part.name}: statistics")
+        if not (part.directory / "statistics" / METADATA).exists():
+            self.stage(f"{part.name}: statistics")
+            seconds = self.measured(part, part.directory / "lora" / ADAPTER, part.directory / "statistics")
+            write_json(part.directory / "statistics-cost.json", seconds)
+
+    def measured(self, part: Part, adapter: Path, out: Path, modules: Sequence[str] | None = None) -> dict[str, float]:
+        """Statistics with an adapter active, of the layers it adapts or of others, and what they cost."""
         shutil.rmtree(out, ignore_errors=True)
-        base = self.opened(part.directory / "lora" / ADAPTER)
+        base = self.opened(adapter)
         examples = read_jsonl(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
         rows = tokenize(examples, base.tokenizer, max_length=self.suite["max_length"])
         batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
@@ -158,7 +164,7 @@ class Driver:
             calibrate(
                 base.model,
                 batches,
-                modules=base.modules,
+                modules=base.modules if modules is None else modules,
                 out=out,
                 seed=part.seed,
                 samples=len(rows),
@@ -166,8 +172,23 @@ class Driver:
                 base=self.suite["model"],
                 adapter_base=base.adapter_base,
             )
-        seconds = {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
-        write_json(part.directory / "statistics-cost.json", seconds)
+        return {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
+
+    def search_again(self, part: Part) -> None:
+        """Forms that the suite names, searched for in the norm around the form of that size."""
+        table, folder = self.suite.get("second", {}), part.directory / "forms"
+        for structure, budget in product(table.get("structures", []), table.get("ratios", [])):
+            made = forms.place(folder, structure, "ratio", budget)
+            again = f"{structure}, second pass"
+            if not (made / forms.FORM).exists() or (forms.place(folder, again, "ratio", budget) / forms.FORM).exists():
+                continue
+            self.stage(f"{part.name}: {made.name} again")
+            modules = read_statistics(part.directory / "statistics").metadata["settings"]["modules"]
+            statistics = part.directory / f"statistics-{made.name}"
+            self.measured(part, made, statistics, modules)
+            lora = part.directory / "lora" / ADAPTER
+            for complaint in forms.make_forms(lora, statistics, folder, again, "ratio", [budget]):
+                self.say(f"{part.name}: {complaint}")
 
     def jobs(self, part: Part) -> Iterator[tuple[Any, ...]]:
         """What the processes are to make."""

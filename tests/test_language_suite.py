@@ -41,6 +41,7 @@ def test_a_part_is_trained_compressed_judged_and_collected_once(driver, tmp_path
         "SVD, K-FAC",
         "LoRA int8",
         "LoRA int4",
+        "LSR, second pass",
         "LSR, distilled",
         "LSR, bits, distilled",
     } <= structures

