@@ -42,6 +42,7 @@ from lsrdecomp.experiments.runs import Failure, do_runs, outcome
 from lsrdecomp.experiments.suite import read_suite
 from lsrdecomp.promise.bench import Bench
 from lsrdecomp.promise.distil import distil
+from lsrdecomp.promise.front import compress_measured
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores
 from lsrdecomp.training.scoring import judge
@@ -67,15 +68,14 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=(DEMO, "MRPC", "CoLA"), default=[DEMO])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", choices=("distil", "promise"))
+    parser.add_argument("--only", choices=("distil", "promise", "passes"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
     record = Record(arguments.out)
-    if arguments.only != "promise":
-        distilled(arguments, record)
-    if arguments.only != "distil":
-        promises(arguments, record)
+    for name, part in (("distil", distilled), ("promise", promises), ("passes", passes)):
+        if arguments.only in (None, name):
+            part(arguments, record)
 
 
 class Record:
@@ -110,6 +110,9 @@ class Subject:
     work: Path
     texts: list[Text]  # to calibrate and distil on
     max_length: int
+
+    def sample(self, seed: int) -> list[Text]:
+        return random.Random(seed).sample(self.texts, min(TEXTS, len(self.texts)))
 
     def form(self, structure: str, ratio: float) -> Path:
         """The compressed LoRA, made if it is not there."""
@@ -233,9 +236,8 @@ def distilled_form(
     subject: Subject, judge: Judge, structure: str, ratio: float, seed: int, steps: int
 ) -> dict[str, Any]:
     """What one form keeps before and after."""
-    made = subject.form(structure, ratio)
+    made, sample = subject.form(structure, ratio), subject.sample(seed)
     out = made.with_name(f"{made.name}-{seed}")
-    sample = random.Random(seed).sample(subject.texts, min(TEXTS, len(subject.texts)))
     begin = time.process_time()
     done = distil(
         made,
@@ -262,6 +264,18 @@ def distilled_form(
         "bytes": (out / "adapter_model.safetensors").stat().st_size,
         **judge.source(),
     }
+
+
+def passes(arguments: argparse.Namespace, record: Record) -> None:
+    """What the demo's adapter keeps, held out, after one search and after those in the norm around what it found."""
+    subject = demo(arguments.data, arguments.work)
+    record.value["passes"] = []
+    for seed in arguments.seeds:
+        for ratio in RATIOS:
+            given: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
+            result = compress_measured(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **given)
+            kept = [one.kept for one in result.tried]
+            record.add({"task": DEMO, "ratio": ratio, "seed": seed, "kept": kept}, "passes")
 
 
 def promises(arguments: argparse.Namespace, record: Record) -> None:

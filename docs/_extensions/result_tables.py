@@ -126,7 +126,7 @@ def distilled(results: dict[str, Any]) -> Table:
         shares = (
             [row[when][share] for row in same] for share in ("dev_kept", "label_share") for when in ("before", "after")
         )
-        label = "LSR" if structure == "LSR" else "truncated SVD, K-FAC norm"
+        label = "truncated SVD, K-FAC norm" if structure == "SVD" else structure
         size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
         table.append((task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same))))
     head = ("task", "structure", "parameters", "file", "answers kept", "then", "gain kept", "then", "seeds")
