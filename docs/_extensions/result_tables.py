@@ -133,6 +133,15 @@ def distilled(results: dict[str, Any]) -> Table:
     return head, table
 
 
+def passes(results: dict[str, Any]) -> Table:
+    """Shares kept after one, two and three passes."""
+    table = []
+    for ratio in sorted({row["ratio"] for row in results["passes"]}, reverse=True):
+        same = [row["kept"] for row in results["passes"] if row["ratio"] == ratio]
+        table.append((f"1/{ratio:g}", *map(_mean_and_range, map(list, zip(*same, strict=True)))))
+    return ("parameters", "one pass", "two", "three"), table
+
+
 def _mean_and_range(values: list[float]) -> str:
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return f"{fmean(values):.2f}" + (f" ({low} to {high})" if low != high else "")
@@ -353,6 +362,7 @@ TABLES = {
     "compression-adapters": ("compression.json", by_adapter),
     "function": ("demo_function.json", function),
     "minilm-distilled": ("promise.json", distilled),
+    "minilm-passes": ("promise.json", passes),
     "three-seeds": ("functional.json", three_seeds),
     "operators-naive": ("operators-peers.json", operator_tables.naive),
     "operators-diffusion": ("operators-peers.json", operator_tables.diffusion),
