@@ -133,8 +133,8 @@ def run_fleet(
     names = find_adapters(folder)
     if not names:
         raise CheckpointError(f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder)
-    out.mkdir(parents=True, exist_ok=True)
     measured = _statistics_of(names, statistics)
+    out.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
     jobs = [Job(name, str(folder / name), str(out / name), max_memory, measured.get(name)) for name in names]
     left: dict[str, Job] = {}
