@@ -175,7 +175,7 @@ def compress_measured(
         # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
         if chosen is None:
             break
-        again = calibrated(bench, place.with_name(f"{place.name}-{turn}"), say, chosen.path)
+        again = calibrated(bench, maker.folder / f"statistics-{turn}", say, chosen.path)
         try:
             other = goal(again)
             new = other.untrained()
@@ -190,8 +190,6 @@ def compress_measured(
     promise = promised(bench, chosen.behaviour, chosen.path, checkpoint, data_name(data), **told)
     made = shutil.copytree(chosen.path, Path(folder.name) / "made")
     shutil.rmtree(forms, ignore_errors=True)
-    for used in () if workspace is None else workspace.parent.glob(f"{workspace.name}-[0-9]*"):
-        shutil.rmtree(used, ignore_errors=True)
     if workspace is not None and statistics is None:
         shutil.rmtree(workspace, ignore_errors=True)
     return Promised(chosen.compression, promise, made, chosen.facts, folder, maker.tried)
