@@ -11,7 +11,6 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Force, JsonFile, Quiet
 from lsrdecomp.cli.outputs import NEW_DIRECTORY
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
 
@@ -64,8 +63,7 @@ def distil(
             device=device,
             seed=seed,
             force=force,
-            on_step=lambda now, all_steps, *_: show(Step("distilling", now, all_steps, "steps")),
-            on_stage=lambda words: show(Step(words, 0, 0)),
+            on_step=show,
         )
     before, after, training = done.trial.before, done.trial.after, done.trial.training
     verdict = "" if done.trial.steps else "; no better, so the old form stays"

@@ -12,7 +12,6 @@ import typer
 from lsrdecomp import compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.outputs import Input
-from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:
@@ -95,8 +94,6 @@ def drawer(
         return lambda plan: searched.compress(given[0] if plan is None else plan)
     from lsrdecomp.promise.api import compress
 
-    stages = _Stages(resources.on_step)
-
     def draw(plan: CompressionPlan | None) -> Compression | Promised:
         with tables.quiet():
             measured: Compression | Promised = compress(
@@ -110,26 +107,11 @@ def drawer(
                 resources=resources,
                 device=resources.device or "cpu",
                 workspace=None if out is None else out.absolute().parent / f".{out.name}.statistics",
-                on_stage=stages.begin,
-                on_step=stages.count,
+                on_step=resources.on_step,
             )
         return measured
 
     return draw
-
-
-class _Stages:
-    """Words of the work at hand, and steps of training counted under them."""
-
-    def __init__(self, show: Callable[[Step], None]) -> None:
-        self._show, self._words = show, ""
-
-    def begin(self, words: str) -> None:
-        self._words = words
-        self._show(Step(words, 0, 0))
-
-    def count(self, step: int, steps: int, _: float) -> None:
-        self._show(Step(self._words, step, steps, "steps"))
 
 
 def words(result: Compression | Promised) -> Iterator[str]:

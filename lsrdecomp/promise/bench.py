@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from lsrdecomp.calibration.base_model import Base, adapted_modules, batches, loa
 from lsrdecomp.calibration.dataset import PromptExample
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
+from lsrdecomp.compression.progress import OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.promise.texts import Texts, length, split
 
-Say = Callable[[str], object]
 NO_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
 
@@ -41,6 +41,8 @@ class Bench:
     dtype, device : str
         Precision and place of the base.
     seed : int
+    on_step : callable, optional
+        Called with a `Step` before and during each part of the work.
 
     Raises
     ------
@@ -62,11 +64,11 @@ class Bench:
         dtype: str = "float32",
         device: str = "cpu",
         seed: int = 0,
-        on_step: Say | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        say = on_step or (lambda _: None)
+        self.on_step = on_step
         parts = split(texts, held_out, seed)
-        say("opening the base")
+        self.say("opening the base")
         try:
             self.source = load_base(base, lora, dtype=dtype, device=device)
         except (OSError, ValueError, RuntimeError) as error:
@@ -77,13 +79,18 @@ class Bench:
         self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
         self.max_length, self.device, self.seed = max_length, device, seed
         self.held, self.calibration = parts
-        say(f"the LoRA's own answers to {len(self.held)} held-out examples")
+        self.say(f"the LoRA's own answers to {len(self.held)} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held))
         if not self.reference.effect > NO_EFFECT:
             raise LsrError(
                 f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
                 "no effect to keep; give texts of the task it was trained for"
             )
+
+    def say(self, words: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        """What is done now, and how much of it."""
+        if self.on_step is not None:
+            self.on_step(Step(words, done, total, unit))
 
     def batches(self, texts: Texts, size: int | None = None) -> Iterator[Batch]:
         """Texts of like length together, as the model reads them; the same texts give the same batches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,9 +18,10 @@ from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.output_paths import check_output
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.promise.bench import Bench, Say
+from lsrdecomp.promise.bench import Bench
 from lsrdecomp.promise.publish import publish
 from lsrdecomp.promise.record import Promise
 from lsrdecomp.promise.rewrite import Statistics, check_pair, rewrite
@@ -32,8 +32,6 @@ TEACHER_SHARE = 0.2
 FEWEST_LESSONS = 8
 CHECK_BATCHES = 4
 """Batches that say when to stop; they are held out of the lessons, and the promise is measured on others."""
-
-OnStep = Callable[[int, int, float], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,6 @@ def distil(
     seed: int = 0,
     force: bool = False,
     on_step: OnStep | None = None,
-    on_stage: Say | None = None,
 ) -> Distilled:
     """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 
@@ -147,8 +144,8 @@ def distil(
     dtype, device : str
         Precision and place of the base; factors are trained in float32.
     seed : int
-    on_step, on_stage : callable, optional
-        Called with step, steps and loss; and with a few words before each part of the work.
+    on_step : callable, optional
+        Called with a `Step` before each part of the work and after every step of training.
 
     Returns
     -------
@@ -186,7 +183,7 @@ def distil(
         dtype=dtype,
         device=str(team.device) if device == "cuda" and team.num_processes > 1 else device,
         seed=seed,
-        on_step=on_stage,
+        on_step=on_step,
     )
     state = place.absolute().parent / f".{place.name}.distil"
     settings = {"steps": steps, "seed": seed, "teacher": source.source_sha256, "written": written.source_sha256}
@@ -203,8 +200,6 @@ def distil(
             statistics=statistics,
             state=state,
             settings=settings,
-            on_step=on_step,
-            on_stage=on_stage,
         )
         promise = promised(bench, found.better, found.form, source, data_name(data), distilled=found.steps)
         if team.is_main_process:
@@ -228,17 +223,15 @@ def distil_form(
     statistics: Statistics | None = None,
     state: Path | None = None,
     settings: dict[str, Any] | None = None,
-    on_step: OnStep | None = None,
-    on_stage: Say | None = None,
+    words: str = "",
 ) -> Trial:
     """Distil the directory ``made`` on an open bench and write what came of it to ``out``; see `distil`.
 
-    ``before`` is what it keeps, if that was measured.
+    ``before`` is what it keeps, if that was measured; ``words`` go before those on each part of the work.
     """
-    say = on_stage or (lambda _: None)
     student = bench.open(made)
     if before is None:
-        say("measuring")
+        bench.say(f"{words}measuring")
         before = bench.reference.compare(student)
     size = bench.size
     check, rest = bench.calibration[: CHECK_BATCHES * size], bench.calibration[CHECK_BATCHES * size :]
@@ -248,7 +241,8 @@ def distil_form(
         list(bench.batches(rest[start : start + size], micro or size))
         for start in range(0, len(rest), size)[: max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))]
     ]
-    say(f"distilling, at most {steps} steps of {size} examples")
+    stage = f"{words}distilling, at most {steps} steps of {size} examples"
+    bench.say(stage)
     training = distil_factors(
         bench.source,
         student,
@@ -259,9 +253,9 @@ def distil_form(
         seed=bench.seed,
         settings=settings,
         state=state,
-        on_step=on_step,
+        on_step=lambda step, all_steps, _: bench.say(stage, step, all_steps, "steps"),
     )
-    say("writing and measuring again")
+    bench.say(f"{words}writing and measuring again")
     rewrite(out, made, source, forms_of(student), statistics=statistics)
     after = bench.measure(out)
     trial = Trial(out, before, after, training)

@@ -17,8 +17,8 @@ from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
 from lsrdecomp.compression.compress import Compression
-from lsrdecomp.promise.bench import Bench, Say
-from lsrdecomp.promise.distil import OnStep, Trial, distil_form
+from lsrdecomp.promise.bench import Bench
+from lsrdecomp.promise.distil import Trial, distil_form
 from lsrdecomp.promise.record import Tried
 from lsrdecomp.promise.rewrite import recorded_layers
 
@@ -70,12 +70,8 @@ class FormMaker:
         steps: int,
         folder: Path,
         settings: Mapping[str, Any],
-        *,
-        on_stage: Say,
-        on_step: OnStep | None = None,
     ) -> None:
         self.bench, self.source, self.statistics, self.steps = bench, source, statistics, steps
-        self.say, self.on_step = on_stage, on_step
         about = [bench.source.adapter_sha256, bench.source.name, bench.size, bench.max_length, bench.seed]
         texts = repr((bench.held, bench.calibration))
         self.folder = folder / _digest(json.dumps([*about, dict(settings)]).encode(), texts.encode())
@@ -98,7 +94,7 @@ class FormMaker:
         if done.exists():
             found = Behaviour(**_read(done))
         else:
-            self.say(f"measuring form {len(self._tried) + 1}, {compression.totals.ratio:.3g} times fewer numbers")
+            self.bench.say(f"measuring form {len(self._tried) + 1}, {compression.totals.ratio:.3g} times fewer numbers")
             found = self.bench.measure(path)
             _write(done, asdict(found))
         tried = Tried((path / WEIGHTS).stat().st_size, compression.totals.parameters, found.kept)
@@ -122,8 +118,7 @@ class FormMaker:
                 before=plain.behaviour,
                 statistics=self.statistics,
                 state=out.with_suffix(".state"),
-                on_step=self.on_step,
-                on_stage=lambda doing: self.say(f"{words}{doing}"),
+                words=words,
             )
             told = {"before": asdict(trial.before), "after": asdict(trial.after)}
             _write(done, {**told, "training": asdict(trial.training)})

@@ -13,12 +13,13 @@ from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.compression.compress import Compression, search_adapter
 from lsrdecomp.compression.plan import CompressionPlan, share_of_effect
+from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.searched import Resources
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.promise.bench import Bench, Say
-from lsrdecomp.promise.distil import OnStep, promised
+from lsrdecomp.promise.bench import Bench
+from lsrdecomp.promise.distil import promised
 from lsrdecomp.promise.forms import FormMaker
 from lsrdecomp.promise.norms import calibrated
 from lsrdecomp.promise.publish import publish
@@ -97,7 +98,6 @@ def compress_measured(
     dtype: str = "float32",
     device: str = "cpu",
     seed: int = 0,
-    on_stage: Say | None = None,
     on_step: OnStep | None = None,
 ) -> Promised:
     """Compress a LoRA against its base and measure what is kept.
@@ -130,8 +130,8 @@ def compress_measured(
         killed run goes on; both are removed at the end.
     held_out, batch, max_length, dtype, device, seed
         As for `lsrdecomp.promise.distil`.
-    on_stage, on_step : callable, optional
-        Called with a few words before each part of the work; and after every step of distillation.
+    on_step : callable, optional
+        Called with a `Step` before and during each part of the work.
 
     Returns
     -------
@@ -149,18 +149,18 @@ def compress_measured(
         raise BudgetError("one goal is needed with a base: a share to keep, or a size or error")
     if keep is not None and not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, such as 0.95; got {keep:g}")
-    say = on_stage or (lambda _: None)
     options: dict[str, Any] = {"held_out": held_out, "batch": batch, "max_length": max_length, "dtype": dtype}
-    bench = Bench(base, checkpoint.path, read_data(data), device=device, seed=seed, on_step=say, **options)
+    bench = Bench(base, checkpoint.path, read_data(data), device=device, seed=seed, on_step=on_step, **options)
     if plan is not None and plan.kl is not None:
         keep, storage, max_rank = 1.0 - share_of_effect(plan.kl, bench.reference.effect), plan.storage, plan.max_rank
         plan = None
     folder = TemporaryDirectory()
     place = workspace or Path(folder.name) / "statistics"
-    known = calibrated(bench, place, say) if statistics is None else statistics
+    resources = resources or Resources(on_step=on_step)
+    known = calibrated(bench, place) if statistics is None else statistics
     forms = Path(folder.name) / "forms" if workspace is None else workspace.with_suffix(".forms")
     same = {name: value for name, value in options.items() if name not in ("batch", "max_length")}
-    maker = FormMaker(bench, checkpoint, known, distil, forms, same, on_stage=say, on_step=on_step)
+    maker = FormMaker(bench, checkpoint, known, distil, forms, same)
 
     def goal(norm: Statistics) -> Goal:
         searches = partial(search_adapter, checkpoint, statistics=norm, search=search, resources=resources)
@@ -175,7 +175,7 @@ def compress_measured(
         # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
         if chosen is None:
             break
-        again = calibrated(bench, maker.folder / f"statistics-{turn}", say, chosen.path)
+        again = calibrated(bench, maker.folder / f"statistics-{turn}", chosen.path)
         try:
             other = goal(again)
             new = other.untrained()

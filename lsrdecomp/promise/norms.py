@@ -6,21 +6,22 @@ import shutil
 from pathlib import Path
 
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.questions import TOKEN_HEADS
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.promise.bench import Bench, Say
+from lsrdecomp.promise.bench import Bench
 
 SAMPLES = 512
-"""Examples that calibration reads at most."""
+"""Examples that calibration reads at most, and half of that where each asks for many tokens."""
 
 
-def calibrated(bench: Bench, out: Path, say: Say, written: Path | None = None) -> Statistics:
+def calibrated(bench: Bench, out: Path, written: Path | None = None) -> Statistics:
     """Statistics of the layers that the LoRA adapts, on texts that are not held out.
 
     With the LoRA active, or with a compressed form of it, as ``written``. Those that a run before finished are taken.
     """
-    source, texts = bench.source, bench.calibration[:SAMPLES]
+    source, texts = bench.source, bench.calibration[: SAMPLES // 2 if bench.source.head in TOKEN_HEADS else SAMPLES]
     digest = source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
     asked = {"seed": bench.seed, "samples": len(texts), "base": source.name, "modules": list(source.modules)}
     asked |= {"adapter": digest}
@@ -29,7 +30,8 @@ def calibrated(bench: Bench, out: Path, say: Say, written: Path | None = None) -
         if any(settings.get(name) != value for name, value in asked.items()):
             shutil.rmtree(out)
     if not (out / METADATA).exists():
-        say(f"calibrating on {len(texts)} examples{'' if written is None else ' with the compressed adapter'}")
+        stage = "calibrating" if written is None else "calibrating with the compressed adapter"
+        bench.say(stage)
         calibrate(
             (source if written is None else bench.open(written)).model,
             bench.batches(texts),
@@ -41,5 +43,6 @@ def calibrated(bench: Bench, out: Path, say: Say, written: Path | None = None) -
             base=source.name,
             adapter_base=source.adapter_base,
             adapter=digest,
+            on_batch=lambda now: bench.say(stage, now.examples, now.samples, "examples"),
         )
     return read_statistics(out)

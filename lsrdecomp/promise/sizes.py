@@ -87,7 +87,7 @@ class SmallestSize:
 
         def told(seen: Sequence[Measured]) -> None:
             words = f"form {len(seen)} of at most {MOST_MEASURED} keeps {seen[-1].kept:.3f}, {self.keep:g} asked"
-            self.maker.say(words)
+            self.maker.bench.say(words)
 
         try:
             self.enough = smallest(self.keep, self.whole, self.expected, self._measured, on_measured=told)[0]

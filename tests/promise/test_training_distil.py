@@ -95,8 +95,8 @@ def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path)
     class Killed(BaseException):
         pass
 
-    def stop(step, steps, loss):
-        if step == 27:
+    def stop(step):
+        if step.unit == "steps" and step.done == 27:
             raise Killed
 
     shutil.copytree(classifier / "lsr", tmp_path / "mine")
@@ -106,19 +106,24 @@ def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path)
     assert (tmp_path / "mine" / "adapter_model.safetensors").read_bytes() == before
     assert (tmp_path / ".mine.distil").exists()
     seen = []
-    done = run(classifier, tmp_path / "mine", on_step=lambda step, *_: seen.append(step))
-    assert seen[0] > 5
+    done = run(classifier, tmp_path / "mine", on_step=seen.append)
+    assert steps_told(seen)[0] > 5
     checks = [dict(each.trial.training.checks) for each in (done, whole)]
     assert checks[0] == pytest.approx(checks[1], abs=1e-5)
     assert done.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
+
+
+def steps_told(seen):
+    """Numbers of the steps of training that were told."""
+    return [step.done for step in seen if step.unit == "steps"]
 
 
 def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path):
     shutil.copytree(classifier / "lsr", tmp_path / "mine")
     (tmp_path / ".mine.distil").write_bytes(b"not a state")
     seen = []
-    run(classifier, tmp_path / "mine", steps=4, on_step=lambda step, *_: seen.append(step))
-    assert seen == [1, 2, 3, 4]
+    run(classifier, tmp_path / "mine", steps=4, on_step=seen.append)
+    assert steps_told(seen) == [1, 2, 3, 4]
 
 
 def test_passes_are_what_was_asked_of_the_base(language_model, tmp_path, monkeypatch):

@@ -145,15 +145,18 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, front.promised
     settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, **SETTINGS}
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (counted.append(1), plain(*given, **named))[1])
-    whole = lsr.compress(folder / "lora", **settings)
+    told = []
+    whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
+    assert {step.unit for step in told} >= {"examples", "layers × shapes", "steps"}  # calibration, search, training
+    assert [step.done for step in told if step.stage == "calibrating" and step.total][-1] == len(TEXTS) * 3 // 4
     trainings = len(counted)
     assert 1 <= trainings <= 3
 
     class Killed(BaseException):
         pass
 
-    def stop(step, *_):
-        if step == 33:
+    def stop(step):
+        if step.unit == "steps" and step.done == 33:
             raise Killed
 
     def killed(*given, **named):
@@ -164,8 +167,8 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     steps = []
     monkeypatch.setattr(front, "promised", killed)
     with pytest.raises(Killed):  # when all of them are done
-        lsr.compress(folder / "lora", **settings, workspace=place, on_step=lambda step, *_: steps.append(step))
-    assert steps[0] > 10  # not from its beginning
+        lsr.compress(folder / "lora", **settings, workspace=place, on_step=steps.append)
+    assert next(step.done for step in steps if step.unit == "steps") > 10  # not from its beginning
     counted.clear()
     monkeypatch.setattr(forms.Bench, "measure", killed)  # nothing is measured again either
     monkeypatch.setattr(front, "promised", end)
