@@ -1,10 +1,12 @@
 """Distillation without labels: a compressed adapter is trained to answer as the LoRA it was made from.
 
-The loss is KL(LoRA ‖ compressed) per answer on unlabelled texts [1]_. What is trained are the numbers of the factors;
-each factor moves in units of its own root mean square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same
-relative change in every layer, whatever its scale and however a layer shares its size out among its factors.
+The loss is KL(LoRA ‖ compressed) per answer on unlabelled texts [1]_ and, of a classifier, the squared distance to what
+the last layer of the source reads [2]_. What is trained are the numbers of the factors; each factor moves in units of
+its own root mean square, θ = θ₀ + rms(θ₀) · u, so that one learning rate means the same relative change in every layer,
+whatever its scale and however a layer shares its size out among its factors.
 
 .. [1] G. Hinton, O. Vinyals and J. Dean, Distilling the knowledge in a neural network, 2015. arXiv:1503.02531
+.. [2] A. Romero et al., FitNets: hints for thin deep nets, ICLR 2015. arXiv:1412.6550
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
-from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.distil_state import State, read_state, save_state
 from lsrdecomp.calibration.divergence import Reference
+from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import Batch, CalibrationError
 
@@ -36,6 +38,9 @@ CHECKS = 8
 """Times that the held-out share is looked at, if that costs no more than `CHECK_SHARE`."""
 CHECK_SHARE = 0.2
 """Forward passes of all looks, of all steps."""
+FEATURES = 4.0
+"""Weight, beside the divergence, of the distance to the features of the source's classifier; both as shares of what the
+adapter does. Two logits an example are few to learn thousands of numbers from."""
 PATIENCE = 3
 """Looks without a rise after which distillation ends."""
 
@@ -148,12 +153,15 @@ class _Work:
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
         self.source, self.lessons = source, lessons
-        self.answers: dict[int, list[tuple[Batch, Callable[[], Tensor], int]]] = {}
+        self.known: dict[int, list[Lesson]] = {0: [lesson(source, batch) for batch in lessons[0]]}
+        apart = distance_without(source, self.known[0])
+        self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
         self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
     def begin(self) -> State:
         now = State(self.zero.clone(), (self.zero.clone(), self.zero.clone()), self.zero.clone())
+        now.passes = 1.0 if self.nearness == 0.0 else 2.0
         self.look(now)
         return now
 
@@ -193,13 +201,13 @@ class _Work:
         """One step of AdamW on the relative changes; returns the loss before it, nats per answer."""
         self.put(now.u)
         parts = self.lesson(now)
-        total = sum(count for _, _, count in parts)
+        total = sum(part.answers for part in parts)
         loss = torch.zeros((), device=now.u.device)
-        for index, (batch, recall, _) in enumerate(parts):
+        for index, part in enumerate(parts):
             if index % self.team.num_processes == self.team.process_index:
-                part = soft_divergence(recall(), ask(self.student, batch).logits, self.student.head) / total
-                part.backward()  # type: ignore[no-untyped-call]
-                loss += part.detach()
+                lost = self.lost(part) / total
+                lost.backward()  # type: ignore[no-untyped-call]
+                loss += lost.detach()
         gradient = torch.cat(
             [
                 (torch.zeros_like(p) if p.grad is None else p.grad).mul(scale).flatten()
@@ -219,19 +227,23 @@ class _Work:
         self.on_step(now.step, self.steps, float(loss))
         return float(loss)
 
-    def lesson(self, now: State) -> list[tuple[Batch, Callable[[], Tensor], int]]:
+    def lost(self, part: Lesson) -> Tensor:
+        """Σ over answers of the divergence and, of a classifier, of how far its features are from the source's."""
+        answers, features = ask_with_features(self.student, part.batch)
+        loss = soft_divergence(part.logits(), answers.logits, self.student.head)
+        if features is not None and part.features is not None:
+            loss = loss + self.nearness * (features - part.features).square().sum()
+        return loss
+
+    def lesson(self, now: State) -> list[Lesson]:
         """The lesson of the next step with the source's answers, which are asked for once."""
         round_, place = divmod(now.step, len(self.lessons))
         generator = torch.Generator().manual_seed((self.seed << 20) + round_)
         chosen = int(torch.randperm(len(self.lessons), generator=generator)[place])
-        if chosen not in self.answers:
-            found = []
-            for batch in self.lessons[chosen]:
-                answers, recall = keep_answers(self.source, batch)
-                found.append((batch, recall, int(answers.counts.sum())))
-            self.answers[chosen] = found
+        if chosen not in self.known:
+            self.known[chosen] = [lesson(self.source, batch) for batch in self.lessons[chosen]]
             now.passes += 1.0
-        return self.answers[chosen]
+        return self.known[chosen]
 
     def look(self, now: State) -> None:
         """The share kept on the check texts; the best factors so far are remembered."""

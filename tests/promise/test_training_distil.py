@@ -20,6 +20,7 @@ from typer.testing import CliRunner  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors, soft_divergence, trained  # noqa: E402
 from lsrdecomp.calibration.divergence import divergence  # noqa: E402
+from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
@@ -126,19 +127,32 @@ def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path
     assert steps_told(seen) == [1, 2, 3, 4]
 
 
-def test_passes_are_what_was_asked_of_the_base(language_model, tmp_path, monkeypatch):
-    asked = {"forward": 0, "backward": 0}
-    module = sys.modules[distil_factors.__module__]
+@pytest.mark.parametrize("kind", ["language_model", "classifier"])
+def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, request):
+    model, asked = request.getfixturevalue(kind), []
+    module = sys.modules[ask_with_features.__module__]
     for name in ("ask", "keep_answers"):
         plain = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *given, plain=plain: (asked.update(forward=asked["forward"] + 1), plain(*given))[1]
-        )
-    done = run(language_model, language_model / "lsr", out=tmp_path / "out", steps=60, rate=None)
+        monkeypatch.setattr(module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1])
+    done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
     training = done.trial.training
     lessons = training.passes - 2 * training.steps - 4 * len(training.checks)
-    assert asked["forward"] == training.steps + lessons
+    assert len(asked) == training.steps + lessons
     assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight lessons at least
+
+
+def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tmp_path, monkeypatch):
+    bench, away = Bench(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16), []
+    for weight in (0.0, 4.0):
+        monkeypatch.setattr(sys.modules[distil_factors.__module__], "FEATURES", weight)
+        run(classifier, classifier / "lsr", out=tmp_path / f"{weight}")
+        student = bench.open(tmp_path / f"{weight}")
+        with torch.no_grad():
+            pairs = [
+                [ask_with_features(b, batch)[1] for b in (student, bench.source)] for batch in bench.batches(TEXTS)
+            ]
+        away.append(sum(float((mine - its).square().sum()) for mine, its in pairs))
+    assert away[1] < 0.9 * away[0]
 
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):

@@ -1,0 +1,95 @@
+"""What the last layer of a classifier reads: hundreds of numbers for each answer, where its logits are two or three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lsrdecomp.calibration.answers import Answers, ask, keep_answers
+from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.divergence import without_delta
+from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.questions import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A batch with the source's answers to it."""
+
+    batch: Batch
+    logits: Callable[[], Tensor]  # (answers, classes)
+    features: Tensor | None  # (answers, width) that the last layer read; None where that is not known
+    answers: int
+
+
+def lesson(source: Base, batch: Batch) -> Lesson:
+    """What the source answers, without gradients, in little memory."""
+    with torch.no_grad():
+        if source.head in (Head.classification, Head.regression):
+            found, features = ask_with_features(source, batch)
+            return Lesson(batch, lambda: found.logits, features, int(found.counts.sum()))
+        found, logits = keep_answers(source, batch)
+        return Lesson(batch, logits, None, int(found.counts.sum()))
+
+
+def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
+    """As `ask`, with what the last linear layer read for each answer: (answers, width), with its graph.
+
+    None where there is more than one answer to an example, or no linear layer whose output is the logits.
+    """
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def hook(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        if given and isinstance(output, Tensor):
+            calls.append((given[0], output))
+
+    last = [module for module in base.model.modules() if isinstance(module, nn.Linear)]
+    if base.head not in (Head.classification, Head.regression):
+        last = []
+    handles = [module.register_forward_hook(hook) for module in last if module.out_features == _classes(base)]
+    try:
+        answers = ask(base, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for given, output in reversed(calls):
+        rows = _rows(given, output.detach().float(), answers.logits.detach())
+        if rows is not None:
+            return answers, rows
+    return answers, None
+
+
+def distance_without(source: Base, lessons: list[Lesson]) -> float | None:
+    """How far ΔW moves the features: the mean over answers of the squared distance to those without it.
+
+    None where features are not known, or do not move. One forward pass a lesson.
+    """
+    total, answers = 0.0, 0
+    with torch.no_grad(), without_delta(source.model):
+        for one in lessons:
+            if one.features is None:
+                return None
+            bare = ask_with_features(source, one.batch)[1]
+            if bare is None:
+                return None
+            total, answers = total + float((bare - one.features).square().sum()), answers + one.answers
+    return total / answers if total > 0.0 else None
+
+
+def _classes(base: Base) -> int:
+    return int(getattr(base.model.config, "num_labels", 0))
+
+
+def _rows(given: Tensor, output: Tensor, logits: Tensor) -> Tensor | None:
+    """The rows of a layer's input (answers, [tokens,] width) from which it made the logits; None if it did not."""
+    if output.shape == logits.shape and torch.equal(output, logits):
+        return given
+    if output.ndim == 3 and (len(output), output.shape[-1]) == tuple(logits.shape):
+        same = (output == logits[:, None]).all(-1)  # of all tokens the one that answers
+        if bool(same.any(1).all()):
+            return given[torch.arange(len(given), device=given.device), same.long().argmax(1)]
+    return None
