@@ -146,7 +146,6 @@ def compress(
                 if store is not None:
                     store.remove()
                 raise
-            unit = getattr(getattr(result, "promise", None), "unit", unit)
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record, unit)

@@ -107,7 +107,10 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
 
 
 def summary(result: Compression, unit: str = "example") -> Iterator[str]:
-    """The compression in sentences one can act on; ``unit`` is what a network answers once for."""
+    """The compression in sentences one can act on; ``unit`` is what a network answers once for.
+
+    A divergence is estimated where none was measured.
+    """
     total = result.totals
     extra = (
         f"; {total.extra_parameters:,} numbers of other modules are kept as they are" if total.extra_parameters else ""
@@ -122,12 +125,12 @@ def summary(result: Compression, unit: str = "example") -> Iterator[str]:
         "how close the numbers are."
     )
     if total.functional_error is not None:
-        of_all = "" if total.effect is None else f"of {total.effect:.3g} "
-        how = ", to second order and often several times too low" if total.effect is None else ""
-        yield (
-            f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are. "
-            f"Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
-        )
+        words = f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are."
+        if getattr(result, "promise", None) is None:  # nothing was measured
+            of_all = "" if total.effect is None else f"of {total.effect:.3g} "
+            how = ", to second order and often several times too low" if total.effect is None else ""
+            words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
+        yield words
     if total.low_rank_error is not None:
         yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
 

@@ -71,7 +71,7 @@ def html_report(
         name=Path(str(source.path)).name,
         sentence=_sentence(total),
         promise=_promise(compression),
-        tiles=_tiles(compression.layers, total, getattr(getattr(compression, "promise", None), "unit", unit)),
+        tiles=_tiles(compression, unit),
         svg=svg_curves(curves, here, total.parameters_before) if curves else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
         rows=_rows(compression.layers, functional),
@@ -118,9 +118,10 @@ def _verdict(total: Totals) -> str:
     return "Every layer meets the plan."
 
 
-def _tiles(layers: Sequence[LayerReport], total: Totals, unit: str) -> list[tuple[str, str]]:
+def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:
+    total, promise = compression.totals, getattr(compression, "promise", None)
     kinds: dict[str, int] = {}
-    for layer in layers:
+    for layer in compression.layers:
         kinds[layer.structure] = kinds.get(layer.structure, 0) + 1
     tiles = [
         ("times fewer parameters", f"{total.ratio:.2f}"),
@@ -131,7 +132,9 @@ def _tiles(layers: Sequence[LayerReport], total: Totals, unit: str) -> list[tupl
     ]
     if total.functional_error is not None:
         tiles.insert(1, ("error in the K-FAC norm", f"{total.functional_error:.3g}"))
-    if total.kl is not None:
+    if promise is not None:
+        tiles.insert(0, ("kept of what the adapter does", f"{100 * promise.kept:.1f} %"))
+    elif total.kl is not None:
         tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
     if total.low_rank_error is not None:
         tiles.append(("truncated SVD in the same size", f"{total.low_rank_error:.3g}"))

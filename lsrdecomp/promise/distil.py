@@ -117,6 +117,8 @@ def distil(
 ) -> Distilled:
     """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 
+    Of a classifier it also learns what the LoRA's last layer reads; see `lsrdecomp.calibration.distil.distil_factors`.
+
     Parameters
     ----------
     directory : path

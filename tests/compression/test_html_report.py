@@ -114,7 +114,9 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     assert "estimated KL, nats per example" in Page(html_report(Record(layers))).texts
     assert "estimated KL, nats per token" in Page(html_report(Record(layers), unit="token")).texts
     promise = Promise(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
-    assert "estimated KL, nats per token" in Page(html_report(PromisedRecord(layers, promise=promise))).texts
+    measured = Page(html_report(PromisedRecord(layers, promise=promise), unit="token")).texts
+    assert "90.0 %" in measured
+    assert not any("estimated" in text for text in measured)
 
 
 def test_nothing_can_be_loaded_and_every_name_is_escaped():
