@@ -55,12 +55,12 @@ class _Lines:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._last = clock, clock()
-        self._stage, self._begun, self._known = "", self._last, 0
+        self._stage, self._begun, self._known = ("", 0), self._last, 0
 
     def show(self, step: Step) -> None:
         now = self._clock()
-        if step.stage != self._stage or step.done == 0:
-            self._stage, self._begun, self._known = step.stage, now, step.done
+        if (step.stage, step.total) != self._stage or step.done == 0:  # what comes before the first count is no measure
+            self._stage, self._begun, self._known = (step.stage, step.total), now, step.done
         if now - self._last >= EVERY:
             self._last = now
             left = time_left(step.done - self._known, step.total - self._known, now - self._begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ import typer
 from lsrdecomp import compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.outputs import Input
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import BudgetError, LsrError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -94,8 +95,10 @@ def drawer(
         return lambda plan: searched.compress(given[0] if plan is None else plan)
     from lsrdecomp.promise.api import compress
 
+    workspace = None if out is None else out.absolute().parent / f".{out.name}.statistics"
+
     def draw(plan: CompressionPlan | None) -> Compression | Promised:
-        with tables.quiet():
+        with tables.quiet(), _kept_for_another_try(workspace):
             measured: Compression | Promised = compress(
                 checkpoint,
                 plan,
@@ -106,12 +109,23 @@ def drawer(
                 search=search,
                 resources=resources,
                 device=resources.device or "cpu",
-                workspace=None if out is None else out.absolute().parent / f".{out.name}.statistics",
+                workspace=workspace,
                 on_step=resources.on_step,
             )
         return measured
 
     return draw
+
+
+@contextmanager
+def _kept_for_another_try(workspace: Path | None) -> Iterator[None]:
+    """A refusal says where what was measured waits."""
+    try:
+        yield
+    except BudgetError as error:
+        if workspace is None or not any(workspace.parent.glob(f"{workspace.stem}.*")):
+            raise
+        raise BudgetError(f"{error}. What was measured waits in {workspace.stem}.* for another try") from error
 
 
 def words(result: Compression | Promised) -> Iterator[str]:

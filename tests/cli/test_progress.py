@@ -78,6 +78,18 @@ def test_what_was_done_before_is_not_counted(clock: list[float], capsys: pytest.
     assert capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
 
 
+def test_time_before_the_first_count_says_nothing_of_the_rest(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with follow() as show:
+        show(Step("distilling", 0, 0))
+        clock[0] += 50.0  # the LoRA answers the lessons
+        for step in range(1, 5):
+            show(Step("distilling", step, 60, "steps"))
+            clock[0] += 10.0
+    assert capsys.readouterr().err == "lsrdecomp: distilling: 2 of 60 steps, about 10 min left\n"
+
+
 def test_a_short_run_and_a_quiet_one_write_no_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, quiet in ((59.0, False), (600.0, True)):
         with follow(quiet=quiet) as show:

@@ -206,6 +206,17 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
     assert not list(tmp_path.glob(".*"))  # statistics and states are gone
 
 
+def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
+    done = command(folder, lines, "--keep", 0.99999, "--storage", "int4", "--out", tmp_path / "out")
+    assert isinstance(done.exception, lsr.BudgetError)
+    assert "no form that was measured keeps 0.99999" in str(done.exception)
+    assert "waits in .out.*" in str(done.exception)
+    assert {path.name for path in tmp_path.iterdir()} == {".out.statistics", ".out.forms"}
+    done = command(folder, lines, "--keep", 0.7, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
 def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines, tmp_path):
     done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
     assert done.exit_code == 1
