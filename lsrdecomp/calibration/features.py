@@ -81,7 +81,7 @@ def distance_without(source: Base, lessons: list[Lesson]) -> float | None:
 
 
 def _classes(base: Base) -> int:
-    return int(getattr(base.model.config, "num_labels", 0))
+    return int(getattr(getattr(base.model, "config", None), "num_labels", 0))
 
 
 def _rows(given: Tensor, output: Tensor, logits: Tensor) -> Tensor | None:
