@@ -95,7 +95,7 @@ def smallest(
         failed = any(one.kept < keep for one in seen)
         passed = any(one.kept >= keep for one in [*known, *seen])
         last = len(seen) == most - 1 and not passed
-        aim = (1.0 - keep) * (1.0 if passed or not seen else SAFETY)
+        aim = (1.0 - keep) * (SAFETY if seen and all(one.kept < keep for one in seen) else 1.0)
         size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
@@ -149,7 +149,11 @@ def _error_at(loss: float, seen: Sequence[Measured], expected: Callable[[float],
         return loss / prior
     (error, lost), power = points[-1], 1.0
     if len(points) == 2 and abs(math.log(points[0][0] / error)) > 0.02:
-        power = min(max(math.log(points[0][1] / lost) / math.log(points[0][0] / error), 0.4), 2.5)
+        (before, lost_before), slope = points[0], math.log(points[0][1] / lost) / math.log(points[0][0] / error)
+        if slope > 0.0:
+            power = min(max(slope, 0.4), 2.5)
+        else:  # the form with the larger error lost no more: luck, good or bad, that they share
+            error, lost = math.sqrt(before * error), math.sqrt(lost_before * lost)
     return float(error * (loss / lost) ** (1.0 / power))
 
 
