@@ -95,7 +95,11 @@ def smallest(
         failed = any(one.kept < keep for one in seen)
         passed = any(one.kept >= keep for one in [*known, *seen])
         last = len(seen) == most - 1 and not passed
-        aim = (1.0 - keep) * (SAFETY if seen and all(one.kept < keep for one in seen) else 1.0)
+        aim = 1.0 - keep
+        if seen and all(one.kept < keep for one in seen):
+            aim *= SAFETY
+            if len(seen) == most - 1:  # let the last one keep enough, even with bad luck
+                aim = max(aim - (seen[-1].behaviour.standard_error or 0.0), aim / 2)
         size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
