@@ -153,10 +153,11 @@ def _error_at(loss: float, seen: Sequence[Measured], expected: Callable[[float],
         return loss / prior
     (error, lost), power = points[-1], 1.0
     if len(points) == 2 and abs(math.log(points[0][0] / error)) > 0.02:
-        (before, lost_before), slope = points[0], math.log(points[0][1] / lost) / math.log(points[0][0] / error)
-        if slope > 0.0:
+        before, lost_before = points[0]
+        slope = math.log(lost_before / lost) / math.log(before / error)
+        if slope > 0.0 and abs(lost_before - lost) > max(one.behaviour.standard_error or 0.0 for one in seen[-2:]):
             power = min(max(slope, 0.4), 2.5)
-        else:  # the form with the larger error lost no more: luck, good or bad, that they share
+        else:  # no more than luck, which they share
             error, lost = math.sqrt(before * error), math.sqrt(lost_before * lost)
     return float(error * (loss / lost) ** (1.0 / power))
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from lsrdecomp.calibration.divergence import Behaviour
+from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import SearchedAdapter
@@ -18,8 +19,8 @@ from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, loss_at, s
 
 FIRST = 6.0
 """Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
-LEFT = 0.4
-"""What distillation is guessed to leave of a loss until one is measured: .17 to .42 on SmolLM2, about .5 on MiniLM."""
+LEFT, LEFT_OF_CLASSIFIER = 0.4, 0.5
+"""What distillation is guessed to leave of a loss till one is measured: .17 to .42 on SmolLM2, .27 to .62 on MiniLM."""
 MOST_DISTILLED = 3
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
@@ -111,7 +112,9 @@ class SmallestSize:
             trained[size] = self.maker.distilled(self.plain[size], words)
             return trained[size].behaviour
 
-        settings: dict[str, Any] = {"most": MOST_DISTILLED, "prior": LEFT, "close": WORTH_TRAINING}
+        classifier = self.maker.bench.source.head in (Head.classification, Head.regression)
+        prior = LEFT_OF_CLASSIFIER if classifier else LEFT
+        settings: dict[str, Any] = {"most": MOST_DISTILLED, "prior": prior, "close": WORTH_TRAINING}
         found = smallest(self.keep, self.whole, untrained_loss, measured, enough=self.enough, **settings)[0]
         return trained.get(found.size) or self.plain[found.size]
 
