@@ -94,12 +94,8 @@ def smallest(
     while len(seen) < most and high > close * low:
         failed = any(one.kept < keep for one in seen)
         passed = any(one.kept >= keep for one in [*known, *seen])
-        last = len(seen) == most - 1 and not passed
-        aim = 1.0 - keep
-        if seen and all(one.kept < keep for one in seen):
-            aim *= SAFETY
-            if len(seen) == most - 1:  # let the last one keep enough, even with bad luck
-                aim = max(aim - (seen[-1].behaviour.standard_error or 0.0), aim / 2)
+        too_small = bool(seen) and all(one.kept < keep for one in seen)
+        aim = (1.0 - keep) * (SAFETY if too_small else 1.0)
         size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
@@ -107,7 +103,8 @@ def smallest(
             size = min(max(size, min(one.size for one in seen) / REACH), max(one.size for one in seen) * REACH)
         elif known:
             size = min(size, high / close)
-        size = whole if last else size  # better the LoRA's own size than no answer
+        if too_small and len(seen) == most - 1:  # half of the way, or better the LoRA's own size than no answer
+            size = math.sqrt(low * high) if passed else whole
         found = Measured(size, measure(size))
         seen.append(found)
         low, high = (low, size) if found.kept >= keep else (size, high)
