@@ -92,7 +92,8 @@ def markdown(found: Mapping[str, Any]) -> str:
             budget = f"1/{row['budget']:g}" if kind == "ratio" else f"{row['budget']:,.0f}" if row["budget"] else ""
             cells = [row["structure"], budget, f"{row['parameters']:,}", f"{row['file_bytes']:,}"]
             cells += [cell(row, name) for name in ("loss_share", "kl", "kl_share", "agreement", "exact", "bleu")]
-            cells += [f"{cell(row, 'other_kl')} ({cell(row, 'other_effect')})", str(len(row["seeds"]))]
+            elsewhere = "" if row["other_kl"] is None else f"{cell(row, 'other_kl')} ({cell(row, 'other_effect')})"
+            cells += [elsewhere, str(len(row["seeds"]))]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
