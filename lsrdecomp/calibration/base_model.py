@@ -26,7 +26,7 @@ from lsrdecomp.calibration.dataset import ANSWERS, MAX_LENGTH, DataError, Prompt
 from lsrdecomp.calibration.examples import Example
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import IGNORED, CalibrationError
-from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.files import read_text_lines, sha256
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
@@ -228,16 +228,9 @@ def read_lines(file: str | Path) -> list[Text]:
     Raises
     ------
     CheckpointError
-        If the file cannot be read as UTF-8 or has no text.
+        As `lsrdecomp.checkpoints.files.read_text_lines`.
     """
-    path = Path(file)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot be read as text: {error}", path=path) from None
-    split = [line.partition("\t") for line in lines if line.strip()]
-    if not split:
-        raise CheckpointError("no line has text", path=path)
+    split = [line.partition("\t") for line in read_text_lines(Path(file))]
     return [(first, second or None) for first, _, second in split]
 
 

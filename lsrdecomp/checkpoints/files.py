@@ -35,10 +35,30 @@ def regular_file_size(path: Path) -> int:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
     if start.startswith(LFS):
         size = next((line[5:].decode("ascii", "replace") for line in start.split(b"\n") if line[:5] == b"size "), "?")
-        meant = "a config" if path.suffix == ".json" else "weights"
+        meant = {".json": "a config", ".jsonl": "texts", ".txt": "texts"}.get(path.suffix, "weights")
         text = f"this is a Git-LFS pointer, not {meant} ({size} bytes are elsewhere): run git lfs pull"
         raise CheckpointError(text, path=path)
     return status.st_size
+
+
+def read_text_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 file that hold more than white space.
+
+    Raises
+    ------
+    CheckpointError
+        As `regular_file_size`, and if the file is not UTF-8 or has no text.
+    """
+    regular_file_size(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        text = f"not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        raise CheckpointError(text, path=path) from None
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise CheckpointError("no line has text", path=path)
+    return lines
 
 
 def read_json(path: Path) -> dict[str, Any]:

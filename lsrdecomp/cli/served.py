@@ -10,8 +10,9 @@ from pathlib import Path
 import typer
 
 from lsrdecomp import serving
+from lsrdecomp.checkpoints.files import read_text_lines
 from lsrdecomp.cli import tables
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import LsrError
 
 NAMED = 8
 """Names of layers shown for each fault; --json has them all."""
@@ -62,7 +63,7 @@ def by_asking(
     adapter: Path, url: str, name: str | None, base: str | None, prompts: Path | None, dtype: str, json: Path | None
 ) -> None:
     """`serving.ask_server` in words; exit code 1 if the adapter does not act, or acts at another scale."""
-    lines = {} if prompts is None else {"prompts": _lines(prompts)}
+    lines = {} if prompts is None else {"prompts": read_text_lines(prompts)}
     with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
         found = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
     tables.show(json, *_answers(found, url))
@@ -87,13 +88,3 @@ def _answers(found: serving.Asked, url: str) -> Iterator[str]:
             f"PEFT is nearest at scale {found.fitted_scale:.3g}{wrong}: {found.fit:.3g} nats from the server there, "
             f"{found.misfit:.3g} without the adapter."
         )
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot be read as text: {error}", path=path) from None
-    if not lines:
-        raise CheckpointError("no line has text", path=path)
-    return lines
