@@ -64,6 +64,7 @@ def compress(
     distil: promise.DistilSteps = 0,
     passes: promise.Passes = 2,
     held_out: promise.HeldOut = 128,
+    batch: promise.Batch = None,
     max_length: promise.MaxLength = 128,
     dtype: promise.Dtype = "float32",
     seed: promise.Seed = 0,
@@ -109,7 +110,7 @@ def compress(
         "separation_rank": separation_rank,
     }
     shared: dict[str, Any] = {"inner_shape": split_sizes(inner_shape), "max_rank": max_rank, "storage": storage}
-    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, max_length, dtype, seed)
+    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, batch, max_length, dtype, seed)
     plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")

@@ -26,7 +26,9 @@ def distil(
     rate: Annotated[float | None, typer.Option(help="Relative change a step; absent, tried out.", min=1e-6)] = None,
     calibrated: Annotated[Path | None, typer.Option(help="Statistics, for codes solved in the K-FAC norm.")] = None,
     held_out: Annotated[int, typer.Option(help="Examples that the promise is measured on.", min=8)] = 128,
-    batch: Annotated[int | None, typer.Option(help="Examples a step; absent, 8 for language models, else 32.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Examples a step; absent, 8 for language models, else 32.", min=1)
+    ] = None,
     micro: Annotated[int | None, typer.Option(help="Of these, so many at a time.", min=1)] = None,
     max_length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 128,
     dtype: Annotated[str, typer.Option(help="Of the base: float32 or bfloat16.")] = "float32",

@@ -36,6 +36,10 @@ Passes = Annotated[
     int, typer.Option("--passes", help="With --base: 2 measures the norm anew around the compressed form.", min=1)
 ]
 HeldOut = Annotated[int, typer.Option("--held-out", help="Examples that the promise is measured on.", min=8)]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", help="Examples a step of --distil; absent, 8 for language models, else 32.", min=1),
+]
 MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Of the base: float32 or bfloat16.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split of the texts.")]
@@ -51,6 +55,7 @@ class Measuring:
     distil: int
     passes: int
     held_out: int
+    batch: int | None
     max_length: int
     dtype: str
     seed: int

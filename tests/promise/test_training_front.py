@@ -180,9 +180,11 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path):
-    done = command(folder, lines, "--keep", 0.9, "--distil", 40, "--out", tmp_path / "out")
+def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr("lsrdecomp.cli.progress.EVERY", 0.0)  # a line of the log for each step, not for each minute
+    done = command(folder, lines, "--keep", 0.9, "--distil", 40, "--batch", 16, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
+    assert "at most 40 steps of 16 examples" in " ".join(done.output.split())
     tried = json.loads((tmp_path / "out" / "compression.json").read_text())["tried"]
     trained = [one for one in tried if one["steps"]]
     said = " ".join(done.stdout.split())
