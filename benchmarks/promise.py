@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=(DEMO, "MRPC", "CoLA"), default=[DEMO])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, help="examples a step; absent, as distil does")
     parser.add_argument("--only", choices=("distil", "promise", "passes"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -214,12 +215,13 @@ def distilled(arguments: argparse.Namespace, record: Record) -> None:
             name = task if task == DEMO else f"{task}-{seed}"
             for ratio in RATIOS:
                 for structure in STRUCTURES:
-                    key = {"task": task, "structure": structure, "ratio": ratio, "seed": seed, "steps": arguments.steps}
+                    key = {"task": task, "structure": structure, "ratio": ratio, "seed": seed}
+                    key |= {"steps": arguments.steps, "batch": arguments.batch}
                     if record.has(**key):
                         continue
                     if name not in subjects:
                         subjects[name] = opened(task, seed, arguments)
-                    row = distilled_form(*subjects[name], structure, ratio, seed, arguments.steps)
+                    row = distilled_form(*subjects[name], structure, ratio, seed, arguments.steps, arguments.batch)
                     record.add({**key, **row})
             if task != DEMO:
                 subjects.pop(name, None)
@@ -233,7 +235,7 @@ def opened(task: str, seed: int, arguments: argparse.Namespace) -> tuple[Subject
 
 
 def distilled_form(
-    subject: Subject, judge: Judge, structure: str, ratio: float, seed: int, steps: int
+    subject: Subject, judge: Judge, structure: str, ratio: float, seed: int, steps: int, batch: int | None
 ) -> dict[str, Any]:
     """What one form keeps before and after."""
     made, sample = subject.form(structure, ratio), subject.sample(seed)
@@ -245,6 +247,7 @@ def distilled_form(
         data=sample,
         teacher=subject.lora,
         steps=steps,
+        batch=batch,
         max_length=subject.max_length,
         out=out,
         seed=seed,

@@ -118,16 +118,17 @@ def three_seeds(results: dict[str, Any]) -> Table:
 def distilled(results: dict[str, Any]) -> Table:
     """Forms before and after distillation, on dev: shares of the answers' divergence and of the gain on labels."""
     table = []
-    forms = dict.fromkeys((row["task"], -row["ratio"], row["structure"]) for row in results["rows"])
-    for task, ratio, structure in sorted(forms, key=lambda form: (form[0] != "SST-2", form)):
-        same = [
-            row for row in results["rows"] if (row["task"], -row["ratio"], row["structure"]) == (task, ratio, structure)
-        ]
+    forms: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        forms.setdefault((row["task"], row.get("batch") or 0, -row["ratio"], row["structure"]), []).append(row)
+    for task, batch, ratio, structure in sorted(forms, key=lambda form: (form[0] != "SST-2", form)):
+        same = forms[task, batch, ratio, structure]
         shares = (
             [row[when][share] for row in same] for share in ("dev_kept", "label_share") for when in ("before", "after")
         )
         label = "truncated SVD, K-FAC norm" if structure == "SVD" else structure
         size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
+        task += f", {batch} examples a step" if batch else ""
         table.append((task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same))))
     head = ("task", "structure", "parameters", "file", "answers kept", "then", "gain kept", "then", "seeds")
     return head, table
