@@ -35,8 +35,7 @@ def regular_file_size(path: Path) -> int:
         raise CheckpointError(f"cannot be read: {error.strerror}", path=path) from error
     if start.startswith(LFS):
         size = next((line[5:].decode("ascii", "replace") for line in start.split(b"\n") if line[:5] == b"size "), "?")
-        meant = {".json": "a config", ".jsonl": "texts", ".txt": "texts"}.get(path.suffix, "weights")
-        text = f"this is a Git-LFS pointer, not {meant} ({size} bytes are elsewhere): run git lfs pull"
+        text = f"this is a Git-LFS pointer, not the file itself ({size} bytes are elsewhere): run git lfs pull"
         raise CheckpointError(text, path=path)
     return status.st_size
 

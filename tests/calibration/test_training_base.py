@@ -106,7 +106,7 @@ def test_lines_of_text(tmp_path):
     with pytest.raises(CheckpointError, match=r"lines\.txt: not UTF-8 \(invalid .* at byte 3\); save it as UTF-8"):
         read_lines(file)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
-    with pytest.raises(CheckpointError, match=r"lines\.txt: this is a Git-LFS pointer, not texts \(12345 bytes"):
+    with pytest.raises(CheckpointError, match=r"lines\.txt: this is a Git-LFS pointer, .* \(12345 bytes"):
         read_lines(file)  # three lines that would have been learnt
     with pytest.raises(CheckpointError, match=r"absent\.txt: no such file"):
         read_lines(tmp_path / "absent.txt")

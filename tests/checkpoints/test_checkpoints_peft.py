@@ -55,8 +55,8 @@ def test_a_rank_above_the_matrix_is_read_and_said(shared: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
-        ("lfs-pointer-weights-gliner", ["Git-LFS pointer, not weights", "5329152", "git lfs pull"]),
-        ("lfs-pointer-bin-esm2", ["adapter_model.bin", "Git-LFS pointer, not weights"]),
+        ("lfs-pointer-weights-gliner", ["Git-LFS pointer, not the file itself", "5329152", "git lfs pull"]),
+        ("lfs-pointer-bin-esm2", ["adapter_model.bin", "Git-LFS pointer, not the file itself"]),
         ("lfs-pointer-config-and-weights", ["adapter_config.json", "Git-LFS pointer"]),
         ("dora-config-only", ["no weights", "adapter_model.safetensors or adapter_model.bin"]),
         ("truncated-torch-zip", ["truncated", "262144 bytes"]),
