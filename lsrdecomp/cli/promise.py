@@ -38,7 +38,11 @@ Passes = Annotated[
 HeldOut = Annotated[int, typer.Option("--held-out", help="Examples that the promise is measured on.", min=8)]
 Batch = Annotated[
     int | None,
-    typer.Option("--batch", help="Examples a step of --distil; absent, 8 for language models, else 32.", min=1),
+    typer.Option(
+        "--batch",
+        help="Examples read at a time, and in a step of --distil; absent, 8 for language models, else 32.",
+        min=1,
+    ),
 ]
 MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Of the base: float32 or bfloat16.")]
