@@ -4,13 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo llm test servers docs lint format types check clean
+.PHONY: demo llm test test-lab servers docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+test-lab: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q benchmarks/lab
 
 servers: .venv/servers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m servers tests/servers

@@ -27,9 +27,9 @@ from typing import Any
 from compression_arms import Outcome, arms
 from compression_frobenius import usable
 
+from benchmarks.lab.fit import Fit
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Structure
-from lsrdecomp.compression.fit import Fit
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.searched import search_layers

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lab.direct import direct_sums_of
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
     Layer,
-    direct_candidates,
     low_rank_candidates,
     lsr_candidate,
     lsr_candidates,
@@ -36,7 +36,7 @@ from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, balanced_split
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
@@ -97,7 +97,7 @@ def equal_parameters(layers: Sequence[Layer], search: Search) -> list[dict[str, 
         polished = polish(group, searched, units, search)
         for layer, found, better in zip(group, searched, polished, strict=True):
             plain = low_rank_candidates(layer)
-            direct = direct_candidates(layer, KroneckerShape.balanced(layer.pair.shape), range(1, 13))
+            direct = direct_sums_of(layer, range(1, 13))
             for unit in units:
                 record = {"rows": m, "columns": n, "rank": layer.pair.rank, "units": unit}
                 for name, candidates in (

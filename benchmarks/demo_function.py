@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.lab.fit import make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.fit import make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.plan import CompressionPlan

@@ -19,10 +19,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.search import Search

@@ -28,6 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.lab.recover_jobs import Job
+from benchmarks.lab.recover_plan import recover_plan
+from benchmarks.lab.runs import Failure, do_runs, outcome
+from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.divergence import Behaviour, Reference, ratio_error, without_delta
@@ -36,10 +40,6 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
-from lsrdecomp.experiments.recover_jobs import Job
-from lsrdecomp.experiments.recover_plan import recover_plan
-from lsrdecomp.experiments.runs import Failure, do_runs, outcome
-from lsrdecomp.experiments.suite import read_suite
 from lsrdecomp.promise.bench import Bench
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.promise.front import compress_measured

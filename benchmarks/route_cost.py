@@ -23,10 +23,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from benchmarks.lab.fit import fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.fit import fit_layers, make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.kronecker.shape import ProductShape

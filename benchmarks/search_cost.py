@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lab.fit import Fit
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.fit import Fit
 from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.searched import Resources, search_layers

@@ -31,7 +31,7 @@ Rooms
     `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
 
 To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
-`lsrdecomp.training`, `lsrdecomp.promise`, `lsrdecomp.experiments` (torch), `lsrdecomp.testing` (tests; hypothesis),
+`lsrdecomp.training`, `lsrdecomp.promise` (torch), `lsrdecomp.testing` (tests; hypothesis),
 `lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's files).
 """
 

@@ -23,7 +23,6 @@ ROOMS = (
     "lsrdecomp.calibration",
     "lsrdecomp.training",
     "lsrdecomp.promise",
-    "lsrdecomp.experiments",
     "lsrdecomp.serving",
     "lsrdecomp.testing",
 )

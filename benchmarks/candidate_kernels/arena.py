@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-
 from candidate_kernels.arena_layout import ArenaLayer, Job, Layout
 from candidate_kernels.triton_support import usable
+from torch import Tensor, nn
+
 from lsrdecomp.adapters.kernels import lowrank
 from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from candidate_kernels.triton_passes import add_low_rank, backward_pass
 from torch import Tensor
 
-from candidate_kernels.triton_passes import add_low_rank, backward_pass
 from lsrdecomp.adapters.kernels import adapted_linear, lowrank
 from lsrdecomp.errors import PrecisionError
 

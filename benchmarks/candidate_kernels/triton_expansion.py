@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from candidate_kernels.triton_language import cdiv, jit, tl
 from candidate_kernels.triton_support import tile
+from torch import Tensor
 
 # One row of the job table describes one sum Σ_k F1[k] ⊗ F2[k], held rank-major as a (rank x width) matrix:
 # offsets of F1, F2 and of the matrix; terms; R1, R2, W1, W2; padded rank; strides of the factors' rank and width axes.

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from candidate_kernels.triton_language import cdiv, jit, tl
 from candidate_kernels.triton_support import dot_precision, tile
+from torch import Tensor
 
 ROWS, COLUMNS = 64, 128
 MOST_PROGRAMS = 264

@@ -3,7 +3,6 @@
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.direct import DirectConfig
 from lsrdecomp.adapters.exchange import from_lokr, from_lora, to_lora
-from lsrdecomp.adapters.kadaptation import KAdaptationConfig
 from lsrdecomp.adapters.krona import KronAConfig
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.loraplus import loraplus_groups
@@ -13,7 +12,6 @@ from lsrdecomp.adapters.saving import save_pretrained
 
 __all__ = [
     "DirectConfig",
-    "KAdaptationConfig",
     "KronAConfig",
     "LsrConfig",
     "LsrLayer",

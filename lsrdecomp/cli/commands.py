@@ -13,7 +13,6 @@ import typer
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
-from lsrdecomp.cli.compare import compare
 from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
@@ -32,7 +31,6 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.recover import recover
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -164,7 +162,7 @@ def demo(
         typer.echo(f"\nWrote {out / 'curves.png'}: error against parameters in the Frobenius norm, where SVD is best.")
 
 
-ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, compare, recover, fleet, demo)
+ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fleet, demo)
 
 
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:

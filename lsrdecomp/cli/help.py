@@ -13,8 +13,6 @@ SHORT = {
     "verify": "Measure a written adapter against its source.",
     "export": "Write an adapter for tools that load plain LoRA.",
     "finetune": "Train an adapter on a base: LoRA, LSR and others.",
-    "compare": "Run a suite: methods, tasks, seeds, one table.",
-    "recover": "Train, compress, judge, train on: one table.",
     "fleet": "Compress every adapter below a directory.",
     "demo": "Compress the adapter that comes with the package.",
 }
@@ -32,8 +30,6 @@ EXAMPLES = {
     "verify": ("verify my-lora/ small/", "verify my-lora/ small/ --base BASE --text lines.txt"),
     "export": ("export small/ --out small-lora/", "export small/ --out small.gguf --to gguf"),
     "finetune": ("finetune --model smollm2 --data train.jsonl --out my-lora/",),
-    "compare": ("compare suite.toml --out comparison/", "compare suite.toml --out comparison/ --table"),
-    "recover": ("recover suite.toml --out recovery/",),
     "fleet": ("fleet adapters/ small-adapters/ --plan plan.toml --workers 8",),
     "demo": ("demo --out demo-output",),
 }

@@ -175,17 +175,3 @@ def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:
     for outcome in outcomes:
         sheet.add_row(outcome.name, outcome.state, outcome.message)
     return sheet
-
-
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Sheet:
-    """A table of text that was made elsewhere: the first column names, the last ones leave first where it is narrow."""
-    columns = [
-        Column(
-            name,
-            place,
-            "left" if place == 0 or name in ("method", "task", "against", "structure") else "right",
-            name=place == 0,
-        )
-        for place, name in enumerate(head)
-    ]
-    return Sheet(columns, list(rows))

@@ -7,6 +7,3 @@ from .pictures import plot_pareto as plot_pareto
 from .pictures import plot_spectra as plot_spectra
 from .pictures import plot_sweeps as plot_sweeps
 from .pictures import save_figure as save_figure
-from .quality import Point as Point
-from .quality import plot_quality as plot_quality
-from .quality import plot_stages as plot_stages

@@ -57,7 +57,7 @@ def plot_error_curves(
     >>> axes.get_xlabel(), [line.get_label() for line in axes.get_lines()[:2]]
     ('parameters', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
     """
-    ax = ax if ax is not None else _new_axes()
+    ax = ax if ax is not None else new_axes()
     drawn = list(curves)
     ends = []
     for i, curve in enumerate(drawn):
@@ -74,7 +74,7 @@ def plot_error_curves(
     for limit in limits:
         _reference(ax, limit)
     words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
-    _dress(ax, words.get(against, against), "relative Frobenius error")
+    dress(ax, words.get(against, against), "relative Frobenius error")
     label_ends(ax, ends)
     return ax
 
@@ -92,7 +92,7 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
     >>> axes.get_xlabel(), axes.get_yscale()
     ('parameters', 'log')
     """
-    ax = ax if ax is not None else _new_axes()
+    ax = ax if ax is not None else new_axes()
     shown = [point for point in points if point.size > 0 and point.relative_error > _LEAST]
     ax.step(
         [p.size for p in shown], [p.relative_error for p in shown], where="post", color=GREY, linewidth=1.0, zorder=1
@@ -105,7 +105,7 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
         ax.plot(x, y, linestyle="none", marker=MARKERS[i % 7], markersize=5, color=COLOURS[i % 7], label=label)
         ends.append(End(x[0], y[0], label, COLOURS[i % 7]))
     ax.set(xscale="log", yscale="log")
-    _dress(ax, size, "relative Frobenius error")
+    dress(ax, size, "relative Frobenius error")
     label_ends(ax, ends)
     return ax
 
@@ -122,13 +122,13 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
     >>> plot_spectra([rearranged_spectrum(hilbert, "4x4, 4x4")]).get_ylabel()
     'λ_k / λ_1'
     """
-    ax = ax if ax is not None else _new_axes()
+    ax = ax if ax is not None else new_axes()
     ends = []
     for i, spectrum in enumerate(spectra):
         x, y = _positive(range(1, len(spectrum.values) + 1), spectrum.relative)
         ends.append(_line(ax, x, y, i, spectrum.label))
     ax.set_yscale("log")
-    _dress(ax, "term k", "λ_k / λ_1")
+    dress(ax, "term k", "λ_k / λ_1")
     label_ends(ax, ends)
     return ax
 
@@ -143,14 +143,14 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
     >>> plot_sweeps({"a solve": sweeps}).get_ylabel()
     'condition γ'
     """
-    ax = ax if ax is not None else _new_axes()
+    ax = ax if ax is not None else new_axes()
     ends = []
     for i, (label, steps) in enumerate(sweeps.items()):
         values = [getattr(step, quantity) for step in steps]
         x, y = _positive([step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values])
         ends.append(_line(ax, x, y, i, label, marker=len(x) <= 40))
     ax.set_yscale("log")
-    _dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
+    dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
     label_ends(ax, ends)
     return ax
 
@@ -170,7 +170,7 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     values = np.asarray(grid.values, dtype=float)
     rows, columns = values.shape
     if ax is None:
-        ax = _new_axes(min(12.0, 2.6 + 0.9 * columns), min(12.0, 1.8 + 0.32 * rows))
+        ax = new_axes(min(12.0, 2.6 + 0.9 * columns), min(12.0, 1.8 + 0.32 * rows))
     image = ax.imshow(np.ma.masked_invalid(values), aspect="auto", cmap="cividis")
     ax.set_xticks(range(columns), grid.modules, rotation=30, ha="right", rotation_mode="anchor", fontsize=TEXT)
     step = max(1, math.ceil(rows / 40))
@@ -257,7 +257,7 @@ def _reference(ax: Axes, limit: Limit) -> None:
         )
 
 
-def _dress(ax: Axes, xlabel: str, ylabel: str) -> None:
+def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
     """The one style: light grid, no box, labels with units."""
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
@@ -299,7 +299,7 @@ def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list
     return [a for a, _ in kept], [b for _, b in kept]
 
 
-def _new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
+def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained").subplots()

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from types import MappingProxyType, NoneType, UnionType
 from typing import (
@@ -76,7 +76,7 @@ def whole(least: int) -> Check:
     return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more")
 
 
-def one_of(names: Sequence[str] | Callable[[], Sequence[str]]) -> Check:
+def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
     """One of some names; a callable gives them where they would be costly to import."""
     found = names if callable(names) else lambda: names
     return Check(lambda value: value in found(), lambda: f"one of {', '.join(found())}")

@@ -68,28 +68,25 @@ LORA = {"r": 8, "lora_alpha": 16}
 LSR = {"inner_shape": [2, 2], "separation_rank": 4, "lsr_alpha": 8}
 HEAD = {"target_modules": "dummy-target-modules", "r": 1}  # PEFT's DUMMY_TARGET_MODULES: no layer is adapted
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "lora": Method("peft:LoraConfig", LORA),
-        "rslora": Method("peft:LoraConfig", LORA, {"use_rslora": True}),
-        "dora": Method("peft:LoraConfig", LORA, {"use_dora": True}),
-        "qlora": Method("peft:LoraConfig", LORA, four_bit=True),
-        "lokr": Method("peft:LoKrConfig", {"r": 8, "alpha": 16}),
-        "vera": Method("peft:VeraConfig"),
-        # Sizes that divide the layers of small models too; PEFT's 256 does not divide 384.
-        "vblora": Method("peft:VBLoRAConfig", {"num_vectors": 90, "vector_length": 64}),
-        "fourierft": Method("peft:FourierFTConfig"),
-        "c3a": Method("peft:C3AConfig", {"block_size": 64}),
-        "krona": Method("lsrdecomp.adapters:KronAConfig"),
-        "kadaptation": Method("lsrdecomp.adapters:KAdaptationConfig"),
-        "direct": Method("lsrdecomp.adapters:DirectConfig"),
-        "lsr": Method("lsrdecomp.adapters:LsrConfig", LSR),
-        "qlsr": Method("lsrdecomp.adapters:LsrConfig", LSR, four_bit=True),
-        "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}),
-        "head": Method("peft:LoraConfig", fixed=HEAD),
-    }
-)
-"""What ``--method`` may be; a method is all here in its row."""
+METHODS: dict[str, Method] = {
+    "lora": Method("peft:LoraConfig", LORA),
+    "rslora": Method("peft:LoraConfig", LORA, {"use_rslora": True}),
+    "dora": Method("peft:LoraConfig", LORA, {"use_dora": True}),
+    "qlora": Method("peft:LoraConfig", LORA, four_bit=True),
+    "lokr": Method("peft:LoKrConfig", {"r": 8, "alpha": 16}),
+    "vera": Method("peft:VeraConfig"),
+    # Sizes that divide the layers of small models too; PEFT's 256 does not divide 384.
+    "vblora": Method("peft:VBLoRAConfig", {"num_vectors": 90, "vector_length": 64}),
+    "fourierft": Method("peft:FourierFTConfig"),
+    "c3a": Method("peft:C3AConfig", {"block_size": 64}),
+    "krona": Method("lsrdecomp.adapters:KronAConfig"),
+    "direct": Method("lsrdecomp.adapters:DirectConfig"),
+    "lsr": Method("lsrdecomp.adapters:LsrConfig", LSR),
+    "qlsr": Method("lsrdecomp.adapters:LsrConfig", LSR, four_bit=True),
+    "lsr-dora": Method("lsrdecomp.adapters:LsrConfig", LSR, {"use_dora": True}),
+    "head": Method("peft:LoraConfig", fixed=HEAD),
+}
+"""What ``--method`` may be; a method is all here in its row. Who has one more adds its row."""
 
 MARKED: Mapping[tuple[str, ...], str] = {
     ("lora", "use_dora"): "dora",

@@ -59,7 +59,7 @@ class FinetuneSettings(Settings):
     data: Annotated[str | None, OPTION, READ, "JSON lines for a language model, or directory of the tasks' files."] = (
         None
     )
-    method: Annotated[str, OPTION, one_of(tuple(METHODS)), "lora, lsr, dora, krona, …; a wrong one shows all."] = "lora"
+    method: Annotated[str, OPTION, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."] = "lora"
     options: Annotated[Mapping[str, Any], "Of the method, under the names of its config, such as r."] = field(
         default_factory=dict
     )

@@ -14,7 +14,7 @@ from peft.utils import merge_utils
 from test_adapters_options import tiny_llama
 from torch import nn
 
-from lsrdecomp.adapters import DirectConfig, KAdaptationConfig, KronAConfig, LsrConfig, LsrLayer, from_lora
+from lsrdecomp.adapters import DirectConfig, KronAConfig, LsrConfig, LsrLayer, from_lora
 from lsrdecomp.adapters.combination import KINDS, SIDEWISE, SPECTRAL
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.precision import unit_roundoff
@@ -377,10 +377,9 @@ def test_a_taken_name_changes_nothing():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("config_cls", [DirectConfig, KronAConfig, KAdaptationConfig])
+@pytest.mark.parametrize("config_cls", [DirectConfig, KronAConfig])
 def test_relatives_say_that_they_do_not_combine(config_cls):
-    settings = {"terms": 2} if config_cls is KAdaptationConfig else {}
-    model = get_peft_model(tiny_bert(), config_cls(target_modules=["query"], **settings))
+    model = get_peft_model(tiny_bert(), config_cls(target_modules=["query"]))
     with pytest.raises(TypeError, match="does not support add_weighted_adapter"):
         model.add_weighted_adapter(["default"], [1.0], "sum")
     with pytest.raises(ValueError, match="Cannot combine adapters with different peft types"):

@@ -13,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters import (
     DirectConfig,
-    KAdaptationConfig,
     KronAConfig,
     LsrConfig,
     LsrLayer,
@@ -26,7 +25,6 @@ KINDS = {
     "lsr": (LsrConfig, {"r": 4, "separation_rank": 2}),
     "dlsr": (DirectConfig, {"separation_rank": 2}),
     "krona": (KronAConfig, {}),
-    "kadaptation": (KAdaptationConfig, {"terms": 2}),
 }
 
 

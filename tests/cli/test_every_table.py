@@ -9,10 +9,6 @@ from typer.testing import CliRunner
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.sheet import Sheet
-from lsrdecomp.experiments import compare_table, recover_table
-from lsrdecomp.experiments.compare_table import Difference, Spread
-from lsrdecomp.experiments.recover_table import Gain, Judged, Recovery
-from lsrdecomp.experiments.suite import Suite
 from lsrdecomp.fleet.manifest import Outcome
 
 WIDTHS = (80, 100, 130)
@@ -85,46 +81,12 @@ def test_a_verb_prints_a_table_that_fits(verb, written, capsys, monkeypatch):
         check(printed(sheet, width, capsys, monkeypatch), whole, width, VERBS[verb])
 
 
-def compared():
-    difference = Difference("lora r=8", 0.0123, (-0.0045, 0.0291), "equal")
-    for method in ("lora r=8", "lsr 4x4, 16 terms", "svd at the same size"):
-        for task in ("sst2", "mrpc", "cola", "qnli", "rte", "stsb"):
-            score = Spread((0.81234, 0.82345, 0.80456))
-            yield compare_table.Line(
-                method=method, task=task, metric="matthews_correlation", score=score,
-                metrics={"matthews_correlation": score, "accuracy": score}, accuracy=score, loss=score, baseline=0.509,
-                adapter_parameters=1234567, head_parameters=770, adapter_bytes=4938268, rate=3e-4, edge=True,
-                steps=12345, wall_seconds=4321.0, failures=1, difference=difference,
-            )  # fmt: skip
-
-
-def recovered():
-    judged = tuple(Judged(seed, 0.31234, 0.9123, 0.8765) for seed in range(3))
-    lines = [
-        recover_table.Line(
-            task, label, label, 640, 1234567.0, 4938268.0,
-            {"compressed": judged, "distilled": judged, "recovered": judged, "scratch": judged},
-        )
-        for task in ("mrpc", "cola") for label in ("LSR, K-FAC norm", "truncated SVD, Frobenius norm")
-    ]  # fmt: skip
-    gains = [Gain("mrpc", seed, "f1", 0.6931, 0.2123, 0.5, 0.9123, 0.51, 1234567, 4938268, 12) for seed in range(3)]
-    return Recovery(Suite.__new__(Suite), tuple(gains), tuple(lines), {}, (), {}, 80, 0.01, 100)
-
-
 MADE_BY = {
-    "compare": lambda: tables.text_table(*compare_table.overview(list(compared()))),
-    "compare, details": lambda: tables.text_table(*compare_table.details(list(compared()))),
-    "recover": lambda: tables.text_table(*recover_table.table(recovered())),
-    "recover, gains": lambda: tables.text_table(*recover_table.gains_table(recovered())),
     "fleet": lambda: tables.outcome_table(
         [Outcome("adapters/" + "deep/" * 30 + "q8", "failed", "layer 11: 1,234,567 numbers asked for, 73,728 there")]
     ),
 }
 FIRST = {
-    "compare": ("method", "1,234,567"),
-    "compare, details": ("task", "method"),
-    "recover": ("task", "1,234,567", "0.88 ± 0.00"),
-    "recover, gains": ("task", "0.6931"),
     "fleet": ("failed", "1,234,567", "73,728"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.lab.fit import Budget, Fit, fit_layers, make_layers
 from lsrdecomp.compression.candidates import (
     Layer,
     direct_candidates,
@@ -13,7 +14,6 @@ from lsrdecomp.compression.candidates import (
     low_rank_candidates,
     lsr_candidates,
 )
-from lsrdecomp.compression.fit import Budget, Fit, fit_layers, make_layers
 from lsrdecomp.compression.ladder import parameters
 from lsrdecomp.compression.materialize import materialize, priced_as
 from lsrdecomp.compression.search import (

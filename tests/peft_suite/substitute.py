@@ -22,7 +22,6 @@ CONFIGS = {
     "lsr": adapters.LsrConfig,
     "dlsr": adapters.DirectConfig,
     "krona": adapters.KronAConfig,
-    "kadaptation": adapters.KAdaptationConfig,
 }
 CONFIG: Any = CONFIGS[KIND]
 FIELDS = {field.name for field in dataclasses.fields(CONFIG)}
@@ -35,7 +34,7 @@ NAMES = {
 # The tests train with rates tuned to LoRA's product of two factors. Ours have more: with inputs up to 90 they overflow,
 # so ΔW is scaled down; behind an embedding, with gradients of 1e-3, three steps would not move them: it is scaled up.
 SCALED = {"lsr": ("lsr_alpha", 0.5, 64.0), "dlsr": ("alpha", 0.1, 4.0)}
-SCALED |= {"krona": SCALED["dlsr"], "kadaptation": SCALED["dlsr"]}
+SCALED["krona"] = SCALED["dlsr"]
 # Settings that a kind may lack without changing what a test is about.
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
 # Tests of what LoRA and LSR have and the relatives have not: combinations, and a ΔW that a LoRA of rank 8 nearly holds.
@@ -78,19 +77,11 @@ def rewritten(row: Any) -> Any | None:
         return None
     name, small, large = SCALED[KIND]
     words = [cell for cell in cells if isinstance(cell, str)]
-    behind_embedding = {"EmbConv1D"} if KIND != "kadaptation" else {"EmbConv1D", "lora+trainable_tokens"}
-    settings = {name: large if behind_embedding & set(words) else small, **divisors(words)}
+    settings = {name: large if "EmbConv1D" in words else small}
     cells = [{**settings, **cell} if isinstance(cell, dict) else cell for cell in cells]
     if KIND != "lsr":  # where a row says how it is tuned, the test goes on to add weighted adapters
         cells = [KIND if cell == "lora" else cell for cell in cells]
     return type(row)(cells) if isinstance(row, list | tuple) else cells[0]
-
-
-def divisors(words: list[str]) -> dict[str, int]:
-    """KAdaptation's number of terms, which must divide both sides of every layer: even ones, odd ones, the default."""
-    if KIND != "kadaptation" or not words:
-        return {}
-    return {"terms": 2 if {"MLP", "lora"} & set(words) else 1}
 
 
 def renamed(settings: dict[str, Any]) -> dict[str, Any] | None:

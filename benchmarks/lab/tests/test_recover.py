@@ -20,19 +20,18 @@ from transformers import AutoModelForSequenceClassification  # noqa: E402
 from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from benchmarks.lab import recover_table  # noqa: E402
+from benchmarks.lab.app import app, open_suite  # noqa: E402
+from benchmarks.lab.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
+from benchmarks.lab.recover import chosen_rate, recover  # noqa: E402
+from benchmarks.lab.recover_jobs import jobs  # noqa: E402
+from benchmarks.lab.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
+from benchmarks.lab.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
-from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.cli.suites import open_suite  # noqa: E402
 from lsrdecomp.compression.layer import layer_pair  # noqa: E402
 from lsrdecomp.compression.search import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
-from lsrdecomp.experiments import recover_table  # noqa: E402
-from lsrdecomp.experiments.compress_lora import compress_lora, direct_sums, shape_settings  # noqa: E402
-from lsrdecomp.experiments.recover import chosen_rate, recover  # noqa: E402
-from lsrdecomp.experiments.recover_jobs import jobs  # noqa: E402
-from lsrdecomp.experiments.recover_plan import STRUCTURES, lora_settings, recover_plan  # noqa: E402
-from lsrdecomp.experiments.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.solvers.pair.joint_als import JointALS  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.record import ADAPTER  # noqa: E402
@@ -179,15 +178,15 @@ def test_a_finished_experiment_trains_and_compresses_nothing(done, monkeypatch):
 
     # Modules by their names: a room shows functions that are called as their modules are.
     ours = ("compress_lora", "evaluate", "calibrate", "distil")
-    places = {"training.finetune": ("finetune",), "experiments.recover": ours}
+    places = {"lsrdecomp.training.finetune": ("finetune",), "benchmarks.lab.recover": ours}
     for place, names in places.items():
         for name in names:
-            monkeypatch.setattr(import_module(f"lsrdecomp.{place}"), name, refuse)
+            monkeypatch.setattr(import_module(place), name, refuse)
     recover(done[1], done[2], search=SMALL)
 
 
 def test_a_lora_that_gains_too_little_is_not_compressed(done, monkeypatch):
-    monkeypatch.setattr(import_module("lsrdecomp.experiments.recover"), "compress_lora", None)
+    monkeypatch.setattr(import_module("benchmarks.lab.recover"), "compress_lora", None)
     file, _, out = done
     text = file.read_text().replace("samples = 64", "samples = 64\nleast_gain = 50.0")
     other = file.with_name("other.toml")
@@ -228,8 +227,8 @@ def test_a_direct_sum_is_written_as_it_was_solved(first):
     for name, matrix in written.items():
         if not name.endswith(".weight"):
             continue
-        candidate = chosen.get(name.removesuffix(".weight"))
-        expected = 0.0 if candidate is None else np.asarray(candidate.matrix().to_matrix())
+        direct = chosen.get(name.removesuffix(".weight"))
+        expected = 0.0 if direct is None else np.asarray(direct.form.to_matrix())
         np.testing.assert_allclose(matrix, np.broadcast_to(expected, matrix.shape), atol=1e-6)
 
 
@@ -315,9 +314,9 @@ def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
 
 
 def test_experiments_that_ship_can_be_read():
-    from lsrdecomp.experiments.compare import check_options
+    from benchmarks.lab.compare import check_options
 
-    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "experiments"
+    folder = Path(__file__).resolve().parents[2] / "experiments"
     files = [file for file in sorted(folder.glob("*.toml")) if "[loras." not in file.read_text()]  # not our driver's
     assert len(files) >= 4
     for file in files:

@@ -13,11 +13,11 @@ pytest.importorskip("peft")
 
 from typer.testing import CliRunner
 
-from lsrdecomp.cli.app import app
+from benchmarks.lab import compare_table
+from benchmarks.lab.app import app
+from benchmarks.lab.compare import compare, read_results
+from benchmarks.lab.suite import SuiteError, read_suite
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.experiments import compare_table
-from lsrdecomp.experiments.compare import compare, read_results
-from lsrdecomp.experiments.suite import SuiteError, read_suite
 from lsrdecomp.training.record import Record, Scores
 
 SUITE = """

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
-from lsrdecomp.experiments.suite import MethodSpec, Suite, slug
+from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
+from benchmarks.lab.suite import MethodSpec, Suite, slug
 from lsrdecomp.training.record import Record
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.lab.direct import DirectSum, direct_sums_of
+from benchmarks.lab.fit import HasWeights, make_layers
+from benchmarks.lab.recover_plan import Structure
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.packed import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
-from lsrdecomp.compression.candidates import Direct, direct_candidates, drop
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.fit import HasWeights, make_layers
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.experiments.recover_plan import Structure
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.weights import NormWeights
@@ -106,7 +106,7 @@ def compress_lora(
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 
 
-def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, Direct]:
+def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, DirectSum]:
     """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
 
     Raises
@@ -121,16 +121,18 @@ def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | No
     layers = make_layers({layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}, statistics)
     table = []
     for layer in layers:
-        shape = KroneckerShape.balanced(layer.pair.shape)
-        most = max(1, layer.parameters // shape.parameters(1))
-        table.append([drop(layer), *direct_candidates(layer, shape, {2**k for k in range(12) if 2**k <= most})])
-    options = [Options.of([c.parameters for c in row], [c.squared_error for c in row]) for row in table]
-    picked = (row[k] for row, k in zip(table, within_cost(options, budget), strict=True))
-    kept = {layer.name: c for layer, c in zip(layers, picked, strict=True) if isinstance(c, Direct)}
-    if not kept:
-        least = min(candidate.parameters for row in table for candidate in row[1:])
+        most = max(1, layer.parameters // KroneckerShape.balanced(layer.pair.shape).parameters(1))
+        table.append(direct_sums_of(layer, {2**k for k in range(12) if 2**k <= most}))
+    options = [
+        Options.of([0, *(s.parameters for s in sums)], [layer.squared_norm, *(s.squared_error for s in sums)])
+        for layer, sums in zip(layers, table, strict=True)
+    ]
+    picked = within_cost(options, budget)  # 0: the layer is left out
+    chosen = {layer.name: sums[k - 1] for layer, sums, k in zip(layers, table, picked, strict=True) if k > 0}
+    if not chosen:
+        least = min(each.parameters for sums in table for each in sums)
         raise BudgetError(f"the smallest direct sum has {least:,} parameters, the budget is {budget:,}; allow more")
-    return kept
+    return chosen
 
 
 def shape_settings(directory: Path, method: str) -> dict[str, Any]:
@@ -143,16 +145,16 @@ def shape_settings(directory: Path, method: str) -> dict[str, Any]:
     return {"method": method, "options": options, "target_modules": config["target_modules"], "layers": layers}
 
 
-def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Direct], out: Path) -> None:
+def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, DirectSum], out: Path) -> None:
     tensors = {name: np.asarray(tensor.read()) for name, tensor in checkpoint.extras.items()}
     ranks, shapes = {}, {}
-    for name, candidate in chosen.items():
-        form = candidate.matrix()
+    for name, direct in chosen.items():
+        form = direct.form
         share = np.asarray(form.weights) ** (1.0 / form.order)
         for index, factor in enumerate(form.factors, start=1):
             scaled = np.asarray(share[:, None, None] * np.asarray(factor), dtype=np.float32)
             tensors[f"{PEFT_PREFIX}{name}.dlsr_W.factor_{index}"] = np.ascontiguousarray(scaled)
-        ranks[f"^{name}$"], shapes[f"^{name}$"] = len(share), [list(pair) for pair in candidate.shape.factors]
+        ranks[f"^{name}$"], shapes[f"^{name}$"] = len(share), [list(pair) for pair in form.kronecker_shape.factors]
     config = DirectConfig(
         target_modules=list(chosen),
         separation_rank=1,
@@ -167,5 +169,5 @@ def _write_direct(checkpoint: Checkpoint, chosen: Mapping[str, Direct], out: Pat
         config.save_pretrained(str(part))
 
 
-def _count(chosen: Mapping[str, Direct]) -> dict[str, int]:
-    return dict(Counter(f"direct, {candidate.rank} terms" for candidate in chosen.values()))
+def _count(chosen: Mapping[str, DirectSum]) -> dict[str, int]:
+    return dict(Counter(f"direct, {direct.form.separation_rank} terms" for direct in chosen.values()))

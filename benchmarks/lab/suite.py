@@ -66,7 +66,7 @@ class Suite(Settings):
     methods: Annotated[
         Mapping[str, Any], "Settings of a method, in a table under a label; against is the label it is judged by."
     ] = field(default_factory=dict)
-    recover: Annotated[Mapping[str, Any], "The table of `lsrdecomp.experiments.recover_plan.RecoverPlan`."] = field(
+    recover: Annotated[Mapping[str, Any], "The table of `benchmarks.lab.recover_plan.RecoverPlan`."] = field(
         default_factory=dict
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lsrdecomp.plots.labels import TEXT, End, label_ends
-from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, _dress, _new_axes
+from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, dress, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def plot_quality(
     >>> axes.get_ylabel(), axes.get_xscale()
     ('share of the gain', 'log')
     """
-    ax = ax if ax is not None else _new_axes()
+    ax = ax if ax is not None else new_axes()
     ends = []
     for i, point in enumerate(sorted(points, key=lambda point: point.size)):
         colour = COLOURS[i % len(COLOURS)]
@@ -53,7 +53,7 @@ def plot_quality(
         ax.plot([point.size], [point.mean], marker=MARKERS[i % len(MARKERS)], color=colour, label=point.label)
         ends.append(End(point.size, point.mean, point.label, colour))
     ax.set_xscale("log")
-    _dress(ax, size, quality)
+    dress(ax, size, quality)
     label_ends(ax, ends)
     return ax
 
@@ -97,7 +97,7 @@ def plot_stages(
         panel.set_xscale("log")
         panel.set_title(stage, fontsize=10)
         _levels(panel, references or {}, named=panel is panels[-1])
-        _dress(panel, size, quality if panel is panels[0] else "")
+        dress(panel, size, quality if panel is panels[0] else "")
     named = {label: line for panel in panels for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(list(named.values()), list(named), frameon=False, fontsize=TEXT, loc="outside lower center", ncols=3)
     return tuple(panels)

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from lsrdecomp.experiments.compare_table import Spread, Table
-from lsrdecomp.experiments.recover import DISTILLED, chosen_rate, read_outcomes, read_point
-from lsrdecomp.experiments.recover_jobs import WHOLE, Job, jobs
-from lsrdecomp.experiments.recover_plan import STRUCTURES, recover_plan
-from lsrdecomp.experiments.runs import outcome
-from lsrdecomp.experiments.suite import Suite
+from benchmarks.lab.compare_table import Spread, Table
+from benchmarks.lab.recover import DISTILLED, chosen_rate, read_outcomes, read_point
+from benchmarks.lab.recover_jobs import WHOLE, Job, jobs
+from benchmarks.lab.recover_plan import STRUCTURES, recover_plan
+from benchmarks.lab.runs import outcome
+from benchmarks.lab.suite import Suite
 from lsrdecomp.training.record import Record, Scores
 
 STAGES = ("compressed", "distilled", "recovered", "scratch")

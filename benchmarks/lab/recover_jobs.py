@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lsrdecomp.experiments.compress_lora import shape_settings
-from lsrdecomp.experiments.recover_plan import STRUCTURES, RecoverPlan, further_settings, head_settings, lora_settings
-from lsrdecomp.experiments.runs import Run
-from lsrdecomp.experiments.suite import Suite, slug
+from benchmarks.lab.compress_lora import shape_settings
+from benchmarks.lab.recover_plan import STRUCTURES, RecoverPlan, further_settings, head_settings, lora_settings
+from benchmarks.lab.runs import Run
+from benchmarks.lab.suite import Suite, slug
 from lsrdecomp.training.record import ADAPTER
 from lsrdecomp.training.settings import FinetuneSettings
 

@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from benchmarks.lab import pictures
+from benchmarks.lab.pictures import Point
 from lsrdecomp import plots
-from lsrdecomp.plots import Point
 
 
 def test_every_method_is_a_labelled_point_with_its_spread():
-    ax = plots.plot_quality([Point("LoRA", 768, 83.0, 0.5), Point("LSR", 704, 82.0), Point("head", 10, 60.0, 0.1)])
+    ax = pictures.plot_quality([Point("LoRA", 768, 83.0, 0.5), Point("LSR", 704, 82.0), Point("head", 10, 60.0, 0.1)])
     drawn = {line.get_label(): tuple(line.get_xydata()[0]) for line in ax.get_lines() if line.get_label()[0] != "_"}
     assert drawn == {"LoRA": (768.0, 83.0), "LSR": (704.0, 82.0), "head": (10.0, 60.0)}
     assert {text.get_text() for text in ax.texts} == {"LoRA", "LSR", "head"}
@@ -21,7 +22,7 @@ def test_every_method_is_a_labelled_point_with_its_spread():
 def test_stages_have_a_panel_each_and_structures_keep_their_colour():
     path = [Point("", 300, 0.7, 0.1), Point("", 100, 0.5)]
     paths = {"LSR": {"as compressed": path, "from scratch": path[:1]}, "SVD": {"from scratch": path}}
-    first, second = plots.plot_stages(paths, references={"the LoRA": 1.0})
+    first, second = pictures.plot_stages(paths, references={"the LoRA": 1.0})
     assert [panel.get_title() for panel in (first, second)] == ["as compressed", "from scratch"]
     drawn = [
         [line for line in panel.get_lines() if line.get_marker() in plots.pictures.MARKERS and len(line.get_xdata())]

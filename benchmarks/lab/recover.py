@@ -17,20 +17,20 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.lab.compress_lora import CompressedPoint, compress_lora
+from benchmarks.lab.recover_jobs import WHOLE, Job, jobs
+from benchmarks.lab.recover_plan import (
+    STRUCTURES,
+    recover_plan,
+)
+from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
+from benchmarks.lab.suite import Suite
 from lsrdecomp.calibration.base_model import load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.progress import Counter, OnStep
 from lsrdecomp.compression.search import Search
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.experiments.compress_lora import CompressedPoint, compress_lora
-from lsrdecomp.experiments.recover_jobs import WHOLE, Job, jobs
-from lsrdecomp.experiments.recover_plan import (
-    STRUCTURES,
-    recover_plan,
-)
-from lsrdecomp.experiments.runs import Failure, Outcome, Run, do_runs, outcome
-from lsrdecomp.experiments.suite import Suite
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
@@ -49,7 +49,7 @@ def recover(
     on_run: Callable[[Run, Outcome], object] | None = None,
     on_step: OnStep | None = None,
 ) -> None:
-    """Do all of it; after a kill, the same call goes on where it was. `lsrdecomp.experiments.recover_table` reads it.
+    """Do all of it; after a kill, the same call goes on where it was. `benchmarks.lab.recover_table` reads it.
 
     Parameters
     ----------

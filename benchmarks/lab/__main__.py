@@ -1,0 +1,5 @@
+"""The command line of the laboratory."""
+
+from benchmarks.lab.app import run
+
+run()

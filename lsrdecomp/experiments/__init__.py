@@ -1,5 +1,0 @@
-"""Suites of fine-tuning runs: methods compared (`compare`), LoRAs compressed and recovered (`recover`); needs torch."""
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
