@@ -326,7 +326,8 @@ def test_the_verb(place, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n')
     done = cli("--config", config, "--method", "lora", "--option", "r=2", "--steps", 2, "--out", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr  # a line a minute may stand there, on a busy machine
     assert "lora: 1,024 parameters and 650 in the head" in done.stdout
     assert "majority" in done.stdout
     record = read_record(tmp_path / "out")
