@@ -73,7 +73,7 @@ def test_less_is_asked_smaller_it_becomes(folder):
 
 
 def test_distillation_is_part_of_the_promise(folder, tmp_path):
-    """Whether forty steps help on so small a model is luck; what is kept is the better form, and recorded as measured."""
+    """Whether forty steps help here is luck; the better form is kept, and recorded as measured."""
     lora = lsr.open_checkpoint(folder / "lora")
     plan = lsr.CompressionPlan(ratio=4)
     plain = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
