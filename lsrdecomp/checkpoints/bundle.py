@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from lsrdecomp.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's own order
+MLX_WEIGHTS = "adapters.safetensors"
+BESIDE_CONFIG = (*PEFT_WEIGHTS, MLX_WEIGHTS)
+SHARD = re.compile(r"-\d+-of-\d+\.")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -57,12 +61,13 @@ def open_bundle(path: str | Path, name: str | None = None, max_memory: int | Non
     if not place.exists() and not place.is_symlink():
         raise CheckpointError("no such file or directory", path=place)
     if not place.is_dir():
-        with_config = place.name in PEFT_WEIGHTS and (place.parent / CONFIG).exists()
+        with_config = place.name in BESIDE_CONFIG and (place.parent / CONFIG).exists()
         return _read(place, place, read_json(place.parent / CONFIG) if with_config else None, max_memory)
     if (place / CONFIG).exists() or (place / CONFIG).is_symlink():
         config = read_json(place / CONFIG)
-        found = [place / file for file in PEFT_WEIGHTS if (place / file).exists() or (place / file).is_symlink()]
+        found = [place / file for file in BESIDE_CONFIG if (place / file).exists() or (place / file).is_symlink()]
         if not found:
+            _refuse_shards(place, [entry for entry in place.iterdir() if entry.suffix in SUFFIXES])
             raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=place)
         return _read(place, found[0], config, max_memory)
     files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
@@ -71,10 +76,20 @@ def open_bundle(path: str | Path, name: str | None = None, max_memory: int | Non
         held = ", ".join(map(repr, inner[:8]))
         raise CheckpointError(f"holds {len(inner)} adapters ({held}): say which by name=", path=place)
     if len(files) != 1:
+        _refuse_shards(place, files)
         held = ", ".join(repr(file.name) for file in files[:8])
         text = f"{len(files)} weight files ({held}): say which by name=" if files else f"no {CONFIG} and no weight file"
         raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=place)
     return _read(place, files[0], None, max_memory)
+
+
+def _refuse_shards(place: Path, files: Sequence[Path]) -> None:
+    """Say of a file in parts that it is one, and which parts there are."""
+    parts = sorted(file.name for file in files if SHARD.search(file.name))
+    if parts:
+        text = f"one file in {len(parts)} shards ({parts[0]}, …), which are not read"
+        way_out = f"load all with safetensors and save them as one {PEFT_WEIGHTS[0]}; a whole model is no adapter"
+        raise CheckpointError(f"{text}: {way_out}", path=place)
 
 
 def _read(path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None) -> Bundle:

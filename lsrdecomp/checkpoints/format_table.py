@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
 from lsrdecomp.checkpoints.format import Format
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
-from lsrdecomp.checkpoints.readers import cloneofsimo, diffusers, kohya, loralib, lsr, lycoris, peft
+from lsrdecomp.checkpoints.readers import cloneofsimo, lsr, lycoris, peft
+from lsrdecomp.checkpoints.readers.pairs import diffusers, kohya, loralib, mlx, torchtune
 from lsrdecomp.checkpoints.readers.peft_lycoris import loha, lokr
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
 from lsrdecomp.errors import CheckpointError
 
+NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
 WAY_OUT = "raise max_memory (--max-memory)"
 
 # The first format that matches reads, so whoever knows a file best stands before whoever would take it too:
 FORMATS: tuple[Format, ...] = (
-    # with a config, told by its peft_type; `peft` takes every type that is left, and refuses by name what is not LoRA
+    # with a config, told by its peft_type, which mlx-lm's has not; `peft` takes every type that is left, and refuses by
+    # name what is not LoRA
     lsr,
     loha,
     lokr,
+    mlx,
     peft,
     # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under kohya's keys
     lycoris,
@@ -29,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     diffusers,
     cloneofsimo,
     loralib,
+    torchtune,
 )
 """What `open_checkpoint` asks, in this order."""
 
@@ -68,6 +74,7 @@ def open_checkpoint(
     packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
     if packed is not None and max_memory is not None and packed.nbytes > max_memory:
         raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
+    _refuse_adapter_names(bundle)
     for form in FORMATS:
         if form.matches(bundle):
             checkpoint = form.read(bundle, alpha=alpha)
@@ -77,6 +84,19 @@ def open_checkpoint(
     held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
     known = ", ".join(form.name for form in FORMATS)
     raise CheckpointError(f"no adapter format known here: it holds {held}; read are {known}", path=bundle.weights)
+
+
+def _refuse_adapter_names(bundle: Bundle) -> None:
+    """Keys as a running PeftModel has them, ``lora_A.default.weight``: no program reads such files, PEFT included."""
+    for key, tensor in bundle.tensors.items():
+        named = NAMED.fullmatch(key)
+        if named is not None:
+            text = (
+                f"names the adapter {named[1]!r} in its keys: saved by state_dict() of a PeftModel, which PEFT itself "
+            )
+            raise tensor.error(
+                f"{text}does not read; save it by save_pretrained, or take '.{named[1]}' out of the keys"
+            )
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:

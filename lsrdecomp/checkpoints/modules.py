@@ -13,14 +13,16 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError
 PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 
+WITHOUT = "merge the file into its base, or save the pairs without such tensors and compress those"
+
 # Parts of other methods that change the forward pass; dropping them silently would change the model.
 REFUSED = {
     ".dora_scale": "DoRA rescales by the norm of the base weights, which are not in this file",
     ".lora_magnitude_vector": "DoRA rescales by the norm of the base weights, which are not in this file",
     ".lora_magnitude_vector.weight": "DoRA rescales by the norm of the base weights, which are not in this file",
-    ".diff": "a full-size difference",
-    ".diff_b": "a bias difference",
-    ".set_weight": "a full-size weight",
+    ".diff": f"a full-size difference, no LoRA: {WITHOUT}",
+    ".diff_b": f"the difference of a bias, no LoRA: {WITHOUT}",
+    ".set_weight": f"a full-size weight, no LoRA: {WITHOUT}",
     ".oft_blocks": "OFT rotates the base weights",
     ".oft_diag": "OFT rotates the base weights",
     ".on_input": "IA3 scales activations",

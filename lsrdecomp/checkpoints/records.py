@@ -39,6 +39,8 @@ class LoraLayer:
         B and A in the file.
     kernel : tuple of int
         Kernel of a convolution, else empty.
+    alpha : StoredTensor, optional
+        What the scale comes from where the file has it beside the pair.
 
     Examples
     --------
@@ -62,6 +64,7 @@ class LoraLayer:
     up: StoredTensor = field(repr=False)
     down: StoredTensor = field(repr=False)
     kernel: tuple[int, ...] = ()
+    alpha: StoredTensor | None = field(default=None, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:

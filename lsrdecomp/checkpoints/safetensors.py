@@ -64,7 +64,7 @@ def read_header(path: Path) -> Header:
             raise CheckpointError(f"the header declares {length} bytes; at most {MAX_JSON} are read", path=path)
         header = parse_json(file.read(length), path, what="header")
     start = PREFIX + length
-    metadata = _metadata(header.pop("__metadata__", {}), path)
+    metadata = _metadata(header.pop("__metadata__", None), path)
     tensors = {name: _entry(name, entry, path, start, size - start) for name, entry in header.items()}
     _check_layout(header, path, size - start)
     try:
@@ -97,6 +97,8 @@ def first_line(error: BaseException) -> str:
 
 
 def _metadata(value: object, path: Path) -> dict[str, str]:
+    if value is None:  # as the safetensors library reads it
+        return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise CheckpointError("the header's __metadata__ is not a map from text to text", path=path)
     return value

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
+from checkpoint_files import PREFIX, directory, pair, raw_safetensors
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import (
@@ -507,7 +507,10 @@ FILES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, object] | None]] = 
     "diffusers": ({"unet.q.lora_A.weight": (2, 6), "unet.q.lora_B.weight": (4, 2)}, None),
     "cloneofsimo": ({"unet:0:down": (2, 6), "unet:0:up": (4, 2)}, None),
     "loralib": ({"q.lora_A": (2, 6), "q.lora_B": (4, 2)}, None),
+    "torchtune": ({"q.lora_a.weight": (2, 6), "q.lora_b.weight": (4, 2)}, None),
+    "mlx": ({"q.lora_a": (6, 2), "q.lora_b": (2, 4)}, None),
 }
+OUTSIDE = ("loralib", "torchtune", "mlx")  # whose files do not hold their scale
 """Of each format the smallest file, as shapes, and its config; LSR directories have a test file of their own."""
 
 
@@ -537,7 +540,7 @@ def test_a_file_is_taken_by_its_own_format_and_none_before_it(tmp_path: Path, fo
     taking = [other.name for other in FORMATS if other.matches(bundle)]
     also = ["peft-lora"] if form in ("peft-loha", "peft-lokr") else []
     assert taking == [form, *also]
-    assert open_checkpoint(tmp_path / "a", alpha=2 if form == "loralib" else None).format == form
+    assert open_checkpoint(tmp_path / "a", alpha=2 if form in OUTSIDE else None).format == form
 
 
 def test_the_order_decides_where_two_formats_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +554,7 @@ def test_the_order_decides_where_two_formats_match(tmp_path: Path, monkeypatch: 
             open_checkpoint(path)
 
 
-@pytest.mark.parametrize("form", [name for name in FILES if name != "loralib"])
+@pytest.mark.parametrize("form", [name for name in FILES if name not in OUTSIDE])
 def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_path: Path, form: str) -> None:
     with pytest.raises(CheckpointError, match="leave alpha= out") as refused:
         open_checkpoint(put(tmp_path / "a", form), alpha=8)
@@ -562,7 +565,7 @@ def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_pa
 def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
-        CheckpointError, match="it holds 'weight'; read are lsr, peft-loha, peft-lokr, peft-lora, lycoris"
+        CheckpointError, match="it holds 'weight'; read are lsr, peft-loha, peft-lokr, mlx, peft-lora, lycoris"
     ):
         open_checkpoint(tmp_path)
 
@@ -583,19 +586,19 @@ def contributed(monkeypatch: pytest.MonkeyPatch) -> Format:
 
 def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path, contributed: Format) -> None:
     tensors = {
-        "model.layers.10.q_proj.lora_a": normal(6, 2, dtype="float16"),
-        "model.layers.10.q_proj.lora_b": normal(2, 4, dtype="float16"),
-        "model.layers.9.q_proj.lora_a": normal(5, 3),
-        "model.layers.9.q_proj.lora_b": normal(3, 7),
-        "model.embed_tokens.lora_a": normal(9, 2),
-        "model.embed_tokens.lora_b": normal(2, 5),
+        "model.layers.10.q_proj.lora_kernel_a": normal(6, 2, dtype="float16"),
+        "model.layers.10.q_proj.lora_kernel_b": normal(2, 4, dtype="float16"),
+        "model.layers.9.q_proj.lora_kernel_a": normal(5, 3),
+        "model.layers.9.q_proj.lora_kernel_b": normal(3, 7),
+        "model.embed_tokens.lora_kernel_a": normal(9, 2),
+        "model.embed_tokens.lora_kernel_b": normal(2, 5),
         "head.bias": normal(4),
     }
     path = tmp_path / "adapters.safetensors"
     save_file(tensors, path)
     assert [form.name for form in format_table.FORMATS if form.matches(open_bundle(path))] == [contributed.name]
     checkpoint = open_checkpoint(path, alpha=6)
-    assert checkpoint.format == "mlx-lm"
+    assert checkpoint.format == "keras"
     assert [layer.name[6:] for layer in checkpoint.layers] == ["embed_tokens", "layers.9.q_proj", "layers.10.q_proj"]
     assert [layer.kind for layer in checkpoint.layers] == ["embedding", "linear", "linear"]
     assert [(layer.rank, layer.scale, layer.dtype) for layer in checkpoint.layers[1:]] == [
@@ -604,7 +607,7 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
     ]
     assert list(checkpoint.extras) == [f"{PREFIX}head.bias"]
     for name, update in updates(checkpoint).items():
-        left, right = (tensors[f"{name}.lora_{half}"].astype(np.float64) for half in "ab")
+        left, right = (tensors[f"{name}.lora_kernel_{half}"].astype(np.float64) for half in "ab")
         np.testing.assert_allclose(update, 6 / left.shape[1] * (left @ right).T, rtol=1e-5, atol=1e-6)
     with_peft = write_lora(
         tmp_path / "out",
@@ -618,12 +621,16 @@ def test_a_format_written_from_contributing_alone_reads_its_files(tmp_path: Path
 @pytest.mark.parametrize(
     ("word", "shapes"),
     {
-        "has down without up; the file is incomplete": {"q.lora_a": (6, 2)},
-        "magnitude of DoRA beside up, down": {"q.lora_a": (6, 2), "q.lora_b": (2, 4), "q.m": (4,)},
-        "rank 2 in shape": {"q.lora_a": (6, 3), "q.lora_b": (2, 4)},
-        "expected a matrix": {"q.lora_a": (8, 2, 6), "q.lora_b": (8, 4, 2)},
-        "is part of an adapter": {"q.lora_a": (6, 2), "q.lora_b": (2, 4), "q.lora_a_scales": (6, 1)},
-        "of rank 2: its scale is not in it; pass alpha=": {"q.lora_a": (6, 2), "q.lora_b": (2, 4)},
+        "has down without up; the file is incomplete": {"q.lora_kernel_a": (6, 2)},
+        "magnitude of DoRA beside up, down": {"q.lora_kernel_a": (6, 2), "q.lora_kernel_b": (2, 4), "q.m": (4,)},
+        "rank 2 in shape": {"q.lora_kernel_a": (6, 3), "q.lora_kernel_b": (2, 4)},
+        "expected a matrix": {"q.lora_kernel_a": (8, 2, 6), "q.lora_kernel_b": (8, 4, 2)},
+        "is part of an adapter": {
+            "q.lora_kernel_a": (6, 2),
+            "q.lora_kernel_b": (2, 4),
+            "q.lora_kernel_a_scales": (6, 1),
+        },
+        "of rank 2: its scale is not in it; pass alpha=": {"q.lora_kernel_a": (6, 2), "q.lora_kernel_b": (2, 4)},
     }.items(),
 )
 def test_it_refuses_in_one_line_as_every_format_does(
@@ -634,6 +641,72 @@ def test_it_refuses_in_one_line_as_every_format_does(
         open_checkpoint(tmp_path)
     assert "adapters.safetensors" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def mlx(tmp_path: Path) -> Path:
+    """A directory as mlx-lm saves it."""
+    halves = {"lora_a": normal(6, 2, dtype="bfloat16"), "lora_b": normal(2, 4, dtype="bfloat16")}
+    folder = tmp_path / "mlx"
+    folder.mkdir()
+    save_file({f"model.layers.0.self_attn.q_proj.{key}": half for key, half in halves.items()}, folder / MLX)
+    settings = {"rank": 2, "scale": 20.0, "dropout": 0.0}
+    config = {"fine_tune_type": "lora", "model": "some/base", "lora_parameters": settings}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+MLX = "adapters.safetensors"
+
+
+def test_an_mlx_directory_is_read_transposed_with_the_scale_of_its_config(mlx: Path) -> None:
+    checkpoint, stored = open_checkpoint(mlx), load_file(mlx / MLX)
+    assert (checkpoint.format, checkpoint.config["base_model_name_or_path"]) == ("mlx", "some/base")
+    (layer,) = checkpoint.layers
+    left, right = (stored[f"{layer.name}.lora_{half}"].astype(np.float64) for half in "ab")
+    np.testing.assert_allclose(updates(checkpoint)[layer.name], 20 * (left @ right).T, rtol=1e-12)
+    assert open_checkpoint(mlx / MLX).layers == checkpoint.layers
+
+
+def test_other_directories_of_mlx_are_refused_with_the_cause(mlx: Path) -> None:
+    config = json.loads((mlx / "adapter_config.json").read_text())
+    (mlx / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "dora"}))
+    with pytest.raises(UnsupportedError, match="fine_tune_type is 'dora': only lora is read"):
+        open_checkpoint(mlx)
+    (mlx / MLX).write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(CheckpointError, match="adapters.safetensors: this is a Git-LFS pointer"):
+        open_checkpoint(mlx)
+    (mlx / MLX).unlink()
+    with pytest.raises(CheckpointError, match="but no weights: adapter_model.safetensors or .* is missing"):
+        open_checkpoint(mlx)
+
+
+def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> None:
+    folder = directory(tmp_path / "a")
+    raw = (folder / "adapter_model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size]) | {"__metadata__": None}
+    (folder / "adapter_model.safetensors").write_bytes(raw_safetensors(header, raw[8 + size :]))
+    assert open_checkpoint(folder).metadata == {}
+
+
+def test_keys_that_name_the_adapter_are_said_to_come_from_a_state_dict(tmp_path: Path) -> None:
+    tensors = {key.replace(".weight", ".default.weight"): array for key, array in pair("q").items()}
+    for place in (directory(tmp_path / "a", tensors), tmp_path / "a" / "adapter_model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"names the adapter 'default' in its keys: saved by state_dict\(\)"):
+            open_checkpoint(place)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_shards_are_said_to_be_parts_of_one_file(tmp_path: Path, config: bool) -> None:
+    folder = directory(tmp_path / "a")
+    for part in (1, 2):
+        save_file({f"w{part}": normal(2)}, folder / f"adapter_model-0000{part}-of-00002.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    if not config:
+        (folder / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"one file in 2 shards \(adapter_model-00001-of-00002"):
+        open_checkpoint(folder)
 
 
 def test_names_are_sorted_by_the_numbers_in_them():

@@ -10,7 +10,7 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.format import finish, refuse_alpha
 from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
-from lsrdecomp.checkpoints.readers import kohya as kohya_format
+from lsrdecomp.checkpoints.readers.pairs import kohya, pair_layer
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.kronecker.shape import ProductShape
@@ -28,7 +28,7 @@ def matches(bundle: Bundle) -> bool:
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """LoHa modules as `LoraLayer`, LoKr modules as `LsrLayer`, plain LoRA modules among them as kohya's."""
     refuse_alpha(bundle, alpha)
-    modules, extras = grouped(bundle, {**HADA, **LOKR, **kohya_format.SUFFIXES})
+    modules, extras = grouped(bundle, {**HADA, **LOKR, **kohya.roles})
     layers: list[Layer] = []
     for module, roles in modules.items():
         if any(role in roles for role in HADA.values()):
@@ -36,7 +36,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
         elif any(role in roles for role in LOKR.values()):
             layers.append(kronecker_layer(module, roles))
         else:
-            layers.append(kohya_format.lora_layer(module, roles))
+            layers.append(pair_layer(module, roles))
     return finish(bundle, name, layers, extras)
 
 
