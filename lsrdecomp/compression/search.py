@@ -88,7 +88,7 @@ class Search:
         """The shapes that serve another adapter of the same base and layers, as it was written.
 
         On LoRAs of a language model errors come within 3 % of those of a search of its own, in half the time
-        (``benchmarks/fleet.py``).
+        (``benchmarks/cost/fleet.py``).
 
         Parameters
         ----------

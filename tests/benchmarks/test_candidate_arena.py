@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,15 +9,11 @@ from adapters_support import kron_sum
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-from candidate_kernels.arena import ArenaLayer, FactorArena  # noqa: E402
-from candidate_kernels.modes import applied  # noqa: E402
-
-from lsrdecomp.adapters.kernels import adapted_linear, expand  # noqa: E402
-from lsrdecomp.errors import PrecisionError, ShapeError  # noqa: E402
-from lsrdecomp.kronecker.shape import ProductShape  # noqa: E402
+from benchmarks.adapters.candidate_kernels.arena import ArenaLayer, FactorArena
+from benchmarks.adapters.candidate_kernels.modes import applied
+from lsrdecomp.adapters.kernels import adapted_linear, expand
+from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker.shape import ProductShape
 
 WIDE = ProductShape((2, 3), (2, 2), (3, 2))  # 6 x 6, inner rank 4
 LAYERS = (

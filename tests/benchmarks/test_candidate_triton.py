@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +15,9 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels' files are imported, which happens lazily
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from candidate_kernels import triton_expansion, triton_passes  # noqa: E402
-from candidate_kernels.arena import ArenaLayer, FactorArena  # noqa: E402
-from candidate_kernels.modes import applied  # noqa: E402
-
+from benchmarks.adapters.candidate_kernels import triton_expansion, triton_passes  # noqa: E402
+from benchmarks.adapters.candidate_kernels.arena import ArenaLayer, FactorArena  # noqa: E402
+from benchmarks.adapters.candidate_kernels.modes import applied  # noqa: E402
 from lsrdecomp.kronecker.shape import ProductShape  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"

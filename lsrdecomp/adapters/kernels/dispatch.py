@@ -1,4 +1,4 @@
-"""Which way of applying an adapter is fastest for given sizes, from crossovers measured by benchmarks/adapters.py."""
+"""Which way of applying an adapter is fastest for given sizes, from crossovers of benchmarks/adapters/speed.py."""
 
 from __future__ import annotations
 

