@@ -210,6 +210,15 @@ class Checkpoint:
         return sum(layer.parameters for layer in self.layers)
 
     @property
+    def storage(self) -> str:
+        """The type that most numbers of its layers are stored in; float32 if it is none that is written for factors."""
+        counts: Counter[str] = Counter()
+        for layer in self.layers:
+            counts[layer.dtype] += layer.parameters
+        common = max(counts, key=lambda dtype: counts[dtype], default="float32")
+        return common if common in ("float16", "bfloat16") else "float32"
+
+    @property
     def extra_parameters(self) -> int:
         return sum(tensor.parameters for tensor in self.extras.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -73,6 +74,13 @@ def read_header(path: Path) -> Header:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the safetensors library refuses it: {first_line(error)}", path=path) from error
     return Header(metadata, tensors)
+
+
+def data_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of what follows the header of a safetensors file."""
+    with path.open("rb") as file:
+        file.seek(PREFIX + int.from_bytes(file.read(PREFIX), "little"))
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
+import hashlib
 import json
 import os
 import secrets
@@ -164,16 +165,29 @@ class TensorWriter:
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write the file in the order of the safetensors library: widest dtype first, then by name."""
-        order = sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
+        order = self._order()
         with path.open("wb") as file:
             file.write(encode_header({name: self.tensors[name] for name in order}, metadata))
-            for name in order:
-                begin, left = self._places[name]
-                self._spool.seek(begin)
-                while left:
-                    piece = self._spool.read(min(left, IN_MEMORY // 8))
-                    file.write(piece)
-                    left -= len(piece)
+            file.writelines(self._pieces(order))
+
+    def sha256(self) -> str:
+        """Hexadecimal SHA-256 of all tensors' bytes as the file will hold them after its header."""
+        digest = hashlib.sha256()
+        for piece in self._pieces(self._order()):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def _order(self) -> list[str]:
+        return sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
+
+    def _pieces(self, order: Iterable[str]) -> Iterator[bytes]:
+        for name in order:
+            begin, left = self._places[name]
+            self._spool.seek(begin)
+            while left:
+                piece = self._spool.read(min(left, IN_MEMORY // 8))
+                yield piece
+                left -= len(piece)
 
 
 def cast(array: Array, storage: str, name: str) -> Array:

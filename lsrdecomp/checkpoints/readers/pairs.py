@@ -201,7 +201,7 @@ def _through(mid: StoredTensor, down: StoredTensor) -> StoredTensor:
         inner = down.load().reshape(down.shape[:2]).astype(np.float64)
         return np.moveaxis(np.tensordot(mid.load(), inner, axes=(1, 0)), -1, 1)
 
-    return derived(mid, (mid.shape[0], down.shape[1], *mid.shape[2:]), product)
+    return derived(down, (mid.shape[0], down.shape[1], *mid.shape[2:]), product)
 
 
 def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:

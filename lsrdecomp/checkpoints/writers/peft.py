@@ -15,11 +15,14 @@ from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, pat
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.checkpoints.writers.rounding import Rounding
 from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
 PROFILES = ("peft", "server", "lorax")
+HALVES = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
+"""A and B of a layer, and of an embedding."""
 
 
 def write_lora(
@@ -85,6 +88,7 @@ def write_lora(
         rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
     known = {layer.name: layer for layer in source.layers} if source else {}
     ranks: dict[str, int] = {}
+    rounding = Rounding()
     with new_directory(out, inputs=(source.path,) if source else (), force=force) as part, TensorWriter(part) as writer:
         for name, up, down in layers:
             layer = known.get(name)
@@ -93,8 +97,14 @@ def write_lora(
             if rank is not None:
                 up, down = _padded(name, up, down, rank)
             ranks[name] = down.shape[0]
-            for key, array in _tensors(name, up, down, kind, kernel):
-                writer.add(key, cast(array, storage, key))
+            keys = [f"{PREFIX}{name}.{half}" for half in HALVES[kind == "embedding"]]
+            stored_down, stored_up = (cast(half, storage, key) for half, key in zip((down, up), keys, strict=True))
+            rounding.add(up, down, stored_up, stored_down)
+            if kind == "conv":
+                stored_down = stored_down.reshape(down.shape[0], -1, *kernel)
+                stored_up = stored_up.reshape(*up.shape, *(1 for _ in kernel))
+            writer.add(keys[0], stored_down)
+            writer.add(keys[1], stored_up)
         if not ranks:
             raise CheckpointError("no layers to write", path=out)
         if profile == "server":
@@ -119,7 +129,8 @@ def write_lora(
             "lora_dropout": 0.0,
             "init_lora_weights": True,
         }
-        writer.write(part / WEIGHTS, metadata(source, provenance, profile=profile, storage=storage))
+        facts = {"profile": profile, "storage": storage, "sha256": writer.sha256(), **rounding.to_json()}
+        writer.write(part / WEIGHTS, metadata(source, provenance, **facts))
         write_json(part / CONFIG, fields)
     return out
 
@@ -145,14 +156,3 @@ def _padded(name: str, up: Array, down: Array, rank: int) -> tuple[Array, Array]
     if more < 0:
         raise ShapeError(f"{name}: rank {down.shape[0]}, but all layers are to have {rank}")
     return np.pad(up, ((0, 0), (0, more))), np.pad(down, ((0, more), (0, 0)))
-
-
-def _tensors(
-    name: str, up: Array, down: Array, kind: str, kernel: tuple[int, ...]
-) -> tuple[tuple[str, Array], tuple[str, Array]]:
-    if kind == "embedding":
-        return (f"{PREFIX}{name}.lora_embedding_A", down), (f"{PREFIX}{name}.lora_embedding_B", up)
-    if kind == "conv":
-        down = down.reshape(down.shape[0], -1, *kernel)
-        up = up.reshape(*up.shape, *(1 for _ in kernel))
-    return (f"{PREFIX}{name}.lora_A.weight", down), (f"{PREFIX}{name}.lora_B.weight", up)

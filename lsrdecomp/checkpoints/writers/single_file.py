@@ -13,6 +13,7 @@ from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.peft import check_pair
+from lsrdecomp.checkpoints.writers.rounding import Rounding
 from lsrdecomp.checkpoints.writing import TensorWriter, cast, new_file
 from lsrdecomp.errors import CheckpointError
 
@@ -36,6 +37,7 @@ def write_single(
         raise CheckpointError("the name must end in .safetensors", path=out)
     extras = extras if extras is not None else (source.extras if source else {})
     known = {layer.name: layer for layer in source.layers} if source else {}
+    rounding = Rounding()
     with (
         new_file(out, inputs=(source.path, source.weights) if source else (), force=force) as part,
         TensorWriter(out.absolute().parent) as writer,
@@ -46,11 +48,21 @@ def write_single(
             if layer is not None and layer.kernel:
                 down = down.reshape(down.shape[0], -1, *layer.kernel)
                 up = up.reshape(*up.shape, *(1 for _ in layer.kernel))
+            halves = []
             for key, array in tensors(name, np.asarray(up), np.asarray(down)):
-                writer.add(key, cast(array, storage if array.ndim else "float32", key))
+                stored = cast(array, storage if array.ndim else "float32", key)
+                writer.add(key, stored)
+                halves += [stored] if array.ndim else []
+            rounding.add(_matrix(up), _matrix(down), _matrix(halves[1]), _matrix(halves[0]))
         if not writer.tensors:
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in extras.items():
             writer.add(key.removeprefix(PREFIX), tensor.read())
-        writer.write(part, metadata(source, provenance, storage=storage))
+        facts = {"sha256": writer.sha256(), **rounding.to_json()}
+        writer.write(part, metadata(source, provenance, storage=storage, **facts))
     return out
+
+
+def _matrix(half: Array) -> Array:
+    """Without its kernel."""
+    return half.reshape(half.shape[0], -1)
