@@ -9,6 +9,8 @@ from lsrdecomp.errors import CheckpointError
 
 SUMS = "SHA256SUMS"
 LARGEST = 2**20
+WRITTEN = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
+"""Files that act on the model: a record that does not name one vouches for nothing."""
 
 
 def write_sums(directory: Path) -> None:
@@ -25,8 +27,10 @@ def changed_files(directory: Path) -> tuple[str, ...] | None:
     if record.stat().st_size > LARGEST:
         raise CheckpointError(f"{record.stat().st_size} bytes of digests; not a file written here", path=record)
     held = {path.name: path for path in directory.iterdir() if path.is_file()}
-    changed = []
-    for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
+    lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+    listed = {line.partition("  ")[2] for line in lines}
+    changed = [f"{name} (not in {SUMS})" for name in sorted(held) if name in WRITTEN and name not in listed]
+    for line in lines:
         digest, _, name = line.partition("  ")
         if name not in held or sha256(held[name]) != digest:
             changed.append(name if name in held else ascii(name or line)[1:81])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,12 +19,14 @@ from lsrdecomp.checkpoints import (
     write_gguf,
     write_kohya,
     write_lora,
+    write_same,
 )
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.sums import SUMS, changed_files
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.compression.layer import layer_product
+from lsrdecomp.compression.recorded import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 
@@ -36,6 +39,7 @@ def export_lora(
     profile: str = "peft",
     force: bool = False,
     base: str | Path | None = None,
+    like: Checkpoint | None = None,
     without_heads: bool = False,
 ) -> Path:
     """Write the plain LoRA of the same ΔW: its inner rank is that of the LSR layers.
@@ -46,11 +50,12 @@ def export_lora(
     ----------
     checkpoint : Checkpoint
     out : path
-        A directory for "lora", a file for "kohya", "diffusers" and "gguf".
+        A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same" what ``like`` is.
     to : str
-        "lora" (PEFT), "kohya", "diffusers" or "gguf" (llama.cpp).
+        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_same`.
     storage : str, optional
-        Type of the numbers; absent, float32, or f16 for "gguf", which also takes f32 and q8_0.
+        Type of the numbers; absent, that of a LoRA itself, of ``like`` for "same", float32 for an expanded LSR adapter,
+        or f16 for "gguf", which also takes f32 and q8_0.
     profile : str
         Of "lora": "peft"; "server", each layer at its own rank under one global scale and without the head; or "lorax",
         padded to one rank, with zeros for layers that were dropped. See `lsrdecomp.checkpoints.write_lora`.
@@ -59,6 +64,8 @@ def export_lora(
         Of "gguf", and needed there: the base as GGUF file, model directory or config.json. Absent, the directory that
         the adapter's config names, if there is one. Of "kohya" and "diffusers", for layers called by position: the
         pipeline they were trained on, from which they get their names.
+    like : Checkpoint, optional
+        Of "same": the file whose format is wanted again; absent, the checkpoint itself, which is then a LoRA.
     without_heads : bool
         Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings. The profiles server
         and lorax do so anyway; elsewhere what cannot hold them is refused without it.
@@ -92,10 +99,16 @@ def export_lora(
     layers: Iterable[tuple[str, Array, Array]] = (
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora()) for layer in checkpoint.layers
     )
-    record = {"derived_from": provenance(checkpoint)}
-    extras: dict[str, StoredTensor] | None = {} if without_heads else None
+    extras: dict[str, StoredTensor] | None = {} if without_heads or (to == "lora" and profile != "peft") else None
+    record: dict[str, Any] = {"derived_from": provenance(checkpoint), "recorded": recorded_errors(checkpoint)}
+    if extras is not None:
+        record["left_out"] = sorted(checkpoint.extras)
+    if names:
+        record["renamed"] = {new: old for old, new in names.items()}
+    if to == "same":
+        like = checkpoint if like is None else like
+        return write_same(out, like=like, layers=layers, storage=storage, extras=extras, force=force, provenance=record)
     if to == "lora":
-        extras = extras if profile == "peft" else {}
         if profile == "lorax":
             layers = chain(layers, _zeros(checkpoint))
         return write_lora(
@@ -103,7 +116,7 @@ def export_lora(
             source=checkpoint,
             layers=layers,
             extras=extras,
-            storage=storage or "float32",
+            storage=storage or default_storage(checkpoint),
             profile=profile,
             force=force,
             provenance=record,
@@ -112,13 +125,18 @@ def export_lora(
         like = _base(checkpoint, base)
         storage = _gguf_storage(storage)
         return write_gguf(out, base=like, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force)
-    storage = storage or "float32"
+    storage = storage or default_storage(checkpoint)
     writers = {"kohya": write_kohya, "diffusers": write_diffusers}
     if to not in writers:
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, gguf, {', '.join(writers)}")
+        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, {', '.join(writers)}")
     return writers[to](
         out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
     )
+
+
+def default_storage(checkpoint: Checkpoint) -> str:
+    """The type of a LoRA as it is; of LSR factors float32, since products of theirs are written."""
+    return "float32" if checkpoint.format == "lsr" else checkpoint.storage
 
 
 def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:

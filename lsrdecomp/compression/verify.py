@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint
-from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.image_names import flat_name
 from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.safetensors import data_sha256
 from lsrdecomp.checkpoints.sums import changed_files
-from lsrdecomp.compression.compress import REPORT
 from lsrdecomp.compression.layer import layer_pair, layer_product
+from lsrdecomp.compression.recorded import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
 
 AGREEMENT = 1e-9
@@ -58,11 +59,13 @@ class Verification:
     source_matches: bool | None  # the source has the bytes it had when this was made; None: not recorded
     changed_files: tuple[str, ...]  # files that are not what was written, by their recorded digests
     changed_tensors: tuple[str, ...]  # tensors carried along that differ from the source's
+    rounding: float = 0.0  # by how much an export may differ from what was recorded before it, over all layers
+    recorded: bool = True  # whether anything was written of what this should be; without, nothing is vouched for
 
     @property
     def agrees(self) -> bool:
         """Whether the error over all layers is a number, and the writer's figure if there is one."""
-        return _agree(self.relative_error, self.recorded_error)
+        return _agree(self.relative_error, self.recorded_error, self.rounding)
 
     @property
     def passed(self) -> bool:
@@ -90,11 +93,17 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     (True, 12, True)
     """
     record = provenance(written)
-    recorded, recorded_total = _recorded_errors(written)
+    errors = recorded_errors(written)
+    recorded, recorded_total = errors["layers"], errors["total"]
     chain = tuple(_chain(record))
+    origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
+    exported = "rounding" in record
+    if exported and len(chain) == 1 and source.source_sha256 in origins:  # an export of the source itself
+        recorded, recorded_total = {}, 0.0
     dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
-    present = {layer.name for layer in written.layers}
-    extra = present - {layer.name for layer in source.layers}
+    names = _source_names(source, written, record)
+    present = {names.get(layer.name, layer.name): layer for layer in written.layers}
+    extra = present.keys() - {layer.name for layer in source.layers}
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
@@ -105,7 +114,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
             lost_share = 1.0 if pair.norm > 0.0 else 0.0
             checks.append(LayerCheck(layer.name, 0, pair.norm, lost_share, recorded.get(layer.name)))
             continue
-        other = written.layer(layer.name)
+        other = present.get(layer.name) or written.layer(layer.name)
         if (other.out_features, other.in_features) != pair.shape:
             raise CheckpointError(
                 f"{other.out_features} x {other.in_features}, but {pair.shape[0]} x {pair.shape[1]} in {source.path}",
@@ -115,16 +124,32 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
         error = pair.residual_norm(layer_product(other))
         size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
-        checks.append(LayerCheck(layer.name, other.parameters, pair.norm, relative, recorded.get(layer.name)))
-    origins = {_mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
+        before = None if exported else recorded.get(layer.name)
+        checks.append(LayerCheck(layer.name, other.parameters, pair.norm, relative, before))
+    changed = changed_files(written.weights.parent)
+    altered = "sha256" in record and record["sha256"] != data_sha256(written.weights)
+    moved = record.get("rounding")
     return Verification(
         tuple(checks),
         lost / size if size > 0.0 else lost,
         recorded_total,
         source_matches=source.source_sha256 in origins if origins else None,
-        changed_files=changed_files(written.weights.parent) or (),
-        changed_tensors=tuple(_changed_tensors(source, written)),
+        changed_files=tuple(dict.fromkeys([*(changed or ()), *([written.weights.name] if altered else [])])),
+        changed_tensors=tuple(_changed_tensors(source, written, set(map(str, record.get("left_out") or ())))),
+        rounding=float(moved) / size if isinstance(moved, int | float) and size > 0.0 else 0.0,
+        recorded=recorded_total is not None or bool(changed == () or "sha256" in record),
     )
+
+
+def _source_names(source: Checkpoint, written: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
+    """The source's name of each layer that was given another: by the record, or flattened for kohya."""
+    found = {str(new): str(old) for new, old in mapping(record.get("renamed")).items()}
+    if written.format == "kohya":
+        for sdxl in (False, True):
+            flat = {flat_name(layer.name, sdxl=sdxl): layer.name for layer in source.layers}
+            found |= {new: old for new, old in flat.items() if new is not None}
+        found = {new: old for new, old in found.items() if old in {layer.name for layer in source.layers}}
+    return found
 
 
 def _told(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Iterator[Any]:
@@ -135,29 +160,14 @@ def _told(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Itera
             on_layer(layer.name)
 
 
-def _agree(measured: float, recorded: float | None) -> bool:
+def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:
     if recorded is None:
         return math.isfinite(measured)
-    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12)
+    return math.isclose(measured, recorded, rel_tol=AGREEMENT, abs_tol=1e-12 + (1.0 + AGREEMENT) * rounding)
 
 
-def _recorded_errors(written: Checkpoint) -> tuple[dict[str, float], float | None]:
-    """Relative errors by layer and over all as the writer measured them, as far as its report tells."""
-    path = written.weights.parent / REPORT
-    if not path.is_file():
-        return {}, None
-    report = read_json(path)
-    layers, total = report.get("layers"), _mapping(report.get("totals")).get("relative_error")
-    found = {}
-    for layer in layers if isinstance(layers, list) else []:
-        name, error = _mapping(layer).get("name"), _mapping(layer).get("relative_error")
-        if isinstance(name, str) and isinstance(error, int | float):
-            found[name] = float(error)
-    return found, float(total) if isinstance(total, int | float) else None
-
-
-def _changed_tensors(source: Checkpoint, written: Checkpoint) -> Iterator[str]:
-    for name in sorted(set(source.extras) | set(written.extras)):
+def _changed_tensors(source: Checkpoint, written: Checkpoint, left_out: set[str]) -> Iterator[str]:
+    for name in sorted((set(source.extras) - left_out) | set(written.extras)):
         both = [checkpoint.extras[name].read() for checkpoint in (source, written) if name in checkpoint.extras]
         if len(both) < 2 or both[0].dtype != both[1].dtype or both[0].tobytes() != both[1].tobytes():
             yield name
@@ -167,8 +177,4 @@ def _chain(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The record of a file, of the file it was made from, and so on."""
     while record:
         yield record
-        record = _mapping(record.get("derived_from"))
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+        record = mapping(record.get("derived_from"))
