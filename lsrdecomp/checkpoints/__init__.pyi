@@ -21,6 +21,7 @@ from .writers.kohya import write_kohya as write_kohya
 from .writers.lsr import write_lsr as write_lsr
 from .writers.peft import write_lora as write_lora
 from .writers.same import check_same as check_same
+from .writers.same import same_is_directory as same_is_directory
 from .writers.same import write_same as write_same
 from .writing import WEIGHTS as WEIGHTS
 from .writing import new_file as new_file

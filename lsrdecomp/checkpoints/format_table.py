@@ -13,7 +13,7 @@ from lsrdecomp.checkpoints.readers.pairs import diffusers, kohya, loralib, mlx, 
 from lsrdecomp.checkpoints.readers.peft_lycoris import loha, lokr
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
 WAY_OUT = "raise max_memory (--max-memory)"
@@ -91,12 +91,9 @@ def _refuse_adapter_names(bundle: Bundle) -> None:
     for key, tensor in bundle.tensors.items():
         named = NAMED.fullmatch(key)
         if named is not None:
-            text = (
-                f"names the adapter {named[1]!r} in its keys: saved by state_dict() of a PeftModel, which PEFT itself "
-            )
-            raise tensor.error(
-                f"{text}does not read; save it by save_pretrained, or take '.{named[1]}' out of the keys"
-            )
+            text = f"names the adapter {named[1]!r} in its keys: saved by state_dict(), which PEFT does not read"
+            way_out = f"save it by save_pretrained, or take '.{named[1]}' out of the keys"
+            raise UnsupportedError(f"{text}; {way_out}", path=tensor.path, tensor=key)
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:

@@ -93,29 +93,38 @@ def export(
     out: Annotated[
         Path,
         UNKNOWN,
-        typer.Option("--out", help="Directory (lora) or file (gguf, kohya, diffusers); must not exist."),
+        typer.Option(
+            "--out", help="Directory (lora) or file (gguf, kohya, diffusers; same: as it was); must not exist."
+        ),
     ],
-    to: Annotated[str, typer.Option(help="Format to write: lora, gguf, kohya or diffusers.")] = "lora",
+    to: Annotated[str, typer.Option(help="Format to write: lora, gguf, kohya, diffusers, or same as --like.")] = "lora",
     profile: Annotated[
         str, typer.Option(help="Of lora: peft; server: one global scale, no head; lorax: also one padded rank.")
     ] = "peft",
     storage: Annotated[
-        str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: float32, f16.")
+        str | None, typer.Option(help="float32, float16, bfloat16; of gguf f16, f32 or q8_0. Absent: the source's.")
     ] = None,
     base: Annotated[
         str | None,
         Input,
         typer.Option(help="Of gguf: its GGUF file, directory, config.json or smollm2. For unet:7 …: its pipeline."),
     ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Of same: the LoRA it was made from, whose keys, types and alphas are kept.")
+    ] = None,
     without_heads: Annotated[
         bool, typer.Option("--without-heads", help="Leave out what is no part of a layer, such as heads; names it.")
     ] = False,
+    alpha: Alpha = None,
     force: Force = False,
     max_memory: MaxMemory = None,
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
-    checkpoint = checkpoints.open_checkpoint(adapter, max_memory=max_memory)
+    checkpoint = checkpoints.open_checkpoint(adapter, alpha=None if like else alpha, max_memory=max_memory)
     place = None if base is None else served.base_files(base)
+    if like is not None and to != "same":
+        raise typer.BadParameter("goes with --to same", param_hint="--like")
+    model = None if like is None else checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
     compression.export_lora(
         checkpoint,
         out,
@@ -124,14 +133,15 @@ def export(
         profile=profile,
         force=force,
         base=place,
+        like=model,
         without_heads=without_heads,
     )
     if checkpoint.extras and (without_heads or (to == "lora" and profile != "peft")):
         why = "as asked" if without_heads else f"as profile {profile} does"
         typer.echo(f"Left out, {why}: {', '.join(checkpoint.extras)}.")
-    typer.echo(
-        f"Wrote {out}: a {to} adapter, exact up to rounding to {storage or ('f16' if to == 'gguf' else 'float32')}."
-    )
+    kind = checkpoint.format if model is None else model.format
+    stored = storage or ("f16" if to == "gguf" else compression.default_storage(checkpoint if model is None else model))
+    typer.echo(f"Wrote {out}: a {kind if to == 'same' else to} adapter, exact up to rounding to {stored}.")
 
 
 def demo(

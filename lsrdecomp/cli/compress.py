@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,12 +28,21 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.compression import CompressionPlan
 
+IMAGES = ("kohya", "diffusers", "lycoris", "cloneofsimo")
+"""Formats of image programs, whose bases `calibrate` does not run."""
+FLAGS = {
+    "rtol": "--rtol",
+    "ratio": "--ratio",
+    "parameters": "--params",
+    "bytes": "--bytes",
+    "separation_rank": "--separation-rank",
+}
 WRECK = 0.7
 """Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
 
@@ -68,7 +79,7 @@ def compress(
     max_length: promise.MaxLength = 128,
     dtype: promise.Dtype = "float32",
     seed: promise.Seed = 0,
-    storage: Storage = "float32",
+    storage: Storage = None,
     search: Annotated[
         str, typer.Option(help="ladder: minutes for a large model; full: probes shapes, hours.")
     ] = "ladder",
@@ -109,7 +120,11 @@ def compress(
         "kl": kl,
         "separation_rank": separation_rank,
     }
-    shared: dict[str, Any] = {"inner_shape": split_sizes(inner_shape), "max_rank": max_rank, "storage": storage}
+    shared: dict[str, Any] = {
+        "inner_shape": split_sizes(inner_shape),
+        "max_rank": max_rank,
+        "storage": storage or "float32",
+    }
     measuring = promise.Measuring(base, data, keep, distil, passes, held_out, batch, max_length, dtype, seed)
     plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
     if out is None and not dry_run:
@@ -118,6 +133,9 @@ def compress(
         raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
     _refuse_hub_name(adapter)
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    if storage is None:
+        storage = checkpoint.storage
+        plans = [None if plan is None else replace(plan, storage=storage) for plan in plans]
     places = _places(None if dry_run else out, plans)
     for place in places:
         if place is not None:
@@ -149,10 +167,11 @@ def compress(
                 raise
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
-                _write(result, checkpoint, place, report, json if len(plans) == 1 else None, force, record, unit)
+                figures = json if len(plans) == 1 else None
+                _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
                 tables.show(json, *promise.words(result))
                 if calibrated is None and base is None:
-                    _warn_of_wreck(result, adapter)
+                    _warn_of_wreck(result, adapter, place)
             results.append(result)
     if store is not None:
         store.remove()
@@ -212,6 +231,7 @@ def _write(
     force: bool,
     record: bool,
     unit: str,
+    alpha: float | None,
 ) -> None:
     """The directory, its report and its figures: all appear, or none."""
     curves = () if report is None else compression.adapter_curves(checkpoint)
@@ -224,17 +244,32 @@ def _write(
             waiting[report].write_text(page, encoding="utf-8")
     if place is not None:
         tables.show(json, tables.file_sizes(checkpoint, place))
-        tables.show(json, f"Wrote {place}. {_next(checkpoint, place)}")
+        tables.show(json, f"Wrote {place}. {_next(checkpoint, place, alpha)}")
     if report is not None:
         tables.show(json, f"Wrote {report}.")
 
 
-def _next(checkpoint: Checkpoint, place: Path) -> str:
-    """What opens it: PEFT, or for the formats of image programs the file they read."""
-    if checkpoint.format in ("kohya", "diffusers"):
-        to = checkpoint.format
-        return f"As a {to} LoRA again: lsrdecomp export {place} --to {to} --out {place}.safetensors"
-    return "Open it with PEFT after `import lsrdecomp.adapters`."
+def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
+    """What opens it: PEFT, or for files of other programs the file that they read."""
+    if checkpoint.format.startswith("peft-"):
+        return "Open it with PEFT after `import lsrdecomp.adapters`."
+    try:
+        checkpoints.check_same(checkpoint)
+    except UnsupportedError:
+        to = "kohya" if checkpoint.format == "lycoris" else "lora"
+        out = quoted(f"{place}.safetensors" if to == "kohya" else f"{place}-lora")
+        return f"As a plain LoRA: lsrdecomp export {quoted(place)} --to {to} --out {out}"
+    out = quoted(
+        f"{place}-{checkpoint.format}" if checkpoints.same_is_directory(checkpoint) else f"{place}.safetensors"
+    )
+    scale = "" if alpha is None else f" --alpha {alpha:g}"
+    again = f"lsrdecomp export {quoted(place)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
+    return f"As a {checkpoint.format} LoRA again: {again}"
+
+
+def quoted(path: object) -> str:
+    """As it is typed in a shell."""
+    return shlex.quote(str(path))
 
 
 def _write_figures(results: list[Any], json: Path | None) -> None:
@@ -247,17 +282,25 @@ def _write_figures(results: list[Any], json: Path | None) -> None:
         tables.write_json(results[0].to_json(), json)
 
 
-def _warn_of_wreck(result: Any, adapter: Path) -> None:
+def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
     total = result.totals
     if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
         return
-    base = result.source.config.get("base_model_name_or_path") or "BASE"
     tables.say(
         f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "
-        "layers left out. Measure what its layers do and compress by that:\n"
-        f"  lsrdecomp calibrate {base} --adapter {adapter} --text TEXTS.txt --out statistics\n"
-        f"  lsrdecomp compress {adapter} --calibrated statistics …"
+        "layers left out."
+    )
+    if result.source.format in IMAGES:
+        tables.say("Allow a larger size: without a base and prompts it is closeness of numbers that is kept.")
+        return
+    base = result.source.config.get("base_model_name_or_path") or "BASE"
+    goal = next((name, value) for name, value in result.plan.to_json().items() if name in FLAGS)
+    again = quoted(adapter.with_name("small") if place is None else place.with_name(f"{place.name}-calibrated"))
+    tables.say(
+        "Measure what its layers do and compress by that:\n"
+        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(adapter)} --text TEXTS.txt --out statistics\n"
+        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]} --out {again}"
     )
 
 

@@ -44,7 +44,8 @@ JsonFile = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace what the outputs name; a directory as a whole.")]
 ForceFile = Annotated[bool, typer.Option("--force", help="Replace a file that --json names.")]
 Storage = Annotated[
-    str, typer.Option("--storage", help="float32, float16, bfloat16; compress also takes int8, int4 and auto.")
+    str | None,
+    typer.Option("--storage", help="float32, float16, bfloat16; also int8, int4, auto. Absent: the source's."),
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Weight file to take where the directory has several.")]
 Alpha = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib).")]

@@ -16,10 +16,11 @@ from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
 from lsrdecomp.compression.progress import Counter, OnStep, Step
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
     from lsrdecomp.calibration.divergence import Behaviour
+    from lsrdecomp.checkpoints import Checkpoint
 
 
 def verify(
@@ -56,7 +57,7 @@ def verify(
     force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
-    """Measure a written adapter against its source anew; exit code 1 if it is not what its record says.
+    """Measure a written adapter against its source anew; exit code 1 if it is not what was recorded, 3 if nothing was.
 
     With --base and texts, also how their answers differ; no labels are needed.
 
@@ -83,7 +84,7 @@ def verify(
         questions.check()
     given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     with follow(quiet=quiet) as step:
-        made = checkpoints.open_checkpoint(written, max_memory=max_memory)
+        made = _opened(written, alpha, max_memory)
         advance = Counter(step, "measuring", len(given.layers), "layers").add
         result = compression.verify(given, made, on_layer=lambda _: advance())
         found = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype, step)
@@ -104,6 +105,22 @@ def verify(
         tables.write_json(facts, json)
     if not result.passed:
         raise typer.Exit(1)
+    if not result.recorded:
+        tables.say(
+            f"{written} has no record of what was written (in its header, SHA256SUMS or compression.json): the errors "
+            "above were measured, but nothing says that they are what they should be"
+        )
+        raise typer.Exit(3)
+
+
+def _opened(written: Path, alpha: float | None, max_memory: int | None) -> Checkpoint:
+    """What was written; in the source's own format it may need the source's alpha too."""
+    try:
+        return checkpoints.open_checkpoint(written, max_memory=max_memory)
+    except CheckpointError:
+        if alpha is None:
+            raise
+        return checkpoints.open_checkpoint(written, alpha=alpha, max_memory=max_memory)
 
 
 def _behaviour(

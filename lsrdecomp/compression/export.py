@@ -122,9 +122,11 @@ def export_lora(
             provenance=record,
         )
     if to == "gguf":
-        like = _base(checkpoint, base)
+        model = _base(checkpoint, base)
         storage = _gguf_storage(storage)
-        return write_gguf(out, base=like, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force)
+        return write_gguf(
+            out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
+        )
     storage = storage or default_storage(checkpoint)
     writers = {"kohya": write_kohya, "diffusers": write_diffusers}
     if to not in writers:

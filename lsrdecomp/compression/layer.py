@@ -55,6 +55,10 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     if not isinstance(layer, LoraLayer):
         text = "is an LSR layer already; compress the LoRA it came from"
+        if checkpoint.format != "lsr":
+            text = (
+                "is LoKr, a Kronecker product, which no truncation makes smaller without losing much: it stays as it is"
+            )
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
 
 

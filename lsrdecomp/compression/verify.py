@@ -137,7 +137,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
         changed_files=tuple(dict.fromkeys([*(changed or ()), *([written.weights.name] if altered else [])])),
         changed_tensors=tuple(_changed_tensors(source, written, set(map(str, record.get("left_out") or ())))),
         rounding=float(moved) / size if isinstance(moved, int | float) and size > 0.0 else 0.0,
-        recorded=recorded_total is not None or bool(changed == () or "sha256" in record),
+        recorded=recorded_total is not None
+        or bool(changed == () or "sha256" in record or written.source_sha256 == source.source_sha256),
     )
 
 

@@ -74,8 +74,8 @@ def compress(
         A directory or file that `open_checkpoint` reads, or what it returned.
     plan : CompressionPlan, optional
         A size or an error, to be used more than once. Otherwise one goal by name, as `CompressionPlan` takes it:
-        ``ratio``, ``rtol``, ``parameters``, ``bytes``, ``kl`` or ``separation_rank``; with it ``storage``, ``max_rank``
-        and ``inner_shape``.
+        ``ratio``, ``rtol``, ``parameters``, ``bytes``, ``kl`` or ``separation_rank``; with it ``storage`` (absent, the
+        source's type), ``max_rank`` and ``inner_shape``.
     base : str or path, optional
         The base model, by name or directory. What is kept is then measured, and stands in ``result.promise``.
     data : path or sequence of texts, optional
@@ -119,7 +119,8 @@ def compress(
     if goals and keep is not None:
         raise BudgetError(f"one goal is needed, got keep and {' and '.join(goals)}")
     if plan is None and (goals or (base is None and keep is None)):
-        plan = CompressionPlan(**goals, **{name: settings.pop(name) for name in FORM if name in settings})
+        form = {name: settings.pop(name) for name in FORM if name in settings}
+        plan = CompressionPlan(**goals, **{"storage": checkpoint.storage, **form})
     if isinstance(settings.get("statistics"), str | Path):
         settings["statistics"] = read_statistics(settings["statistics"])
     if base is None:

@@ -1,5 +1,7 @@
 """verify and export: right results pass, whatever became of a layer; damage and numbers that are none do not."""
 
+import json
+
 import numpy as np
 import pytest
 from checkpoint_files import PREFIX, directory, pair
@@ -8,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.safetensors import data_sha256
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.plan import CompressionPlan
@@ -102,3 +106,82 @@ def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
     save_file({key: array for key, array in load_file(weights).items() if "classifier" not in key}, weights)
     done = lsr("inspect", source)
     assert "modules_to_save names 'classifier', of which the file holds no tensor" in done.stdout
+
+
+@pytest.fixture
+def unet(tmp_path):
+    """A diffusers LoRA in float16, its LSR form saved beside it."""
+    rng = np.random.default_rng(3)
+    names = [f"unet.down_blocks.{i}.attentions.0.transformer_blocks.0.attn1.to_q" for i in range(3)]
+    shapes = {".lora_A.weight": (4, 48), ".lora_B.weight": (48, 4)}
+    tensors = {n + key: rng.standard_normal(shape).astype(np.float16) for n in names for key, shape in shapes.items()}
+    save_file(tensors, tmp_path / "style.safetensors")
+    source = open_checkpoint(tmp_path / "style.safetensors")
+    return source, open_checkpoint(compress(source, CompressionPlan(ratio=2)).save(tmp_path / "small"))
+
+
+def tamper(path, change, pick=lambda key: True):
+    """Other numbers in a file, under the header that it has."""
+    metadata = dict(open_checkpoint(path).metadata)
+    tensors = {key: change(array) if pick(key) else array for key, array in load_file(path).items()}
+    save_file(tensors, path, metadata=metadata)
+
+
+@pytest.mark.parametrize("to", ["same", "diffusers", "kohya"])
+@pytest.mark.parametrize("storage", [None, "float16", "bfloat16"])
+def test_an_export_passes_in_any_type_and_under_other_names_and_fails_once_changed(tmp_path, unet, to, storage):
+    source, small = unet
+    for number, adapter in enumerate((small, source)):
+        out = export_lora(adapter, tmp_path / f"{number}.safetensors", to=to, like=source, storage=storage)
+        check = verify(source, open_checkpoint(out))
+        assert (check.passed, check.recorded) == (True, True)
+        tamper(out, lambda array: 3 * array, lambda key: key.endswith(("lora_B.weight", "lora_up.weight")))
+        assert not verify(source, open_checkpoint(out)).passed
+
+
+def test_an_export_is_held_to_the_recorded_error_where_its_digest_was_made_anew(tmp_path, unet):
+    source, small = unet
+    out = export_lora(small, tmp_path / "o.safetensors", to="same", like=source)
+    metadata, tensors = dict(open_checkpoint(out).metadata), load_file(out)
+    tensors = {key: 3 * array if "lora_B" in key else array for key, array in tensors.items()}
+    save_file(tensors, out, metadata=metadata)
+    record = json.loads(metadata["lsrdecomp"]) | {"sha256": data_sha256(out)}
+    save_file(tensors, out, metadata=metadata | {"lsrdecomp": json.dumps(record)})
+    check = verify(source, open_checkpoint(out))
+    assert not check.changed_files
+    assert not check.agrees
+
+
+@pytest.mark.parametrize("profile", ["peft", "server", "lorax"])
+def test_heads_left_out_on_purpose_are_no_fault_of_an_export(tmp_path, profile):
+    head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
+    source = open_checkpoint(directory(tmp_path / "a", {**pair("q", 16, 16), **pair("v", 16, 16, seed=2), **head}))
+    small = open_checkpoint(compress(source, CompressionPlan(separation_rank=1)).save(tmp_path / "small"))
+    out = export_lora(small, tmp_path / "o", profile=profile)
+    assert verify(source, open_checkpoint(out)).passed
+    (out / "SHA256SUMS").unlink()
+    tamper(out / "adapter_model.safetensors", np.ones_like, lambda key: key.endswith("lora_B.weight"))
+    assert not verify(source, open_checkpoint(out)).passed
+
+
+def test_a_record_that_names_no_file_vouches_for_none_and_without_any_the_exit_code_is_three(tmp_path):
+    folder = directory(tmp_path / "a")
+    source = open_checkpoint(folder)
+    out = export_lora(source, tmp_path / "o")
+    (out / "SHA256SUMS").write_text("")
+    assert "adapter_model.safetensors (not in SHA256SUMS)" in verify(source, open_checkpoint(out)).changed_files
+    tensors = {key: 1.5 * array for key, array in load_file(folder / "adapter_model.safetensors").items()}
+    other = directory(tmp_path / "b", tensors)
+    assert (lsr("verify", folder, out).returncode, lsr("verify", folder, other).returncode) == (1, 3)
+    assert "has no record of what was written" in lsr("verify", folder, other).stderr
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_source_in_half_precision_is_written_so_unless_another_type_is_asked_for(tmp_path, dtype):
+    folder = directory(tmp_path / "a", {**pair("q", 64, 64, 2, dtype=dtype), **pair("v", 64, 64, 2, 1, dtype=dtype)})
+    for options, wanted in (((), dtype), (("--storage", "float32"), "float32")):
+        out = tmp_path / f"o{len(options)}"
+        done = lsr("compress", folder, "--ratio", 1.5, "--out", out, *options)
+        assert done.returncode == 0, done.stderr
+        assert {layer.dtype for layer in open_checkpoint(out).layers} == {wanted}
+    assert lsrdecomp.compress(folder, ratio=1.5).plan.storage == dtype

@@ -40,6 +40,11 @@ def check_same(like: Checkpoint) -> None:
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
 
 
+def same_is_directory(like: Checkpoint) -> bool:
+    """Whether the format of an adapter is a directory with a config, not one file."""
+    return like.format == "peft-lora" or (like.format == "mlx" and (like.weights.parent / CONFIG).is_file())
+
+
 def write_same(
     out: str | Path,
     *,
@@ -93,7 +98,7 @@ def write_same(
         return write_lora(
             out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
         )
-    if like.format == "mlx" and (like.weights.parent / CONFIG).is_file():
+    if same_is_directory(like):
         with new_directory(out, inputs=(like.path, like.weights), force=force) as part, TensorWriter(part) as writer:
             ranks = _write(part / MLX_WEIGHTS, writer, like, layers, storage, extras, provenance)
             config = read_json(like.weights.parent / CONFIG)
