@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.adapters.candidate_kernels.modes import applied
 from benchmarks.adapters.candidate_kernels.triton_support import usable
 from benchmarks.adapters.measure import seconds
-from lsrdecomp.adapters.kernels import StackedPairs, adapted_linear, add_adapters, dispatch, kronecker_linear, linear
+from lsrdecomp.adapters.kernels import StackedPairs, add_adapters, dispatch, kronecker_linear
 
 STORED = Path(dispatch.__file__).with_name("crossovers.json")
 
@@ -84,7 +84,6 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
             )
     limits = {
         "blas_from_tokens": _least(table, "tokens", "blas", ("plain",), 1.01),
-        "rows_at_once": _rows_at_once(device, dtype, tiny),
         "masked_to_rank": _masked_to(device, dtype, tiny),
     }
     candidates = {  # what these win moves from candidate_kernels into the package
@@ -109,27 +108,6 @@ def _least(table: list[dict[str, Any]], measure: str, mode: str, others: tuple[s
             break
         least = row[measure]
     return least
-
-
-def _rows_at_once(device: torch.device, dtype: torch.dtype, tiny: bool) -> int | None:
-    """The number of rows of a block that beats all rows in one go by most, and by a hundredth at least."""
-    count, width = (64, 64) if tiny else (4096, 768)
-    weight = torch.randn(width, width, device=device).to(dtype) / width**0.5
-    right, left = (each.to(dtype).requires_grad_() for each in pair(width, width, 4, device))
-    x = torch.randn(count, width, device=device).to(dtype).requires_grad_()
-    dy = torch.randn(count, width, device=device).to(dtype)
-
-    def run(rows: int) -> None:
-        original, linear._at_once = linear._at_once, lambda _: rows
-        try:
-            adapted_linear(x, weight, None, right, left, 0.5, mode="blas").backward(dy)
-        finally:
-            linear._at_once = original
-
-    calls = {str(rows): (lambda rows=rows: run(rows)) for rows in (count, count // 2, count // 4, count // 8)}
-    times = interleaved(calls, device, 3 if tiny else 15)
-    best = min(times, key=times.__getitem__)
-    return int(best) if times[best] < 0.99 * times[str(count)] else None
 
 
 def _masked_to(device: torch.device, dtype: torch.dtype, tiny: bool) -> int:

@@ -16,7 +16,6 @@ from lsrdecomp.adapters.kernels import (
     choose,
     kronecker_linear,
     kronecker_pays,
-    linear,
 )
 from lsrdecomp.adapters.kernels.dispatch import Crossovers, crossovers
 from lsrdecomp.errors import ShapeError
@@ -123,9 +122,9 @@ def test_rows_that_name_no_adapter_are_refused():
 
 
 def test_the_choice_follows_the_crossovers():
-    limits = Crossovers(16, None, 64, "given")
+    limits = Crossovers(16, 64, "given")
     assert [choose(tokens, limits=limits) for tokens in (15, 16, 10**6)] == ["plain", "blas", "blas"]
-    assert choose(10**6, limits=Crossovers(None, None, 64, "given")) == "plain"
+    assert choose(10**6, limits=Crossovers(None, 64, "given")) == "plain"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -156,11 +155,3 @@ def test_transforms_of_torch_func_see_plain_operations():
     first, second, x = draw(3, 4, 2), draw(3, 2, 3, seed=1), draw(5, 6, seed=2)
     jacobian = torch.func.vmap(torch.func.jacrev(lambda row: kronecker_linear(row, first, second)))(x)
     assert np.abs(jacobian.numpy() - kron_sum([first.numpy(), second.numpy()])).max() < 1e-12
-
-
-def test_blocks_of_rows_only_where_the_weight_is_smaller_than_a_block(monkeypatch):
-    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, 100, 64, "given"))
-    assert linear._at_once(torch.empty(150, 300)) == 100
-    assert linear._at_once(torch.empty(151, 300)) is None
-    monkeypatch.setattr(linear, "crossovers", lambda _: Crossovers(None, None, 64, "given"))
-    assert linear._at_once(torch.empty(1, 1)) is None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from lsrdecomp.adapters.kernels import adapted_linear, linear, lowrank
+from lsrdecomp.adapters.kernels import adapted_linear
 from lsrdecomp.errors import ShapeError
 
 MODES = ("plain", "blas")
@@ -63,10 +63,8 @@ def test_second_derivatives_with_a_dropped_out_input_or_one_given_twice():
     assert gradgradcheck(lambda *given: adapted_linear(*given, 0.7, dropped=given[0], mode="blas"), leaves)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 9])
 @pytest.mark.parametrize("bias", [False, True])
-def test_blocks_of_rows_change_nothing(rows, bias, monkeypatch):
-    monkeypatch.setattr(linear, "_at_once", lambda _: rows)
+def test_both_modes_agree(bias):
     leaves = [tensor.requires_grad_() for tensor in tensors().values()]
     if not bias:
         leaves[2] = None
@@ -74,13 +72,6 @@ def test_blocks_of_rows_change_nothing(rows, bias, monkeypatch):
         adapted_linear(*leaves, 0.7, mode="blas"), adapted_linear(*leaves, 0.7, mode="plain"), rtol=1e-13
     )
     assert gradcheck(lambda *given: adapted_linear(*given, 0.7, mode="blas"), leaves)
-
-
-def test_blocks_are_about_equal_and_cover_all_rows():
-    assert [(part.start, part.stop) for part in lowrank.blocks(10, 4)] == [(0, 3), (3, 6), (6, 10)]
-    assert [(part.start, part.stop) for part in lowrank.blocks(4, 4)] == [(0, 4)]
-    assert [(part.start, part.stop) for part in lowrank.blocks(10, None)] == [(0, 10)]
-    assert [(part.start, part.stop) for part in lowrank.blocks(0, 4)] == [(0, 0)]
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias"), ("x", "weight"), ("right",), ("x", "left")])

@@ -17,13 +17,11 @@ Choice = Literal["plain", "blas"]
 class Crossovers:
     """Measured limits on one kind of device; a limit of None means that the mode never won there.
 
-    ``blas_from_tokens``: least number of tokens at which one node beats composed operations.
-    ``rows_at_once``: rows of a block, where adding the pair block by block wins over all rows in one go.
+    ``blas_from_tokens``: least number of tokens from which one node beats composed operations, by up to a quarter.
     ``masked_to_rank``: largest summed inner rank at which many adapters run best as one masked wide pair.
     """
 
     blas_from_tokens: int | None
-    rows_at_once: int | None
     masked_to_rank: int
     source: str
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lsrdecomp.adapters.kernels import lowrank
 from lsrdecomp.adapters.kernels.autocast import without_autocast
-from lsrdecomp.adapters.kernels.dispatch import choose, crossovers
+from lsrdecomp.adapters.kernels.dispatch import choose
 from lsrdecomp.adapters.kernels.second_order import recomposed
 from lsrdecomp.adapters.kernels.tracing import is_traced
 from lsrdecomp.errors import ShapeError
@@ -94,12 +94,6 @@ def _check(x: Tensor, weight: Tensor, right: Tensor, left: Tensor, dropped: Tens
         raise ShapeError(f"the adapter's input is {tuple(dropped.shape)}, but the layer's is {tuple(x.shape)}")
 
 
-def _at_once(weight: Tensor) -> int | None:
-    """Rows of a block, if there are to be blocks: W is read for each, so it must be smaller than a block's x and y."""
-    rows = crossovers(weight.device.type).rows_at_once
-    return None if rows is None or weight.numel() > rows * sum(weight.shape) else rows
-
-
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -118,7 +112,7 @@ def _forward(
     with without_autocast(x.device.type):
         right, left = right.to(x.dtype), left.to(x.dtype)
         seen = rows if dropped is None else _rows(dropped)
-        y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling, _at_once(weight))
+        y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling)
     return y.view(*x.shape[:-1], y.shape[1]), (inner, right, left)
 
 
@@ -162,7 +156,6 @@ class _AdaptedLinear(torch.autograd.Function):
                 lowrank.Wanted(of_x, of_dropped, of_right, of_left),
                 (right.dtype, left.dtype),
                 split=dropped is not None,
-                at_once=_at_once(weight),
             )
             d_weight = dy.mT @ _rows(x) if of_weight else None
             d_bias = dy.sum(0) if of_bias else None

@@ -6,10 +6,10 @@ r and n as its sides is held (r, n): rows of length n suit every matrix product,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 WIDE_RESULT = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
@@ -26,29 +26,12 @@ class Wanted(NamedTuple):
 
 
 def forward(
-    x: Tensor,
-    dropped: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    right: Tensor,
-    left: Tensor,
-    scaling: float,
-    at_once: int | None = None,
+    x: Tensor, dropped: Tensor, weight: Tensor, bias: Tensor | None, right: Tensor, left: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """``y`` and the inner activations ``Â xᵀ`` (r, n); the adapter is added inside the second matrix product.
-
-    With more than ``at_once`` rows they go block by block: a block is still in the cache when its pair is added.
-    """
-    y, inner = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(right.shape[0], x.shape[0])
-    for rows in blocks(x.shape[0], at_once):
-        part = y[rows]
-        if bias is None:
-            torch.mm(x[rows], weight.mT, out=part)
-        else:
-            torch.addmm(bias, x[rows], weight.mT, out=part)
-        torch.mm(right, dropped[rows].mT, out=inner[:, rows])
-        part.addmm_(inner[:, rows].mT, left.mT, alpha=scaling)
-    return y, inner
+    """``y`` and the inner activations ``Â xᵀ`` (r, n); the adapter is added inside the second matrix product."""
+    y = F.linear(x, weight, bias)
+    inner = right @ dropped.mT
+    return y.addmm_(inner.mT, left.mT, alpha=scaling), inner
 
 
 def backward(
@@ -63,41 +46,28 @@ def backward(
     dtypes: tuple[torch.dtype, torch.dtype],
     *,
     split: bool = False,
-    at_once: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, of what the adapter saw where that is ``split`` from x, of Â and of B̂.
 
-    Those of Â and B̂ come in ``dtypes``. Blocks of rows are taken as in `forward`.
+    Those of Â and B̂ come in ``dtypes``.
     """
-    dx = dy.new_empty(dy.shape[0], weight.shape[1]) if wanted.x else None
-    d_dropped = torch.empty_like(dx if dx is not None else seen) if wanted.dropped else None
-    d_right = d_left = None
-    for rows in blocks(dy.shape[0], at_once):
-        block, t = dy[rows], None
-        # t = α B̂ᵀ dyᵀ, what reaches the inner activations: with α in it, no later product but B̂'s needs the scale.
-        if wanted.dropped or wanted.right or (wanted.x and not split):
-            t = inner_gradient(block, left, scaling)
-        # dx = dy W + tᵀ Â, the second term added inside its product; with dropout it belongs to the other input.
-        if dx is not None:
-            torch.mm(block, weight, out=dx[rows])
-            if t is not None and not split:
-                dx[rows].addmm_(t.mT, right)
-        if d_dropped is not None and t is not None:
-            torch.mm(t.mT, right, out=d_dropped[rows])
-        # dÂ = t x and dB̂ = α dyᵀ (x Âᵀ), summed over the blocks.
-        if wanted.right and t is not None:
-            part = wide_product(t, seen[rows], dtypes[0])
-            d_right = part if d_right is None else d_right.add_(part)
-        if wanted.left:
-            part = left_gradient(block, inner[:, rows], scaling, dtypes[1])
-            d_left = part if d_left is None else d_left.add_(part)
+    dx = d_dropped = d_right = d_left = t = None
+    # 1. t = α B̂ᵀ dyᵀ, what reaches the inner activations: with α in it, no later product but B̂'s needs the scale.
+    if wanted.dropped or wanted.right or (wanted.x and not split):
+        t = inner_gradient(dy, left, scaling)
+    # 2. dx = dy W + tᵀ Â, the second term added inside its product; with dropout it belongs to the other input.
+    if wanted.x:
+        dx = dy @ weight
+        if t is not None and not split:
+            dx.addmm_(t.mT, right)
+    if wanted.dropped and t is not None:
+        d_dropped = t.mT @ right
+    # 3. dÂ = t x and dB̂ = α dyᵀ (x Âᵀ).
+    if wanted.right and t is not None:
+        d_right = wide_product(t, seen, dtypes[0])
+    if wanted.left:
+        d_left = left_gradient(dy, inner, scaling, dtypes[1])
     return dx, d_dropped, d_right, d_left
-
-
-def blocks(rows: int, at_once: int | None) -> Iterator[slice]:
-    """Cuts of so many rows into blocks of nearly equal size, at most ``at_once`` each; one block if that is None."""
-    count = 1 if at_once is None else max(1, -(-rows // at_once))
-    return (slice(rows * index // count, rows * (index + 1) // count) for index in range(count))
 
 
 def inner_gradient(dy: Tensor, left: Tensor, scaling: float) -> Tensor:
