@@ -31,10 +31,11 @@ from benchmarks.behaviour.norms_model import HELD_OUT, Inputs, Subject, Upper, h
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
+from lsrdecomp.compression.ladder import ladder
 from lsrdecomp.compression.materialize import materialize
-from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.formats.allocation import Options, within_cost
+from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
@@ -42,7 +43,7 @@ SAMPLES = 1024
 DAMPING = 0.03
 JUDGED = 1200  # held-out examples, the published dev split first
 OUTSIDE = {"SST-2": "MRPC", "MRPC": "SST-2", "CoLA": "SST-2"}  # whose text tells of behaviour out of distribution
-SEARCH = Search(probes=60, kept=20)
+SOLVER = JointALS(sweeps=8, trials=1)
 Factors = tuple[np.ndarray, np.ndarray]
 
 
@@ -101,8 +102,10 @@ def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]
     yield "svd-frobenius", [[drop(layer), *low_rank_candidates(layer)] for layer in plain]
     low_rank = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
     yield "svd-kfac", low_rank
-    configurations = choose_configurations(layers, SEARCH, most=2 * BUDGETS[-1])
-    products = lsr_candidates(layers, configurations, SEARCH.solver)
+    shape, rank = layers[0].shape, max(layer.rank for layer in layers)
+    chains = ladder(shape, rank, (2, 3), rank, 2 * BUDGETS[-1])
+    configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
+    products = lsr_candidates(layers, configurations, SOLVER)
     yield "lsr-kfac", [both + more for both, more in zip(low_rank, products, strict=True)]
 
 

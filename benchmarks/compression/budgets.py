@@ -125,7 +125,7 @@ def facts(options: argparse.Namespace, search: Search) -> Row:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    settings = {"probes": search.probes, "kept": search.kept, "seed": search.seed}
+    settings = {"orders": search.orders, "inner_rank": search.inner_rank, "rounds": search.rounds}
     return {"versions": versions, "layers": options.layers, "search": settings}
 
 
@@ -136,13 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "compression.json")
     parser.add_argument("--alpha", type=float, default=16.0, help="for formats that do not hold it")
     parser.add_argument("--layers", type=int, default=24, help="most layers of an adapter")
-    parser.add_argument("--seed", type=int, default=0, help="of the shape search")
-    parser.add_argument(
-        "--probes", type=int, default=Search().probes, help="shapes tried briefly, for each size of layer"
-    )
-    parser.add_argument("--kept", type=int, default=Search().kept, help="shapes solved for every layer")
     options = parser.parse_args(arguments)
-    search = Search(seed=options.seed, probes=options.probes, kept=options.kept)
+    search = Search()
     record: Row = {"facts": facts(options, search), "adapters": {}}
     if options.out.exists():
         record["adapters"] = json.loads(options.out.read_text(encoding="utf-8"))["adapters"]

@@ -31,9 +31,9 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
     solve_together,
 )
+from lsrdecomp.compression.ladder import ladder
 from lsrdecomp.compression.layer import SOLVER, layer_pair
 from lsrdecomp.compression.quantize import stored_product
-from lsrdecomp.compression.search import Search, choose_configurations
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -44,6 +44,10 @@ TERMS = 16
 UNITS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.33, 3.0, 4.0)
 """Parameters in units of one rank of truncated SVD, m + n."""
 STORAGES = ("float16", "bfloat16", "int8", "int4")
+
+SHORT = JointALS(sweeps=8, trials=1)
+POLISH = JointALS(sweeps=60)
+"""Of all shapes, and of the best within each budget."""
 
 
 def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
@@ -81,20 +85,17 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
     return records
 
 
-def equal_parameters(layers: Sequence[Layer], search: Search) -> list[dict[str, Any]]:
+def equal_parameters(layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Each layer alone at each budget: truncated SVD, the whole family, a direct sum, one direct term (as LoKr)."""
     records = []
     for group in by_kind(layers):
         m, n = group[0].pair.shape
         rank = max(layer.pair.rank for layer in group)
         units = [unit for unit in UNITS if unit < rank]  # at full rank truncated SVD is exact
-        configurations = {
-            configuration
-            for unit in units
-            for configuration in choose_configurations(group, search, unit * (m + n))[-search.kept :]
-        }
-        searched = lsr_candidates(group, sorted(configurations, key=str), search.solver)
-        polished = polish(group, searched, units, search)
+        chains = ladder((m, n), rank, (2, 3), rank, max(units) * (m + n))
+        configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
+        searched = lsr_candidates(group, configurations, SHORT)
+        polished = polish(group, searched, units)
         for layer, found, better in zip(group, searched, polished, strict=True):
             plain = low_rank_candidates(layer)
             direct = direct_sums_of(layer, range(1, 13))
@@ -112,9 +113,7 @@ def equal_parameters(layers: Sequence[Layer], search: Search) -> list[dict[str, 
     return records
 
 
-def polish(
-    group: Sequence[Layer], searched: list[list[Candidate]], units: Sequence[float], search: Search
-) -> list[list[Candidate]]:
+def polish(group: Sequence[Layer], searched: list[list[Candidate]], units: Sequence[float]) -> list[list[Candidate]]:
     """More sweeps for what would be chosen at each budget."""
     unit_size = sum(group[0].pair.shape)
     wanted: dict[Any, set[int]] = {}
@@ -126,9 +125,7 @@ def polish(
     better: list[list[Candidate]] = [[] for _ in group]
     for (shape, ranks), places in wanted.items():
         chosen = sorted(places)
-        for i, solution in zip(
-            chosen, solve_together([group[i] for i in chosen], shape, ranks, search.polish), strict=True
-        ):
+        for i, solution in zip(chosen, solve_together([group[i] for i in chosen], shape, ranks, POLISH), strict=True):
             better[i].append(lsr_candidate(solution, SpillCache()))
     return better
 
@@ -198,7 +195,6 @@ def main() -> None:
     parser.add_argument("--parts", default="rank,parameters", help="which questions to ask")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    search = Search(seed=options.seed, probes=160, terms=32, refine=JointALS(sweeps=60))
     results: dict[str, Any] = {}
     for path in options.adapters:
         layers = usable(path, options.layers, options.alpha)
@@ -207,7 +203,7 @@ def main() -> None:
             records = own_rank(layers, options.long)
             found["own_rank"] = {"summary": summary(records), "layers": records}
         if "parameters" in options.parts:
-            curve = equal_parameters(layers, search)
+            curve = equal_parameters(layers)
             found["equal_parameters"] = {"summary": staircase(curve), "layers": curve}
         results[path.name] = found
         short = {key: value.get("summary") if isinstance(value, dict) else value for key, value in found.items()}

@@ -30,7 +30,7 @@ from lsrdecomp.compression.search import Search
 from lsrdecomp.kronecker.product import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
-SEARCH = Search(probes=32, kept=8, low_rank=False)
+SEARCH = Search(low_rank=False)
 
 
 def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layer import at_given_terms, layer_pair, stored_layers
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import Search
-from lsrdecomp.solvers.pair.joint_als import JointALS
 
 RANK = 64
 TERMS = 4
@@ -48,8 +47,7 @@ PLANS = {
     "rtol": CompressionPlan(rtol=0.9, storage="float16"),
     "ratio": CompressionPlan(ratio=50, storage="float16"),
 }
-ONCE = JointALS(sweeps=1, trials=0)
-SHORT = Search(probes=4, kept=2, probe_layers=1, probe_sweeps=1, solver=ONCE, refine=ONCE)
+SHORT = Search(orders=(2,), rounds=0, inner_rank=2, sweeps=1)
 
 
 def make_adapter(folder: Path, blocks: int) -> Path:

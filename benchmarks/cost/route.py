@@ -5,7 +5,7 @@ python -m benchmarks.cost.route [--work DIR] [--blocks 32] [--widths 512 1024 20
 A block of a 7B model has seven linear layers, 4096 and 11008 wide; 32 of them are 224 layers, r = 16, bfloat16. In the
 Frobenius norm `TERMS` terms a side, through `compress` and to disk; the same process reads the adapter, factorizes both
 halves of every layer (Q formed, float64) and writes the adapter again; the run of median ratio is kept. In the K-FAC
-norm the full search of `compress` for one layer of every width, with weights of 128 eigenpairs as calibration keeps
+norm the search of `compress` for one layer of every width, with weights of 128 eigenpairs as calibration keeps
 them for wide layers, and one sweep alone, whose time is fitted by a + b·n.
 """
 

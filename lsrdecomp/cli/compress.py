@@ -80,9 +80,6 @@ def compress(
     dtype: promise.Dtype = "float32",
     seed: promise.Seed = 0,
     storage: Storage = None,
-    search: Annotated[
-        str, typer.Option(help="ladder: minutes for a large model; full: probes shapes, hours.")
-    ] = "ladder",
     workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
     device: SolveDevice = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
@@ -111,8 +108,6 @@ def compress(
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.
     """
-    if search not in ("ladder", "full"):
-        raise typer.BadParameter(f"ladder or full, got {search!r}", param_hint="--search")
     goals: dict[str, Any] = {
         "rtol": rtol,
         "parameters": params,
@@ -152,7 +147,6 @@ def compress(
             plans,
             measuring,
             statistics=statistics,
-            search=compression.Search.full() if search == "full" else None,
             resources=compression.Resources(workers, device, store, step),
             storage=storage,
             max_rank=max_rank,

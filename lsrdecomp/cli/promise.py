@@ -89,7 +89,6 @@ def drawer(
     measuring: Measuring,
     *,
     statistics: Any,
-    search: Any,
     resources: Any,
     storage: str,
     max_rank: int | None,
@@ -98,9 +97,7 @@ def drawer(
     """What makes the result of each plan: a search shared by all, or, with a base, one that is measured."""
     if measuring.base is None:
         given = [plan for plan in plans if plan is not None]
-        searched = compression.search_adapter(
-            checkpoint, given, statistics=statistics, search=search, resources=resources
-        )
+        searched = compression.search_adapter(checkpoint, given, statistics=statistics, resources=resources)
         return lambda plan: searched.compress(given[0] if plan is None else plan)
     from lsrdecomp.promise.api import compress
 
@@ -115,7 +112,6 @@ def drawer(
                 statistics=statistics,
                 storage=storage,
                 max_rank=max_rank,
-                search=search,
                 resources=resources,
                 device=resources.device or "cpu",
                 workspace=workspace,

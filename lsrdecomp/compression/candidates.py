@@ -1,4 +1,4 @@
-"""What one layer can become, each with its price: nothing, itself, low rank, an LSR product, a direct Kronecker sum.
+"""What one layer can become, each with its price: nothing, itself, low rank, an LSR product.
 
 Candidates are values, many are held at once; `lsrdecomp.compression.materialize` makes the factors of those chosen.
 """
@@ -10,18 +10,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
+from lsrdecomp.compression.ladder import Configuration
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.decompose import choose_solver
 from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.svd.dense import tail_norms
-
-Configuration = tuple[ProductShape, tuple[int, int]]
-"""A shape of an LSR product, and the terms of its out side and its in side."""
 
 
 class Structure(StrEnum):
@@ -31,7 +27,6 @@ class Structure(StrEnum):
     KEEP = "keep"
     LOW_RANK = "low rank"
     LSR = "LSR"
-    DIRECT = "direct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,23 +117,7 @@ class Lsr(_Priced):
         return self.shape, self.ranks
 
 
-@dataclass(frozen=True)
-class Direct(_Priced):
-    """A sum of Kronecker products of the layer itself."""
-
-    shape: KroneckerShape
-    rank: int
-    matrix: Callable[[], SeparatedMatrix] = field(repr=False)
-
-    structure = Structure.DIRECT
-
-    @property
-    def served_rank(self) -> int:
-        """Of ΔW, which is no product of thin factors."""
-        return min(self.shape.matrix_shape)
-
-
-Candidate: TypeAlias = Drop | Keep | LowRank | Lsr | Direct
+Candidate: TypeAlias = Drop | Keep | LowRank | Lsr
 
 
 def drop(layer: Layer) -> Drop:
@@ -192,22 +171,3 @@ def solve_together(
         pairs = [layer.pair for layer in layers[part]]
         solutions += solver.solve_batch(pairs, shape, ranks, weights=weights, starts=begun)
     return solutions
-
-
-def direct_candidates(
-    layer: Layer, shape: KroneckerShape, ranks: Iterable[int], cache: SpillCache | None = None
-) -> list[Direct]:
-    """Sums of Kronecker products ΔŴ = Σ W1 ⊗ W2 of the layer itself, best in the Frobenius norm.
-
-    The error is measured in the layer's norm.
-    """
-    ranks = sorted({min(rank, shape.max_separation_rank) for rank in ranks})
-    if not ranks:
-        return []
-    cache = cache or SpillCache()
-    whole = choose_solver(layer.pair, shape).solve(layer.pair, shape, rank=ranks[-1]).approximation
-    found = []
-    for rank in ranks:
-        form = whole.truncate(rank)
-        found.append(Direct(Price(form.parameters, layer.squared_error(form)), shape, rank, cache.put(form)))
-    return found

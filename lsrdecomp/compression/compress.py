@@ -59,7 +59,7 @@ def compress(
         As read by `read_statistics`: errors then count in the K-FAC norm, and layers are weighed against each other by
         what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
-        How far to look for shapes; with ``separation_rank`` only its solver counts.
+        How far to look for shapes; of no meaning with ``separation_rank``.
     device : str, optional
         Where torch does the joint least squares, such as ``"cuda"``; absent, NumPy. Last digits depend on it.
     workers : int
@@ -147,9 +147,6 @@ def search_adapter(
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     layers, resources, cache = stored_layers(checkpoint, statistics), resources or Resources(), SpillCache()
-    search = search or Search()
-    if resources.device is not None:
-        search = search.on(resources.device)
     storages = {plan.storages for plan in plans}
     if len(storages) > 1:
         raise BudgetError("plans that share a search share their storage: search once for each storage")
@@ -161,7 +158,7 @@ def search_adapter(
     if budgets or not plans:
         kinds = storages.pop() if storages else ("float32",)
         searched = search_layers(layers, budgets, search=search, storages=kinds, cache=cache, resources=resources)
-    return SearchedAdapter(checkpoint, layers, searched, search, cache, statistics is not None, effect)
+    return SearchedAdapter(checkpoint, layers, searched, resources.device, cache, statistics is not None, effect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +178,7 @@ class SearchedAdapter:
     checkpoint: Checkpoint
     layers: Sequence[Layer]
     searched: Searched | None  # None: every layer at given terms
-    search: Search
+    device: str | None  # of torch, where joint least squares are solved
     cache: SpillCache
     functional: bool  # errors count in the K-FAC norm
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
@@ -204,7 +201,7 @@ class SearchedAdapter:
             If the plan cannot be met; says what is reachable.
         """
         if plan.separation_rank is not None:
-            solver = self.search.solver if self.search.probes else replace(SOLVER, device=self.search.solver.device)
+            solver = replace(SOLVER, device=self.device)
             terms, inner, storage = plan.separation_rank, plan.inner_shape, plan.storages[0]
             found = dict(at_given_terms(self.layers, terms, inner, storage, solver, self.cache))
             return self._reported(plan, Fitted(tuple(found[i] for i in range(len(self.layers))), None))

@@ -16,6 +16,8 @@ from operator import mul
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, divisors, splits
 
 Configuration = tuple[ProductShape, tuple[int, int]]
+"""A shape of an LSR product, and the terms of its out side and its in side."""
+
 Ranks = tuple[int, int]
 
 FEW = ((1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 3), (4, 4))

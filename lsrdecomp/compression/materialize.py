@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lsrdecomp.compression.candidates import Candidate, Direct, Drop, Keep, LowRank, Lsr, Price
+from lsrdecomp.compression.candidates import Candidate, Drop, Keep, LowRank, Lsr, Price
 from lsrdecomp.compression.layers import Form, Layer
 from lsrdecomp.compression.quantize import INTEGER_BITS, refitted_product, stored_product
 from lsrdecomp.compression.spill_cache import SpillCache
@@ -71,7 +71,7 @@ def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: boo
     """The candidate in a storage type: its bytes counted, its error measured on rounded factors.
 
     Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
-    `water_filling.water_filled_candidates`; a direct sum stays in floating types.
+    `water_filling.water_filled_candidates`.
     """
     asked = replace(candidate, price=replace(candidate.price, storage=storage))
     if isinstance(candidate, Drop):
@@ -99,8 +99,6 @@ def _stored(layer: Layer, candidate: Candidate) -> tuple[Form | None, CodedProdu
             rounded = stored_product(low_rank_product(*layer.truncated(rank)), storage).product
         case Keep():
             rounded = stored_product(low_rank_product(layer.pair.left, layer.pair.right), storage).product
-        case Direct():
-            return candidate.matrix().round_to(storage), None, _float_bytes(candidate, storage)
     return rounded, None, _float_bytes(candidate, storage)
 
 

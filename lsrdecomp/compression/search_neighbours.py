@@ -37,6 +37,9 @@ SMALLEST = 0.04
 """Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all layers."""
 
 
+TRIAL_LAYERS = 4
+"""Layers of a group, from all depths of the network, on which a neighbour is tried."""
+
 STRIDE = 1.7
 """Upper rungs are solved up to this factor above the size that a layer was given; from the fewest terms, since what
 grew from fewer terms comes nearer than what starts from singular vectors."""
@@ -161,7 +164,7 @@ def _trials(state: SearchState, key: tuple[Any, ...], chosen: Sequence[Entry], p
     """Neighbouring shapes of a group, on a few of its layers from all depths of the network."""
     kind, shape = key
     ranks, _ = Tally(chosen[i].product.ranks for i in places).most_common(1)[0]
-    some = list(places)[:: max(1, len(places) // state.search.probe_layers)][: state.search.probe_layers]
+    some = list(places)[:: max(1, len(places) // TRIAL_LAYERS)][:TRIAL_LAYERS]
     rank = min(max(state.layers[i].rank for i in places), state.search.inner_rank)
     requests = []
     for other, terms in neighbours((shape, ranks), rank):

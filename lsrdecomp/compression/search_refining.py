@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lsrdecomp.compression.candidates import Configuration, Lsr, Price, lsr_candidate, solve_together
-from lsrdecomp.compression.layers import batches
+from lsrdecomp.compression.candidates import Lsr, Price
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.quantize import INTEGER_BITS
@@ -33,21 +32,14 @@ def refine(state: SearchState, chosen: Sequence[Entry], *, together: bool = True
     """
     places = [i for i, entry in enumerate(chosen) if isinstance(entry.exact, Lsr) and not entry.exact.refined]
     counter = Counter(state.resources.on_step, "refining", len(places), "layers")
-    if state.search.probes > 0:
-        for (_, *configuration), members in _groups(state, chosen, places).items():
-            for part in batches([state.layers[i] for i in members]):
-                _refine_fully(state, members[part], chosen, (configuration[0], configuration[1]))
-                counter.add(len(members[part]))
-        return bool(places)
-    solver = state.search.refine
     count = sum(isinstance(entry.exact, Lsr) for entry in chosen)
     least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, count) if together else 0.0
     products = {i: chosen[i].product.product() for i in places}
     losses = {i: chosen[i].exact.squared_error for i in places}
-    for swept in range(0, solver.sweeps, PORTION):
+    for swept in range(0, state.search.sweeps, PORTION):
         # The layers that still gain go on among themselves, so that no batch waits for its slowest.
-        left, going = solver.sweeps - swept, []
-        effort = Effort(left, left, solver.cg_steps, REFINED, 1, least, state.resources.device)
+        left, going = state.search.sweeps - swept, []
+        effort = Effort(left, left, REFINED, 1, least, state.resources.device)
         for task, answers in _portion(state, chosen, products, effort):
             for place, i in enumerate(task.places):
                 product, loss = product_of(answers[0].factors_of(place)), float(answers[0].errors[place]) ** 2
@@ -98,15 +90,3 @@ def _measure(state: SearchState, i: int, entry: Entry, product: SeparatedProduct
     made = materialize(layer, asked, state.cache)
     price = Price(product.parameters, made.candidate.squared_error)
     entry.replaced(replace(asked, price=price), **{storage: made})
-
-
-def _refine_fully(
-    state: SearchState, places: Sequence[int], chosen: Sequence[Entry], configuration: Configuration
-) -> None:
-    """With the whole norm and the full solver, from where the search stands; kept where it is nearer."""
-    starts = [chosen[i].product.product() for i in places]
-    solved = solve_together([state.layers[i] for i in places], *configuration, state.search.refine, starts)
-    for i, solution in zip(places, solved, strict=True):
-        better, held = lsr_candidate(solution, state.cache), chosen[i].product
-        best = better if better.squared_error <= held.squared_error else held
-        chosen[i].replaced(replace(best, refined=True))

@@ -15,18 +15,16 @@ from dataclasses import dataclass, replace
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import (
     Candidate,
-    direct_candidates,
     drop,
     keep,
     low_rank_candidates,
-    lsr_candidates,
 )
 from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
 from lsrdecomp.compression.ladder import Chain, first_rungs, ladder, shapes_like
-from lsrdecomp.compression.layers import Layer, batches
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.materialize import Materialized
 from lsrdecomp.compression.progress import Counter
-from lsrdecomp.compression.search import Search, choose_configurations
+from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_neighbours import exchange, explore, widen
 from lsrdecomp.compression.search_refining import refine
 from lsrdecomp.compression.search_state import Draw, Entry, SearchState
@@ -34,7 +32,6 @@ from lsrdecomp.compression.search_state import Resources as Resources
 from lsrdecomp.compression.solve import Request
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.formats.allocation import Choice
-from lsrdecomp.kronecker.shape import KroneckerShape
 
 SHARE = 8.0
 """Most parameters of a layer on the ladder, in units of what the budget gives a layer on average."""
@@ -75,7 +72,7 @@ class Searched:
     # -- the ladder ----------------------------------------------------------------------------------------------------
 
     def solve_ladder(self, limits: Sequence[float | None]) -> None:
-        """Every layer at the shapes of the ladder, or of a full search, for budgets of these costs (None: any)."""
+        """Every layer at the shapes of the ladder, for budgets of these costs (None: any)."""
         limit = None if any(one is None for one in limits) else max(one for one in limits if one is not None)
         # Several budgets want most of the ladder.
         self._widens = limit is not None and len(limits) == 1 and not self.search.shapes
@@ -84,11 +81,8 @@ class Searched:
             self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
             if layer.squared_norm > 0.0 and min(layer.shape) > 1:
                 groups.setdefault(layer.kind, []).append(i)
-                self.state.exact[i] = self.search.probes > 0 or layer.is_leading
+                self.state.exact[i] = layer.is_leading
                 _ = layer.leading_entries, layer.dense_entries  # all while the layer is open
-        if self.search.probes > 0:
-            self._solve_probed(groups, limit)
-            return
         wanted = [(places, self._requests(places, limit)) for places in groups.values()]
         if self.search.shapes:
             wanted = self._given(groups)
@@ -128,30 +122,11 @@ class Searched:
                         shared.setdefault((kind, chain), []).append(i)
         return [(places, [Request(chain.shape, chain.terms)]) for (_, chain), places in shared.items()]
 
-    def _solve_probed(self, groups: dict[tuple[object, ...], list[int]], limit: float | None) -> None:
-        """The full search: shapes probed on a few layers, the best of each size solved for all."""
-        counter = Counter(
-            self.state.resources.on_step, "probing and solving shapes", sum(map(len, groups.values())), "layers"
-        )
-        for places in groups.values():
-            group = [self.layers[i] for i in places]
-            most = max(layer.parameters for layer in group)
-            configurations = choose_configurations(group, self.search, most if limit is None else min(most, int(limit)))
-            for part in batches(group):
-                solved = lsr_candidates(group[part], configurations, self.search.solver, self.state.cache)
-                for i, products in zip(places[part], solved, strict=True):
-                    self.state.table[i] += [Entry(product) for product in products]
-                counter.add(len(group[part]))
-
     def _plain(self, layer: Layer, limit: float | None) -> Iterator[Candidate]:
         yield drop(layer)
         yield keep(layer)
         if self.search.low_rank:
             yield from low_rank_candidates(layer, math.inf if limit is None else limit)
-        if self.search.direct:
-            shape = KroneckerShape.balanced(layer.shape)
-            most = max(1, layer.parameters // shape.parameters(1))
-            yield from direct_candidates(layer, shape, {2**k for k in range(12) if 2**k <= most}, self.state.cache)
 
     # -- a budget ------------------------------------------------------------------------------------------------------
 
@@ -188,7 +163,7 @@ class Searched:
                 if not widen(self.state, [row[k][1].parameters for row, k in zip(rows, choice, strict=True)]):
                     break
                 rows, choice, _ = self._allocated(draw)
-            given = self.search.probes > 0 or self.search.shapes or budget.layer_rtol
+            given = self.search.shapes or budget.layer_rtol
             for _ in range(0 if given else self.search.rounds):
                 picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]
                 if not explore(self.state, picked, exchange_rate(rows, choice)):
@@ -196,7 +171,7 @@ class Searched:
                 rows, choice, _ = self._allocated(draw)
             if not given and self.search.rounds:
                 exchange(self.state, [row[k][0] for row, k in zip(rows, choice, strict=True)])
-            hopeful = replace(draw, hope=1.0 if measured or self.search.probes > 0 else HOPE)
+            hopeful = replace(draw, hope=1.0 if measured else HOPE)
             for _ in range(ROUNDS):
                 rows, choice, _ = self._allocated(hopeful)
                 picked = [row[k][0] for row, k in zip(rows, choice, strict=True)]

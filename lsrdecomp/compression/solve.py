@@ -34,7 +34,6 @@ class Effort:
 
     sweeps: int = 2  # after a start from fewer terms
     cold_sweeps: int = 4  # after a start from singular vectors
-    cg_steps: int = 8
     tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
     starts: int = 2
     least: float = 0.0  # nor does one that lowers no squared error by more go on
@@ -91,6 +90,9 @@ def product_of(factors: Factors) -> SeparatedProduct:
 
 
 SIDES = "left", "right"
+
+CG_STEPS = 8
+"""Conjugate gradient steps of a block update in a weighted norm."""
 
 AHEAD = 4
 """Tasks a worker that are read, under way or waiting for their turn, so that not all layers are in memory at once."""
@@ -198,7 +200,7 @@ def solve(task: Task) -> list[Answer]:
     batch = Batch.of(task.targets, task.weights, effort.device)
     answers: list[Answer] = []
     for request in task.requests:
-        problem = NestedTerms(batch, request.shape, effort.cg_steps)
+        problem = NestedTerms(batch, request.shape, CG_STEPS)
         solved: dict[Ranks, State] = {}
         for ranks in request.terms:
             ranks = clipped(request.shape, ranks)

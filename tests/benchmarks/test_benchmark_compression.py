@@ -99,11 +99,11 @@ def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.G
 
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [str(DEMO), "--out", str(out), "--layers", "3", "--probes", "12", "--kept", "3"]
+    command = [str(DEMO), "--out", str(out), "--layers", "3"]
     budgets.main(command)
     record = json.loads(out.read_text())
     found = record["adapters"]["demo_adapter"]
-    assert record["facts"]["search"] == {"probes": 12, "kept": 3, "seed": 0}
+    assert record["facts"]["search"] == {"orders": [2, 3], "inner_rank": 8, "rounds": 1}
     assert str(DEMO.parent) not in out.read_text()
     rows = {(row["arm"], row["budget"]): row for row in found["rows"]}
     limits = {f"1/{times}": 2 * found["parameters"] / times for times in budgets.TIMES}

@@ -8,38 +8,24 @@ import pytest
 from benchmarks.lab.fit import Budget, Fit, fit_layers, make_layers
 from lsrdecomp.compression.candidates import (
     Layer,
-    direct_candidates,
     drop,
     keep,
     low_rank_candidates,
     lsr_candidates,
 )
-from lsrdecomp.compression.ladder import parameters
+from lsrdecomp.compression.ladder import ladder, parameters
 from lsrdecomp.compression.materialize import materialize, priced_as
-from lsrdecomp.compression.search import (
-    Search,
-    all_configurations,
-    choose_configurations,
-    probe_configurations,
-)
+from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
+from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
 from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
 
-SEARCH = Search(
-    probes=16,
-    kept=6,
-    probe_layers=2,
-    probe_sweeps=2,
-    solver=JointALS(sweeps=4, trials=1),
-    refine=JointALS(sweeps=8),
-    terms=6,
-)
+SEARCH = Search(orders=(2,), rounds=1, sweeps=8)
 M, N, RANK = 24, 36, 4
 
 
@@ -68,9 +54,8 @@ def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.r
         keep(layer),
         *low_rank_candidates(layer),
         *lsr_candidates([layer], [(shape, (2, 3))], JointALS(sweeps=5))[0],
-        *direct_candidates(layer, KroneckerShape(((6, 6), (4, 6))), [1, 3]),
     ]
-    assert [c.structure for c in found] == ["drop", "keep", *["low rank"] * RANK, "LSR", "direct", "direct"]
+    assert [c.structure for c in found] == ["drop", "keep", *["low rank"] * RANK, "LSR"]
     for candidate in found:
         form = materialize(layer, candidate, SpillCache()).form
         formed = np.zeros((M, N)) if form is None else np.asarray(form.to_matrix())
@@ -81,7 +66,7 @@ def test_every_price_is_what_its_factors_cost_and_lose(weighted: bool, rng: np.r
     assert found[0].parameters == 0
     assert found[1].parameters == RANK * (M + N)
     assert found[2].parameters == M + N
-    assert found[-3].parameters == shape.parameters(2, 3)
+    assert found[-1].parameters == shape.parameters(2, 3)
 
 
 def test_low_rank_is_a_product_shape_of_one_term(rng: np.random.Generator) -> None:
@@ -110,30 +95,17 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
     assert priced_as(layer, drop(layer), "int4").bytes == 0
 
 
-def test_configurations_tile_the_matrix_fit_the_limit_and_are_spread() -> None:
-    every = all_configurations((M, N), RANK, SEARCH)
-    assert len(set(every)) == len(every)
-    assert (ProductShape((M, 1), (3, 1), (N, 1)), (1, 1)) in every
-    chosen = probe_configurations((M, N), RANK, SEARCH, 150)
-    sizes = [parameters(configuration) for configuration in chosen]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < 30
-    assert 120 < sizes[-1] <= 150
-    assert all(shape.matrix_shape == (M, N) for shape, _ in chosen)
-    assert chosen == probe_configurations((M, N), RANK, SEARCH, 150)
-    assert probe_configurations((M, N), RANK, SEARCH, 1) == []
-
-
-def test_the_search_keeps_better_shapes_than_it_leaves(rng: np.random.Generator) -> None:
-    some = layers(rng, True)[:2]
-    kept = choose_configurations(some, SEARCH, 200)
-    assert 1 <= len(kept) <= SEARCH.kept
-    left = [c for c in probe_configurations((M, N), RANK, SEARCH, 200) if c not in kept]
-    losses = [
-        sum(lsr_candidates([layer], [c], JointALS(sweeps=6))[0][0].squared_error for layer in some)
-        for c in (kept[-1], *(c for c in left if 0.75 * parameters(kept[-1]) < parameters(c) <= parameters(kept[-1])))
-    ]
-    assert losses[0] <= np.median(losses)
+def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
+    chains = ladder((M, N), RANK, (2, 3), RANK, 150)
+    configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
+    sizes = [parameters(configuration) for configuration in configurations]
+    assert len(set(configurations)) == len(configurations)
+    assert min(sizes) < 30
+    assert 120 < max(sizes) <= 150
+    assert all(shape.matrix_shape == (M, N) for shape, _ in configurations)
+    assert {shape.order for shape, _ in configurations} == {2, 3}
+    assert max(shape.inner_rank for shape, _ in configurations) <= RANK
+    assert ladder((M, N), RANK, (2, 3), RANK, 1) == []
 
 
 @pytest.mark.parametrize("weighted", [False, True])

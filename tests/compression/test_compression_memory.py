@@ -20,13 +20,11 @@ from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.stored_layers import LayerCache, StoredLayer
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 
 M, N, R = 512, 768, 16
 LAYER = 8 * R * (M + N)  # bytes in float64
-ONCE = JointALS(sweeps=1)
-SEARCH = Search(probes=4, kept=2, probe_layers=1, orders=(2,), inner_rank=2, terms=2, solver=ONCE, refine=ONCE)
+SEARCH = Search(orders=(2,), rounds=0, inner_rank=2, sweeps=1)
 
 
 @pytest.fixture(scope="module")

@@ -26,15 +26,14 @@ from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.searched import WIDENINGS, Fitted, Resources, search_layers
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
 from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 M, N, RANK, COUNT = 24, 36, 4, 3
-LONG = Search(orders=(2,), rounds=0, refine=JointALS(sweeps=20, cg_steps=4))
-QUICK = Search(orders=(2,), rounds=0, refine=JointALS(sweeps=3, cg_steps=4))
+LONG = Search(orders=(2,), rounds=0, sweeps=20)
+QUICK = Search(orders=(2,), rounds=0, sweeps=3)
 
 
 def weight(rng: np.random.Generator, size: int) -> LowRankPlusIdentity:

@@ -11,7 +11,7 @@ from lsrdecomp.compression import Search
 from lsrdecomp.promise.record import Promise
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
-QUICK = Search(probes=6, kept=2)
+QUICK = Search(orders=(2,), rounds=0)
 
 
 def test_a_path_and_a_ratio_are_a_checkpoint_and_a_plan(tmp_path):

@@ -32,7 +32,6 @@ from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.compression.layer import layer_pair  # noqa: E402
 from lsrdecomp.compression.search import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
-from lsrdecomp.solvers.pair.joint_als import JointALS  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.record import ADAPTER  # noqa: E402
 
@@ -59,7 +58,7 @@ structures = ["lsr", "direct", "lsr-paper", "lora-int8"]
 scratch = ["lsr"]
 samples = 64
 """
-SMALL = Search(probes=6, kept=3, solver=JointALS(sweeps=2, trials=0), refine=JointALS(sweeps=2, trials=0))
+SMALL = Search(orders=(2,), rounds=0, sweeps=2)
 
 
 @pytest.fixture(scope="module")
