@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums
+from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.statistics import FORMAT, METADATA, PARTS, TENSORS, VERSION
 from lsrdecomp.checkpoints.writing import TensorWriter
@@ -128,6 +129,7 @@ def write_statistics(out: Path, settings: Mapping[str, Any], done: Finished) -> 
     _save(done.tensors, out / TENSORS, {"format": FORMAT, "version": str(VERSION)})
     versions = {library: version(library) for library in LIBRARIES}
     metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(done.counts)}
+    metadata["sha256"] = sha256(out / TENSORS)
     text = json.dumps(metadata | {"layers": done.about, "made_with": versions}, indent=2, sort_keys=True) + "\n"
     _replace(out / METADATA, lambda part: part.write_text(text, encoding="utf-8"))
     for left in (out / PARTIAL, *out.glob("group-*.safetensors")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from lsrdecomp.errors import UnsupportedError
@@ -10,6 +11,8 @@ COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "transformer", "prior")
 """Components of pipelines whose loaders take LoRA."""
 KOHYA = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
 """Prefixes of kohya's names; where there are two text encoders the first is ``lora_te1``."""
+LANGUAGE = re.compile(r"transformer\.(h|wte|wpe|word_embeddings|encoder|decoder|layers?|lm_head)(\.|$)")
+"""Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of image pipelines."""
 TEXT_LEVEL = "text_model."
 CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
 """Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them is missing."""
@@ -18,6 +21,9 @@ CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
 def split_component(name: str, form: str, known: Iterable[str]) -> tuple[str, str]:
     """The component of a pipeline and the module in it; `UnsupportedError` for a layer that such files do not name."""
     component, _, module = name.partition(".")
+    if LANGUAGE.match(name):
+        text = f"a layer of a language model, and {form} files are of image pipelines"
+        raise UnsupportedError(f"{name}: {text}; write lora instead")
     if component in known and module:
         return component, module
     if ":" in name:

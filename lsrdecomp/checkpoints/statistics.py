@@ -1,6 +1,7 @@
 """Layer statistics: the two weights of the K-FAC norm, read from the files that calibration wrote, without torch.
 
-A directory of statistics holds ``statistics.json`` (`METADATA`) and ``statistics.safetensors`` (`TENSORS`). For each
+A directory of statistics holds ``statistics.json`` (`METADATA`), with the SHA-256 of the other file unless an older
+version wrote it, and ``statistics.safetensors`` (`TENSORS`). For each
 module and each side, ``input`` (C, n × n) and ``output`` (G, m × m), three tensors
 
     <module>.input.eigenvectors   (n, q)   orthonormal columns V
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import Array
-from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.files import read_json, regular_file_size, sha256
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import CheckpointError, PrecisionError
@@ -218,10 +219,12 @@ def _last_part(base: str) -> str:
 def read_statistics(directory: str | Path) -> Statistics:
     """Open a directory that `lsrdecomp calibrate` wrote; tensors are read layer by layer on demand.
 
+    The file of tensors is read through once and held to its recorded digest.
+
     Raises
     ------
     CheckpointError
-        If a file is missing, damaged or not of this format; names file and tensor.
+        If a file is missing, damaged, changed since it was written or not of this format; names file and tensor.
 
     Examples
     --------
@@ -238,4 +241,9 @@ def read_statistics(directory: str | Path) -> Statistics:
             f"version {metadata.get('version')!r}, this release reads {VERSION}", path=directory / METADATA
         )
     path = directory / TENSORS
+    if "sha256" in metadata and regular_file_size(path) and metadata["sha256"] != sha256(path):
+        text = (
+            f"changed since it was written: its SHA-256 is not the one in {METADATA}; copy it again, or calibrate again"
+        )
+        raise CheckpointError(text, path=path)
     return Statistics(metadata, read_header(path).tensors, path)

@@ -22,7 +22,7 @@ from lsrdecomp.compression.search import Search
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Request, Task, product_of, run, worker_pool
 from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.compression.water_filling import unrotated_candidates, water_filled_candidates
+from lsrdecomp.compression.water_filling import finest_candidates, unrotated_candidates, water_filled_candidates
 from lsrdecomp.formats.allocation import Options
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
@@ -117,7 +117,7 @@ class SearchState:
         self.table: list[list[Entry]] = [[] for _ in layers]
         self.exact = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
-        self._coded: list[list[Entry]] = [[] for _ in layers]  # low rank in few bits, where integers are asked for
+        self._coded: dict[tuple[int, bool], list[Entry]] = {}  # low rank in few bits, where integers are asked for
 
     @property
     def effort(self) -> Effort:
@@ -145,11 +145,19 @@ class SearchState:
                 ]
             found = (candidate for candidate in entry.priced[draw.measured] if draw.allows(candidate))
             yield from ((entry, draw.hoped(candidate)) for candidate in found)
-        if integers and not self._coded[i]:
-            coded = [*water_filled_candidates(self.layers[i]), *unrotated_candidates(self.layers[i])]
-            most = max(INTEGER_BITS[storage] for storage in self.storages if storage in INTEGER_BITS)
-            self._coded[i] = [Entry(one) for one in coded if max(one.bits) <= most]
-        yield from ((entry, entry.exact) for entry in self._coded[i] if draw.allows(entry.exact))
+        if integers:
+            coded = self._coded_low_rank(i, draw.budget.counts_bytes)
+            yield from ((entry, entry.exact) for entry in coded if draw.allows(entry.exact))
+
+    def _coded_low_rank(self, i: int, counts_bytes: bool) -> list[Entry]:
+        """Low rank in integers: bits spread over the components where they cost something, else as fine as allowed."""
+        found = self._coded.get((i, counts_bytes))
+        if found is None:
+            layer, most = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
+            spread = water_filled_candidates(layer) if counts_bytes else finest_candidates(layer, most)
+            coded = [*spread, *unrotated_candidates(layer)]
+            found = self._coded[i, counts_bytes] = [Entry(one) for one in coded if max(one.bits) <= most]
+        return found
 
     def made(self, i: int, entry: Entry, candidate: Candidate) -> Materialized:
         """The factors of a candidate of a layer in its storage, made and measured once."""

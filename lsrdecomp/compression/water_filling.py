@@ -25,6 +25,7 @@ from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.quantized import SpectralCode
 
 MOST_BITS = 8
+ALL_RANKS = 16
 # Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of `nearest_codes`.
 GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558}
 
@@ -36,6 +37,19 @@ def water_filled_candidates(layer: Layer, points: int = 24) -> list[LowRank]:
     steps = bit_ladder(layer, *_spectrum(layer))
     places = sorted({round(q) for q in np.geomspace(1, len(steps), min(points, len(steps)))}) if steps else []
     return [_candidate(layer, svd_code(layer, steps[place - 1]), steps[place - 1]) for place in places]
+
+
+def finest_candidates(layer: Layer, bits: int, points: int = 24) -> list[LowRank]:
+    """SVD with equally many bits in every component, for budgets that count parameters: of all ranks up to 16, then of
+    so many more as make ``points``.
+    """
+    spectrum = _spectrum(layer)
+    rank = int(np.count_nonzero(spectrum[1]))
+    ranks = {*range(1, min(rank, ALL_RANKS) + 1)}
+    if rank > ALL_RANKS:
+        ranks |= {round(q) for q in np.geomspace(ALL_RANKS, rank, points - ALL_RANKS)}
+    widths = ((bits,) * q for q in sorted(ranks))
+    return [_candidate(layer, spectral_code(layer, spectrum, some), some) for some in widths]
 
 
 def unrotated_candidates(layer: Layer) -> list[LowRank]:

@@ -164,3 +164,19 @@ def test_an_adapter_of_another_base_is_refused_by_name(directory, declared, fits
     else:
         with pytest.raises(CheckpointError, match=r"of base /there/small, and the adapter is for other; calibrate"):
             statistics.check_base(declared)
+
+
+def test_one_flipped_bit_in_written_statistics_is_refused(tmp_path):
+    files = pytest.importorskip("lsrdecomp.calibration.files")
+    sizes = {
+        "eigenvectors": np.eye(4, dtype=np.float16),
+        "eigenvalues": np.ones(4, np.float32),
+        "rest": np.float32(0.5),
+    }
+    tensors = {f"q.{side}.{part}": np.asarray(value) for side in ("input", "output") for part, value in sizes.items()}
+    files.write_statistics(tmp_path, {}, files.Finished(tensors, {}, files.Counts(), "texts"))
+    assert list(read_statistics(tmp_path)) == ["q"]
+    path = tmp_path / "statistics.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"statistics.safetensors: changed since it was written: its SHA-256"):
+        read_statistics(tmp_path)

@@ -283,10 +283,10 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
     odd = [("unet.x", normal(8, 257), normal(257, 6))]
     wide = load_file(write_kohya(out, layers=odd, storage="bfloat16", force=True))
     assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
-    for name in ("model.layers.0.q_proj", "unet:99", "transformer.blocks.0.attn.to_q"):
+    for name in ("model.layers.0.q_proj", "unet:99", "transformer.h.0.mlp", "transformer.blocks.0.attn.to_q"):
         with pytest.raises(UnsupportedError, match=name) as refusal:
             write_kohya(tmp_path / "p.safetensors", layers=[(name, normal(8, 2), normal(2, 6))])
-        assert ("diffusers" in str(refusal.value)) == name.startswith("transformer")
+        assert ("diffusers" in str(refusal.value)) == name.startswith("transformer.b")
     assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]
 
 
@@ -295,6 +295,7 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
     [
         ("model.layers.0.q_proj", "diffusers files hold layers of unet"),
         ("unet:99", "called by its position"),
+        ("transformer.h.0.attn.c_attn", "a layer of a language model, .* write lora instead"),
         ("lora_unet_a_b", "a flattened name cannot be undone; write kohya"),
     ],
 )

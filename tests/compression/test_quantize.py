@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Layer
+from lsrdecomp.compression.layers import make_layers
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
+from lsrdecomp.compression.searched import search_layers
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import (
     GAUSSIAN,
     bit_ladder,
     spectral_code,
+    svd_code,
     unrotated_candidates,
     water_filled_candidates,
 )
@@ -154,3 +158,20 @@ def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:
         stored_product(product, "int3")
     with pytest.raises(PrecisionError, match="2 to 8 bits, got 9"):
         quantize(product.left, 9)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same_bits(bits, ratio):
+    rng = np.random.default_rng(5)
+    sizes = 10.0 ** -np.linspace(0.0, 1.0, 8)
+    pairs = {str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32))) for i in range(3)}
+    layers = make_layers(pairs)
+    budget = Budget(ratio=ratio)
+    fitted = search_layers(layers, [budget], storages=(f"int{bits}",)).fit(budget)
+    plain = [svd_code(layer, (bits,) * (8 // ratio)) for layer in layers]
+    lost = sum(layer.squared_error(code.dequantized()) for layer, code in zip(layers, plain, strict=True))
+    svd = np.sqrt(lost / sum(layer.squared_norm for layer in layers))
+    found = sum(chosen.candidate.squared_error for chosen in fitted.chosen)
+    assert np.sqrt(found / sum(layer.squared_norm for layer in layers)) <= svd * (1 + 1e-9)
+    assert fitted.low_rank_error <= svd * (1 + 1e-9)

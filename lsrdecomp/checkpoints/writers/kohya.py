@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.image_names import KOHYA, flat_name, split_component
+from lsrdecomp.checkpoints.image_names import KOHYA, LANGUAGE, flat_name, split_component
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.single_file import write_single
@@ -69,7 +69,7 @@ def write_kohya(
 def _flat(name: str, sdxl: bool) -> str:
     if name.startswith("lora_") and "." not in name:
         return name
-    if name.startswith("transformer."):
+    if name.startswith("transformer.") and not LANGUAGE.match(name):
         text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
         raise UnsupportedError(f"{name}: {text}; write diffusers instead")
     split_component(name, "kohya", KOHYA)
