@@ -22,7 +22,7 @@ from transformers import (
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.calibration.bases import find_base, first_line, open_tokenizer
-from lsrdecomp.calibration.dataset import ANSWERS, MAX_LENGTH, DataError, PromptExample, token_batches, tokenize
+from lsrdecomp.calibration.dataset import ANSWERS, TEXT_LENGTH, DataError, PromptExample, token_batches, tokenize
 from lsrdecomp.calibration.examples import Example
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import IGNORED, CalibrationError
@@ -163,8 +163,12 @@ def adapted_modules(model: PeftModel) -> tuple[str, ...]:
     )
 
 
-def batches(base: Base, texts: Sequence[Text], *, size: int, max_length: int, seed: int) -> Iterator[dict[str, Tensor]]:
+def batches(
+    base: Base, texts: Sequence[Text], *, size: int, max_length: int | None = None, seed: int
+) -> Iterator[dict[str, Tensor]]:
     """Texts in random order, as the model reads them; for seq2seq the second text is the output.
+
+    What goes beyond ``max_length`` tokens (`TEXT_LENGTH` if absent) is cut.
 
     The order depends on ``seed`` alone, so an interrupted calibration finds its place again.
 
@@ -174,7 +178,8 @@ def batches(base: Base, texts: Sequence[Text], *, size: int, max_length: int, se
         If a seq2seq text has no output.
     """
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    settings = {"padding": True, "truncation": True, "max_length": max_length, "return_tensors": "pt"}
+    length = max_length or TEXT_LENGTH
+    settings = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
     for start in range(0, len(order), size):
         rows = [texts[i] for i in order[start : start + size]]
         first, second = [row[0] for row in rows], [row[1] for row in rows]
@@ -195,8 +200,9 @@ def prompt_batches(
     *,
     size: int,
     seed: int,
-    max_length: int = MAX_LENGTH,
+    max_length: int | None = None,
     answers: str = "completion",
+    truncate: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Examples of a JSON-lines file in random order, as the model reads them.
 
@@ -206,10 +212,10 @@ def prompt_batches(
     Raises
     ------
     DataError
-        If an example is too long, or is a conversation and the base is no causal model.
+        As `tokenize`, of a causal model; of any other if an example is a conversation.
     """
     if base.head is Head.causal_lm:
-        rows = tokenize(examples, base.tokenizer, max_length=max_length, answers=answers)
+        rows = tokenize(examples, base.tokenizer, max_length=max_length, answers=answers, truncate=truncate)
         return token_batches(rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
     if answers not in ANSWERS:
         raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")

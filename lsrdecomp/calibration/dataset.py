@@ -38,6 +38,7 @@ ANSWER_MASK = "answer_mask"
 ANSWERS = ("completion", "all")
 POOL = 50  # batches that are sorted by length together
 MAX_LENGTH = 1024  # tokens of an example where nothing else is said
+TEXT_LENGTH = 128  # of a text that is answered as a whole, whose rest is cut
 T = TypeVar("T")
 
 
@@ -140,7 +141,12 @@ def _conversation(messages: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 
 def tokenize(
-    examples: Sequence[PromptExample], tokenizer: Any, *, max_length: int = MAX_LENGTH, answers: str = "completion"
+    examples: Sequence[PromptExample],
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    answers: str = "completion",
+    truncate: bool = False,
 ) -> list[Tokens]:
     """Examples as a language model reads them, in their order.
 
@@ -148,27 +154,32 @@ def tokenize(
     ----------
     tokenizer
         Of the base, as transformers has it.
-    max_length : int
-        Most tokens of an example.
+    max_length : int, optional
+        Most tokens of an example; absent, `MAX_LENGTH`.
     answers : {"completion", "all"}
         Which tokens count as answers; the first token of an example never does, nothing comes before it.
+    truncate : bool
+        Cut what is longer at its beginning, so that the completion stays, instead of refusing it.
 
     Raises
     ------
     DataError
-        If an example is longer than ``max_length``, or if there are conversations and the tokenizer has no chat
-        template.
+        If an example is longer than ``max_length`` and not to be cut, or if there are conversations and the tokenizer
+        has no chat template.
     """
     if answers not in ANSWERS:
         raise DataError(f"answers must be one of {', '.join(ANSWERS)}, got {answers!r}")
     rows = [_tokens(example, tokenizer, answers) for example in examples]
+    max_length = max_length or MAX_LENGTH
+    if truncate:
+        return [Tokens(row.ids[-max_length:], row.answers[-max_length:]) for row in rows]
     longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
     if longest is not None and len(rows[longest]) > max_length:
         count = sum(len(row) > max_length for row in rows)
         raise DataError(
             f"{examples[longest].where}: {len(rows[longest])} tokens, more than the length of {max_length} "
-            f"({count} of {len(rows)} examples are, this one most); give --max-length {len(rows[longest])}, or shorten "
-            "or remove them"
+            f"({count} of {len(rows)} examples are, this one most); give --max-length {len(rows[longest])}, or "
+            "--truncate to cut them at their beginning, or shorten or remove them"
         )
     return rows
 

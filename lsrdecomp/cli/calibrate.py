@@ -11,7 +11,7 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
+from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions, Truncate
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
 
@@ -27,6 +27,7 @@ def calibrate(
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples at a time.")] = 16,
     max_length: MaxLength = None,
+    truncate: Truncate = False,
     max_full: Annotated[int, typer.Option(help="Layers up to this size keep whole covariances.")] = 1024,
     rank: Annotated[int, typer.Option(help="Eigenpairs kept of larger ones.")] = 128,
     max_memory: Annotated[
@@ -52,7 +53,7 @@ def calibrate(
 
     Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """
-    questions = Questions(text, task, data, "train", answers, max_length)
+    questions = Questions(text, task, data, "train", answers, max_length, truncate)
     questions.check()
     try:
         from lsrdecomp.calibration import base_model as bases

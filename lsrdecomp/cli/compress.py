@@ -28,6 +28,7 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.questions import MaxLength, Truncate
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def compress(
     passes: promise.Passes = 2,
     held_out: promise.HeldOut = 128,
     batch: promise.Batch = None,
-    max_length: promise.MaxLength = 128,
+    max_length: MaxLength = None,
+    truncate: Truncate = False,
     dtype: promise.Dtype = "float32",
     seed: promise.Seed = 0,
     storage: Storage = None,
@@ -120,7 +122,7 @@ def compress(
         "max_rank": max_rank,
         "storage": storage or "float32",
     }
-    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, batch, max_length, dtype, seed)
+    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, batch, max_length, truncate, dtype, seed)
     plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")

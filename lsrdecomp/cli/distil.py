@@ -11,6 +11,7 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Force, JsonFile, Quiet
 from lsrdecomp.cli.outputs import NEW_DIRECTORY
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.questions import MaxLength, Truncate
 from lsrdecomp.errors import LsrError
 
 
@@ -30,7 +31,8 @@ def distil(
         int | None, typer.Option(help="Examples a step; absent, 8 for language models, else 32.", min=1)
     ] = None,
     micro: Annotated[int | None, typer.Option(help="Of these, so many at a time.", min=1)] = None,
-    max_length: Annotated[int, typer.Option(help="Tokens of an example.", min=1)] = 128,
+    max_length: MaxLength = None,
+    truncate: Truncate = False,
     dtype: Annotated[str, typer.Option(help="Of the base: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the split of the texts and their order.")] = 0,
@@ -61,6 +63,7 @@ def distil(
             batch=batch,
             micro=micro,
             max_length=max_length,
+            truncate=truncate,
             dtype=dtype,
             device=device,
             seed=seed,

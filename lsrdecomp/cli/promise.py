@@ -44,7 +44,6 @@ Batch = Annotated[
         min=1,
     ),
 ]
-MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens of an example.", min=1)]
 Dtype = Annotated[str, typer.Option("--dtype", help="Of the base: float32 or bfloat16.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split of the texts.")]
 
@@ -60,7 +59,8 @@ class Measuring:
     passes: int
     held_out: int
     batch: int | None
-    max_length: int
+    max_length: int | None
+    truncate: bool
     dtype: str
     seed: int
 

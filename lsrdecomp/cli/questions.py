@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,9 +23,12 @@ DataFile = Annotated[
 AnswerTokens = Annotated[str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")]
 Dtype = Annotated[str, typer.Option(help="Precision of the base: float32 or bfloat16.")]
 MaxLength = Annotated[
-    int | None, typer.Option(help="Most tokens of an example; 128 if absent, with --data 1024.", min=1)
+    int | None,
+    typer.Option("--max-length", help="Most tokens of an example: 1024 with prompts, 128 of a text, if absent.", min=1),
 ]
-TEXT_LENGTH = 128
+Truncate = Annotated[
+    bool, typer.Option("--truncate", help="Cut longer prompts at their beginning, instead of refusing them.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Questions:
     split: str  # of the task
     answers: str = "completion"
     max_length: int | None = None
+    truncate: bool = False
 
     @property
     def given(self) -> int:
@@ -53,24 +57,25 @@ class Questions:
         """
         if self.given != 1:
             raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
+        if self.data is None and self.truncate:
+            raise LsrError("--truncate is about prompts and completions, texts are always cut: give --data FILE.jsonl")
         if self.data is None and self.answers != "completion":
             raise LsrError("--answers is about prompts and completions: give --data FILE.jsonl")
 
     def batches(self, base: Base, *, size: int, seed: int) -> tuple[Iterator[dict[str, Tensor]], int]:
         """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
         from lsrdecomp.calibration import base_model as bases
-        from lsrdecomp.calibration.dataset import MAX_LENGTH, read_jsonl
+        from lsrdecomp.calibration.dataset import read_jsonl
         from lsrdecomp.training.tasks import find_task
 
         if self.data is not None:
             examples = read_jsonl(self.data)
-            length = self.max_length or MAX_LENGTH
-            rounds = bases.prompt_batches(base, examples, size=size, seed=seed, max_length=length, answers=self.answers)
-            return rounds, len(examples)
+            settings: dict[str, Any] = {"answers": self.answers, "truncate": self.truncate}
+            settings |= {"max_length": self.max_length}
+            return bases.prompt_batches(base, examples, size=size, seed=seed, **settings), len(examples)
         if self.text is not None:
             texts = bases.read_lines(self.text)
         else:
             assert self.task is not None
             texts = bases.task_texts(find_task(self.task).read(self.task, self.split))
-        length = self.max_length or TEXT_LENGTH
-        return bases.batches(base, texts, size=size, max_length=length, seed=seed), len(texts)
+        return bases.batches(base, texts, size=size, max_length=self.max_length, seed=seed), len(texts)

@@ -14,7 +14,7 @@ from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions
+from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions, Truncate
 from lsrdecomp.compression.progress import Counter, OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 
@@ -46,6 +46,7 @@ def verify(
     task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
     max_length: MaxLength = None,
+    truncate: Truncate = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     dtype: Dtype = "float32",
     name: Name = None,
@@ -77,7 +78,7 @@ def verify(
         return
     if written is None:
         raise LsrError("name what was written from it too; or ask what a server makes of it, by --for or --server")
-    questions = Questions(text, task, data, "dev", answers, max_length)
+    questions = Questions(text, task, data, "dev", answers, max_length, truncate)
     if (base is None) != (questions.given == 0):
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
     if base is not None:

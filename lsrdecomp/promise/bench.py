@@ -10,8 +10,9 @@ from typing import Any
 from peft import PeftModel
 
 from lsrdecomp.calibration.base_model import Base, adapted_modules, batches, load_base, prompt_batches
-from lsrdecomp.calibration.dataset import PromptExample
+from lsrdecomp.calibration.dataset import PromptExample, tokenize
 from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
 from lsrdecomp.compression.progress import OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -36,8 +37,10 @@ class Bench:
         Examples the promise is measured on; at most a quarter of all.
     batch : int, optional
         Examples at a time; absent, 8 for language models and 32 otherwise.
-    max_length : int
-        Tokens of an example.
+    max_length : int, optional
+        Tokens of an example; absent, as `prompt_batches` and `batches` take it.
+    truncate : bool
+        Cut longer prompts at their beginning.
     dtype, device : str
         Precision and place of the base.
     seed : int
@@ -47,7 +50,7 @@ class Bench:
     Raises
     ------
     LsrError
-        If the texts are too few, or the LoRA does nothing on them.
+        If the texts are too few or too long, or the LoRA does nothing on them.
     CheckpointError
         If base and adapter do not fit.
     """
@@ -60,7 +63,8 @@ class Bench:
         *,
         held_out: int = 128,
         batch: int | None = None,
-        max_length: int = 128,
+        max_length: int | None = None,
+        truncate: bool = False,
         dtype: str = "float32",
         device: str = "cpu",
         seed: int = 0,
@@ -77,8 +81,10 @@ class Bench:
             words = " ".join(str(error).split())[:300]
             raise CheckpointError(f"does not open on the base {base}: {words}", path=lora) from error
         self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
-        self.max_length, self.device, self.seed = max_length, device, seed
+        self.max_length, self.truncate, self.device, self.seed = max_length, truncate, device, seed
         self.held, self.calibration = parts
+        if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
+            tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
         self.say(f"the LoRA's own answers to {len(self.held)} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held))
         if not self.reference.effect > NO_EFFECT:
@@ -100,11 +106,15 @@ class Bench:
             some = order[start : start + size]
             prompts = [item for item in some if isinstance(item, PromptExample)]
             pairs = [item for item in some if not isinstance(item, PromptExample)]
-            settings: dict[str, Any] = {"size": size, "max_length": self.max_length, "seed": self.seed}
+            settings: dict[str, Any] = {"size": size, "seed": self.seed}
             if prompts:
-                yield from prompt_batches(self.source, prompts, **settings)
+                yield from prompt_batches(self.source, prompts, **settings, **self._cut)
             if pairs:
-                yield from batches(self.source, pairs, **settings)
+                yield from batches(self.source, pairs, **settings, max_length=self.max_length)
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        return {"max_length": self.max_length, "truncate": self.truncate}
 
     def open(self, written: Path) -> Base:
         """The base with another adapter of the same task; its large weights are shared with the LoRA's."""

@@ -108,7 +108,8 @@ def distil(
     held_out: int = 128,
     batch: int | None = None,
     micro: int | None = None,
-    max_length: int = 128,
+    max_length: int | None = None,
+    truncate: bool = False,
     dtype: str = "float32",
     device: str = "cpu",
     seed: int = 0,
@@ -141,8 +142,10 @@ def distil(
         Examples the promise is measured on, which training does not see.
     batch, micro : int, optional
         Examples of a step, and of those at a time; absent, 8 for language models and 32 otherwise, all at once.
-    max_length : int
-        Tokens of an example.
+    max_length : int, optional
+        Tokens of an example; absent, 1024 with prompts, and 128 of a text, whose rest is cut.
+    truncate : bool
+        Cut longer prompts at their beginning, instead of refusing them.
     dtype, device : str
         Precision and place of the base; factors are trained in float32.
     seed : int
@@ -182,6 +185,7 @@ def distil(
         held_out=held_out,
         batch=batch,
         max_length=max_length,
+        truncate=truncate,
         dtype=dtype,
         device=str(team.device) if device == "cuda" and team.num_processes > 1 else device,
         seed=seed,
@@ -189,7 +193,7 @@ def distil(
     )
     state = place.absolute().parent / f".{place.name}.distil"
     settings = {"steps": steps, "seed": seed, "teacher": source.source_sha256, "written": written.source_sha256}
-    settings |= {"texts": len(texts), "batch": bench.size, "rate": rate, "max_length": max_length}
+    settings |= {"texts": len(texts), "batch": bench.size, "rate": rate, "max_length": max_length, "truncate": truncate}
     with TemporaryDirectory() as folder:
         found = distil_form(
             bench,

@@ -94,7 +94,8 @@ def compress_measured(
     workspace: Path | None = None,
     held_out: int = 128,
     batch: int | None = None,
-    max_length: int = 128,
+    max_length: int | None = None,
+    truncate: bool = False,
     dtype: str = "float32",
     device: str = "cpu",
     seed: int = 0,
@@ -128,7 +129,7 @@ def compress_measured(
     workspace : path, optional
         Where statistics are gathered, and beside it, ending in ``.forms``, what was made and measured, so that a
         killed run goes on; both are removed at the end.
-    held_out, batch, max_length, dtype, device, seed
+    held_out, batch, max_length, truncate, dtype, device, seed
         As for `lsrdecomp.promise.distil`.
     on_step : callable, optional
         Called with a `Step` before and during each part of the work.
@@ -149,7 +150,8 @@ def compress_measured(
         raise BudgetError("one goal is needed with a base: a share to keep, or a size or error")
     if keep is not None and not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, such as 0.95; got {keep:g}")
-    options: dict[str, Any] = {"held_out": held_out, "batch": batch, "max_length": max_length, "dtype": dtype}
+    options: dict[str, Any] = {"held_out": held_out, "batch": batch, "max_length": max_length}
+    options |= {"truncate": truncate, "dtype": dtype}
     bench = Bench(base, checkpoint.path, read_data(data), device=device, seed=seed, on_step=on_step, **options)
     if plan is not None and plan.kl is not None:
         keep, storage, max_rank = 1.0 - share_of_effect(plan.kl, bench.reference.effect), plan.storage, plan.max_rank

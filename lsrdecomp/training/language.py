@@ -79,7 +79,8 @@ def read_language_data(settings: FinetuneSettings, tokenizer: Any) -> LanguageDa
         dev = hold_out(dev, settings.dev_examples, seed=settings.split_seed)[1]
 
     def rows(examples: Sequence[PromptExample]) -> list[Tokens]:
-        return tokenize(examples, tokenizer, max_length=settings.max_length, answers=settings.answers)
+        length, cut = settings.max_length, settings.truncate
+        return tokenize(examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut)
 
     used = rows(train)
     validation: list[Tokens] = []

@@ -85,7 +85,15 @@ class FinetuneSettings(Settings):
     epochs: Annotated[float | None, OPTION, POSITIVE, "Passes over the training set; 3 if absent."] = None
     steps: Annotated[int | None, OPTION, whole(1), "Steps, instead of epochs."] = None
     warmup: Annotated[float, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."] = 0.06
-    max_length: Annotated[int, whole(2), "Tokens of an example, the rest is cut; 1024 for a language model."] = 128
+    max_length: Annotated[
+        int,
+        OPTION,
+        whole(2),
+        "Tokens of an example, the rest is cut; for a language model 1024, and longer is refused.",
+    ] = 128
+    truncate: Annotated[bool, OPTION, LANGUAGE, "Cut longer prompts at their beginning, instead of refusing them."] = (
+        False
+    )
     seed: Annotated[int, OPTION, "Of the start and the order of examples; it leaves the splits as they are."] = 0
     precision: Annotated[
         str,

@@ -122,6 +122,15 @@ def test_a_long_line_says_how_long_and_how_many(tmp_path, tokenizer):
     assert max(map(len, tokenize(examples, tokenizer, max_length=12))) == 12
 
 
+def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, tokenizer):
+    (example,) = read_jsonl(file(tmp_path, {"prompt": "one two three four", "completion": "two three"}))
+    (whole,) = tokenize([example], tokenizer)
+    for length in (len(whole) - 2, len(whole), len(whole) + 2):
+        (cut,) = tokenize([example], tokenizer, max_length=length, truncate=True)
+        assert (cut.ids, cut.answers) == (whole.ids[-length:], whole.answers[-length:])
+        assert sum(cut.answers) == sum(whole.answers)
+
+
 def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer):
     rows = tokenize(
         read_jsonl(file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))), tokenizer

@@ -18,6 +18,7 @@ from tiny_bases import make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
+from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors, soft_divergence, trained  # noqa: E402
 from lsrdecomp.calibration.divergence import divergence  # noqa: E402
 from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
@@ -26,6 +27,7 @@ from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, compress, export_lora, verify  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.promise import bench as bench_module  # noqa: E402
 from lsrdecomp.promise.bench import Bench  # noqa: E402
 from lsrdecomp.promise.distil import distil, forms_of  # noqa: E402
 from lsrdecomp.promise.texts import split  # noqa: E402
@@ -230,6 +232,18 @@ def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
     assert done.promise.answers == 2 * done.promise.examples
     assert done.promise.unit == "token"
     assert done.trial.after.kept > done.trial.before.kept
+
+
+def test_all_lengths_are_told_once_before_anything_is_answered(language_model, monkeypatch):
+    rows = [PromptExample(text, f" w{i % 7}", f"line {i}") for i, (text, _) in enumerate(TEXTS)]
+    rows[70:72] = [PromptExample(f"{i} " + "w1 " * n, " w2", f"line {i}") for i, n in ((70, 40), (71, 50))]
+    with monkeypatch.context() as patch:
+        patch.setattr(bench_module, "Reference", None)  # nothing is answered
+        with pytest.raises(DataError, match=r"line 71: .*\(2 of 96 examples are.*--truncate"):
+            Bench(language_model / "base", language_model / "lora", rows, max_length=40)
+    bench = Bench(language_model / "base", language_model / "lora", rows, max_length=40, truncate=True)
+    widths = [batch["input_ids"].shape[1] for batch in bench.batches(rows)]
+    assert max(widths) == 40
 
 
 def test_too_few_texts_are_refused_before_the_base_is_opened(classifier):
