@@ -12,7 +12,7 @@ from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layer import layer_product
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -40,7 +40,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.promise.bench import Bench
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.promise.front import compress_measured

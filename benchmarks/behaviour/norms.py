@@ -31,8 +31,8 @@ from benchmarks.behaviour.norms_model import HELD_OUT, Inputs, Subject, Upper, h
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
-from lsrdecomp.compression.ladder import ladder
 from lsrdecomp.compression.materialize import materialize
+from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -103,7 +103,7 @@ def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]
     low_rank = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
     yield "svd-kfac", low_rank
     shape, rank = layers[0].shape, max(layer.rank for layer in layers)
-    chains = ladder(shape, rank, (2, 3), rank, 2 * BUDGETS[-1])
+    chains = shape_grid(shape, rank, (2, 3), rank, 2 * BUDGETS[-1])
     configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
     products = lsr_candidates(layers, configurations, SOLVER)
     yield "lsr-kfac", [both + more for both, more in zip(low_rank, products, strict=True)]

@@ -31,8 +31,8 @@ from benchmarks.lab.fit import Fit
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Structure
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.searched import search_layers
+from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError
 
 TIMES = (2, 4, 8, 16, 32, 48)

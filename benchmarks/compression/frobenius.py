@@ -31,9 +31,9 @@ from lsrdecomp.compression.candidates import (
     lsr_candidates,
     solve_together,
 )
-from lsrdecomp.compression.ladder import ladder
 from lsrdecomp.compression.layer import SOLVER, layer_pair
 from lsrdecomp.compression.quantize import stored_product
+from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -92,7 +92,7 @@ def equal_parameters(layers: Sequence[Layer]) -> list[dict[str, Any]]:
         m, n = group[0].pair.shape
         rank = max(layer.pair.rank for layer in group)
         units = [unit for unit in UNITS if unit < rank]  # at full rank truncated SVD is exact
-        chains = ladder((m, n), rank, (2, 3), rank, max(units) * (m + n))
+        chains = shape_grid((m, n), rank, (2, 3), rank, max(units) * (m + n))
         configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
         searched = lsr_candidates(group, configurations, SHORT)
         polished = polish(group, searched, units)

@@ -26,7 +26,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.layer import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.kronecker.product import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)

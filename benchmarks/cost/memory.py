@@ -29,7 +29,7 @@ from lsrdecomp.checkpoints.safetensors import encode_header
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layer import at_given_terms, layer_pair, stored_layers
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 
 RANK = 64
 TERMS = 4

@@ -32,7 +32,8 @@ from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.searched import Resources, search_layers
+from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.settings import Resources
 
 RATIOS = (96.0, 48.0, 19.0, 10.0, 4.0)
 SIZES = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)

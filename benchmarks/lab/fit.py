@@ -14,8 +14,8 @@ from lsrdecomp.compression.layers import HasWeights as HasWeights
 from lsrdecomp.compression.layers import make_layers as make_layers
 from lsrdecomp.compression.materialize import Materialized
 from lsrdecomp.compression.progress import OnStep
-from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.searched import Fitted, Resources, search_layers
+from lsrdecomp.compression.search import Fitted, search_layers
+from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
 

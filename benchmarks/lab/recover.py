@@ -29,7 +29,7 @@ from lsrdecomp.calibration.base_model import load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.progress import Counter, OnStep
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.promise.distil import distil
 from lsrdecomp.training.dataset import read_dataset

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from benchmarks.lab.suite import Suite, SuiteError, merged
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.training.fields import POSITIVE, Check, Settings, each, one_of, settings, whole
 from lsrdecomp.training.settings import FinetuneSettings
 from lsrdecomp.training.tasks import TASKS

@@ -25,7 +25,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.compress import search_adapter
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError
 
 FORM = "form.json"

@@ -11,11 +11,11 @@ from .progress import Step as Step
 from .report import LayerReport as LayerReport
 from .report import Totals as Totals
 from .result import Compression as Compression
-from .search import Search as Search
+from .search import search_layers as search_layers
 from .search_store import SearchStore as SearchStore
 from .search_store import store_beside as store_beside
-from .searched import Resources as Resources
-from .searched import search_layers as search_layers
+from .settings import Resources as Resources
+from .settings import Search as Search
 from .verify import LayerCheck as LayerCheck
 from .verify import Verification as Verification
 from .verify import verify as verify

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, TypeAlias
 
-from lsrdecomp.compression.ladder import Configuration
 from lsrdecomp.compression.layers import Layer, batches
+from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape

@@ -24,9 +24,9 @@ from lsrdecomp.compression.report import LayerReport
 from lsrdecomp.compression.result import REPORT as REPORT
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import product_of
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.searched import Fitted, Resources, Searched, search_layers
+from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.size import fill
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError

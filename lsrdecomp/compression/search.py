@@ -1,72 +1,269 @@
-"""How far to look for shapes."""
+"""The search over the shapes of all layers under one budget, from top to bottom: Search 1 to 7.
+
+1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
+2. The coarse grid: even splits without an inner rank, for all layers of a kind at once; for several budgets all of it.
+3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
+4. The fine grid, up to about the size that the budget gave each layer; it chooses again.
+5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it chooses again.
+6. Shapes that layers of one size chose, for the others of that size.
+7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
+
+Steps 4 to 7 are in `lsrdecomp.compression.search_steps`. What was solved stays in the table (`search_state`), from
+which the next budget starts. Cost: the solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer
+(`JointALS`); choosing is a few milliseconds a layer. docs/scale.md has the figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from lsrdecomp.checkpoints import Checkpoint, LsrLayer
-from lsrdecomp.compression.ladder import Configuration
+from lsrdecomp.compression.budget import Budget
+from lsrdecomp.compression.candidates import (
+    Candidate,
+    drop,
+    keep,
+    low_rank_candidates,
+)
+from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
+from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.materialize import Materialized
+from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.search_state import Draw, Entry, SearchState
+from lsrdecomp.compression.search_steps import exchange_shapes, refine, solve_fine_grid, try_neighbours
+from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.shapes import Chain, coarse_grid, shape_grid, shapes_like
+from lsrdecomp.compression.solve import Request
+from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.formats.allocation import Choice
+
+SHARE = 8.0
+"""Most parameters of a layer on the grid, in units of what the budget gives a layer on average."""
+
+EXPECTED_REFINEMENT = 0.7
+"""Share of its loss that refining usually leaves of a product: what is chosen is chosen for what it may become, against
+truncated SVD, which is as good as it can be from the start. On a language model's layers it leaves .4 to .9."""
+
+WIDENINGS = 2
+"""Most times that the fine grid is solved for a budget: with it some layers are given more, others less."""
+
+ROUNDS = 3
+"""Most times that a budget is drawn anew because refining changed what is best."""
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """How far to look for shapes.
+class Fitted:
+    """All layers under one budget."""
 
-    Parameters
-    ----------
-    rounds : int
-        Times that neighbours of what a budget chose are tried.
-    orders : tuple of int
-        Numbers of Kronecker factors of a term. Three and more pay for very few parameters and have no canonical form.
-        Empty: truncated SVD alone.
-    inner_rank : int
-        Largest inner rank that is tried; the rank of the layer bounds it too.
-    sweeps : int
-        Sweeps at most of the joint least squares that refine what a budget chose.
-    low_rank : bool
-        Whether truncated SVD competes.
-    shapes : Mapping of layer name to configuration, optional
-        What the layers of another adapter became: these shapes, and the commonest ones for each size of layer, are
-        solved for in place of the grid and its neighbours; see `Search.like`.
+    chosen: tuple[Materialized, ...]
+    low_rank_error: float | None  # the best truncated SVD found for the same budget and norm; None: none fits
 
-    Examples
-    --------
-    >>> Search(orders=(2,), rounds=0).orders                                # the fastest: two factors, no neighbours
-    (2,)
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Candidates of every layer in their storages, which of them it takes, and the error of truncated SVD alone."""
+
+    rows: list[list[tuple[Entry, Candidate]]]
+    choice: Choice
+    low_rank_error: float | None
+
+    @property
+    def chosen(self) -> list[tuple[Entry, Candidate]]:
+        return [row[k] for row, k in zip(self.rows, self.choice, strict=True)]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for entry, _ in self.chosen]
+
+
+class Searched:
+    """Candidates of all layers; any number of budgets can be drawn from them.
+
+    Made by `search_layers`. `fit` draws a budget: by default it still tries neighbours of what that budget chooses, and
+    refines what it takes; with ``solve=False`` it only allocates, measures and rounds, a few milliseconds a layer.
     """
 
-    rounds: int = 1
-    orders: tuple[int, ...] = (2, 3)
-    inner_rank: int = 8
-    sweeps: int = 40
-    low_rank: bool = True
-    shapes: Mapping[str, Configuration] = field(default_factory=dict)
+    def __init__(
+        self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
+    ) -> None:
+        self.state = SearchState(layers, search, storages, cache, resources)
+        self.layers, self.search = layers, search
+        self._refines_grid = False  # whether the fine grid waits for a budget to say where it is wanted
 
-    @classmethod
-    def like(cls, compressed: Checkpoint) -> Search:
-        """The shapes that serve another adapter of the same base and layers, as it was written.
+    # -- the grid ------------------------------------------------------------------------------------------------------
 
-        On LoRAs of a language model errors come within 3 % of those of a search of its own, in half the time
-        (``benchmarks/cost/fleet.py``).
+    def solve_grid(self, limits: Sequence[float | None]) -> None:
+        """Every layer at the shapes of the grid, for budgets of these costs (None: any)."""
+        finite = [limit for limit in limits if limit is not None]
+        limit = max(finite) if len(finite) == len(limits) else None
+        self._refines_grid = limit is not None and len(limits) == 1 and not self.search.shapes
+        # Search 1: what needs no solve. All that is wanted of a layer is read while it is open.
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
+            if layer.squared_norm > 0.0 and min(layer.shape) > 1:
+                groups.setdefault(layer.kind, []).append(i)
+                self.state.exact[i] = layer.is_leading
+                _ = layer.leading_entries, layer.dense_entries
+        # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
+        if self.search.shapes:
+            batches = self._shapes_of_another(groups)
+        else:
+            batches = [(indices, self._requests(indices, limit)) for indices in groups.values()]
+        count = sum(len(indices) * len(requests) for indices, requests in batches)
+        counter = Counter(self.state.resources.on_step, "solving shapes", count, "layers × shapes")
+        tasks = (
+            self.state.task(part, requests)
+            for indices, requests in batches
+            if requests
+            for part in self.state.parts(indices)
+        )
+        self.state.solve(tasks, counter)
+
+    def _requests(self, indices: Sequence[int], limit: float | None) -> list[Request]:
+        """The grid for layers of one size, as far as a budget could want it."""
+        group = [self.layers[i] for i in indices]
+        most = max(layer.parameters for layer in group) / 2
+        if limit is not None:
+            most = min(most, limit, SHARE * limit * group[0].parameters / self.state.parameters)
+        rank = max(layer.rank for layer in group)
+        search = self.search
+        if self._refines_grid:
+            chains = coarse_grid(group[0].shape, search.orders, most)
+        else:
+            chains = shape_grid(group[0].shape, rank, search.orders, search.inner_rank, most)
+        return [Request(chain.shape, chain.terms) for chain in chains]
+
+    def _shapes_of_another(
+        self, groups: Mapping[tuple[object, ...], Sequence[int]]
+    ) -> list[tuple[list[int], list[Request]]]:
+        """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
+        sharing: dict[tuple[object, Chain], list[int]] = {}
+        chains = shapes_like(self.search.shapes, {layer.name: layer.shape for layer in self.layers})
+        for kind, indices in groups.items():
+            for i in indices:
+                for chain in chains[self.layers[i].name]:
+                    if chain.shape.inner_rank <= self.layers[i].rank:
+                        sharing.setdefault((kind, chain), []).append(i)
+        return [(indices, [Request(chain.shape, chain.terms)]) for (_, chain), indices in sharing.items()]
+
+    def _plain(self, layer: Layer, limit: float | None) -> Iterator[Candidate]:
+        yield drop(layer)
+        yield keep(layer)
+        if self.search.low_rank:
+            yield from low_rank_candidates(layer, math.inf if limit is None else limit)
+
+    # -- a budget ------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        budget: Budget,
+        overhead: Callable[[Candidate], float] | None = None,
+        *,
+        solve: bool = True,
+        allowed: Callable[[Candidate], bool] | None = None,
+    ) -> Fitted:
+        """What every layer becomes under one budget over all of them.
 
         Parameters
         ----------
-        compressed : Checkpoint
-            What `lsrdecomp.compress` made of the other adapter under the same plan. If none of its layers is a sum of
-            Kronecker products, this is the default search.
+        budget : Budget
+        overhead : callable, optional
+            Bytes of a candidate beyond its factors, such as header entries; counts where bytes are counted.
+        solve : bool
+            Whether to try neighbours and refine what was chosen; without, only what is in the table.
+        allowed : callable, optional
+            Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
 
-        Examples
-        --------
-        >>> import tempfile
-        >>> from importlib.resources import files
-        >>> from lsrdecomp import compress, open_checkpoint
-        >>> adapter = files("lsrdecomp.cli") / "demo_adapter"
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     first = open_checkpoint(compress(adapter, ratio=48).save(f"{folder}/first"))
-        ...     second = compress(adapter, ratio=48, search=Search.like(first))
-        >>> second.totals.parameters * 48 <= second.totals.parameters_before
-        True
+        Raises
+        ------
+        BudgetError
+            If the budget cannot be met; says what is reachable.
         """
-        products = (layer for layer in compressed.layers if isinstance(layer, LsrLayer) and layer.shape.order > 1)
-        return cls(shapes={layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
+        measured = budget.loss_limit(self.layers) is not None or budget.layer_rtol is not None
+        draw = Draw(budget, Cost(budget, overhead), measured, allowed)
+        # Search 3: the first choice, of what is in the table.
+        allocation = self._allocated(draw)
+        baseline = allocation.low_rank_error
+        if not solve:
+            return Fitted(tuple(self._materialized(allocation)), baseline)
+        # Search 4: the fine grid where the choice wants it.
+        for _ in range(WIDENINGS if self._refines_grid else 0):
+            if not solve_fine_grid(self.state, [candidate.parameters for _, candidate in allocation.chosen]):
+                break
+            allocation = self._allocated(draw)
+        # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
+        # tolerance for each layer has no rate of exchange between layers.
+        if not (self.search.shapes or budget.layer_rtol):
+            for _ in range(self.search.rounds):
+                rate = exchange_rate(allocation.rows, allocation.choice)
+                if not try_neighbours(self.state, allocation.entries, rate):
+                    break
+                allocation = self._allocated(draw)
+            if self.search.rounds:
+                exchange_shapes(self.state, allocation.entries)
+        # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
+        # in the whole norm count.
+        expecting = replace(draw, expected_refinement=1.0 if measured else EXPECTED_REFINEMENT)
+        for _ in range(ROUNDS):
+            allocation = self._allocated(expecting)
+            if not refine(self.state, allocation.entries, together=budget.layer_rtol is None):
+                break
+        return Fitted(tuple(self._materialized(self._allocated(replace(draw, trusted=True)))), baseline)
+
+    def _allocated(self, draw: Draw) -> Allocation:
+        """The candidate that each layer takes under a draw."""
+        rows = [list(self.state.row(i, draw)) for i in range(len(self.layers))]
+        table = [[candidate for _, candidate in row] for row in rows]
+        return Allocation(rows, *allocate(self.layers, table, draw.budget, draw.cost))
+
+    def _materialized(self, allocation: Allocation) -> Iterator[Materialized]:
+        for i, (entry, candidate) in enumerate(allocation.chosen):
+            yield self.state.made(i, entry, candidate)
+
+
+def search_layers(
+    layers: Sequence[Layer],
+    budgets: Sequence[Budget] = (),
+    *,
+    search: Search | None = None,
+    storages: Sequence[str] = ("float32",),
+    cache: SpillCache | None = None,
+    resources: Resources | None = None,
+) -> Searched:
+    """Solve the grid of shapes for all layers, for any number of budgets.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        See `lsrdecomp.compression.layers.make_layers`.
+    budgets : sequence of Budget
+        What will be asked; larger shapes than they could want are not solved. None: anything may be asked.
+    search : Search, optional
+    storages : sequence of str
+        Types the factors may be stored in; more than one is of use when bytes are counted. With int8 or int4 among
+        them, truncated SVD in water-filled bits takes part.
+    cache : SpillCache, optional
+        Where factors wait.
+    resources : Resources, optional
+
+    Returns
+    -------
+    Searched
+        Its `Searched.fit` draws a budget. The error is never above that of the best truncated SVD for the same budget
+        and norm (``low_rank_error``), which is among the starting points of every allocation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lsrdecomp.targets.base import LowRank
+    >>> layer = Layer("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
+    >>> searched = search_layers([layer], [Budget(ratio=4.0)], search=Search(orders=(2,), rounds=0))
+    >>> fitted = searched.fit(Budget(ratio=4.0))
+    >>> [one.candidate.parameters <= layer.parameters / 4 for one in fitted.chosen]
+    [True]
+    """
+    found = Searched(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
+    found.solve_grid([None if budget.counts_bytes else budget.cost_limit(layers) for budget in budgets] or [None])
+    return found

@@ -13,13 +13,12 @@ import numpy as np
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Lsr, Price, Structure
 from lsrdecomp.compression.choice import Cost
-from lsrdecomp.compression.ladder import parameters
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.materialize import Materialized, materialize, priced_as
-from lsrdecomp.compression.progress import Counter, OnStep
+from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.shapes import parameters
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Request, Task, product_of, run, worker_pool
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import finest_candidates, unrotated_candidates, water_filled_candidates
@@ -30,24 +29,6 @@ from lsrdecomp.targets.weights import NormWeights
 
 NEAR = 1.15
 """Candidates this factor above the convex hull of a layer's errors are still tried in integers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Where a search solves, what it keeps, whom it tells.
-
-    Examples
-    --------
-    >>> told = []
-    >>> resources = Resources(on_step=lambda step: told.append(step.stage))        # one process, nothing kept
-    >>> resources.workers, resources.store
-    (1, None)
-    """
-
-    workers: int = 1
-    device: str | None = None
-    store: SearchStore | None = None
-    on_step: OnStep | None = None
 
 
 @dataclass(eq=False)
@@ -78,7 +59,7 @@ class Draw:
     measured: bool  # whether errors count as rounded, which matters where they are bounded
     allowed: Callable[[Candidate], bool] | None
     trusted: bool = False  # whether only errors in the whole norm count
-    hope: float = 1.0  # share of its loss that refining is expected to leave of a product
+    expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
 
     def allows(self, candidate: Candidate) -> bool:
         return candidate.structure == Structure.DROP or self.allowed is None or self.allowed(candidate)
@@ -86,9 +67,9 @@ class Draw:
     def expected(self, candidate: Candidate) -> float:
         """The loss of a candidate once it is refined."""
         refined = not isinstance(candidate, Lsr) or candidate.refined
-        return candidate.squared_error * (1.0 if refined else self.hope)
+        return candidate.squared_error * (1.0 if refined else self.expected_refinement)
 
-    def hoped(self, candidate: Candidate) -> Candidate:
+    def as_refined(self, candidate: Candidate) -> Candidate:
         """The candidate at that loss."""
         loss = self.expected(candidate)
         if loss == candidate.squared_error:
@@ -144,7 +125,7 @@ class SearchState:
                     if storage not in INTEGER_BITS or entry.exact.structure in (Structure.LSR, Structure.DROP)
                 ]
             found = (candidate for candidate in entry.priced[draw.measured] if draw.allows(candidate))
-            yield from ((entry, draw.hoped(candidate)) for candidate in found)
+            yield from ((entry, draw.as_refined(candidate)) for candidate in found)
         if integers:
             coded = self._coded_low_rank(i, draw.budget.counts_bytes)
             yield from ((entry, entry.exact) for entry in coded if draw.allows(entry.exact))

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.compression.ladder import Ranks, clipped
 from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.compression.shapes import Ranks, clipped
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix

@@ -15,7 +15,7 @@ from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import REPORT, compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
 from lsrdecomp.fleet.sharing import leaders, like_adapters

@@ -15,8 +15,7 @@ from lsrdecomp.compression.compress import Compression, search_adapter
 from lsrdecomp.compression.plan import CompressionPlan, share_of_effect
 from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.report import LayerReport, Totals
-from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.searched import Resources
+from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.promise.bench import Bench
 from lsrdecomp.promise.distil import promised

@@ -13,9 +13,9 @@ from lsrdecomp.compression.candidates import (
     low_rank_candidates,
     lsr_candidates,
 )
-from lsrdecomp.compression.ladder import ladder, parameters
 from lsrdecomp.compression.materialize import materialize, priced_as
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.shapes import parameters, shape_grid
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -96,7 +96,7 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
 
 
 def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
-    chains = ladder((M, N), RANK, (2, 3), RANK, 150)
+    chains = shape_grid((M, N), RANK, (2, 3), RANK, 150)
     configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
     sizes = [parameters(configuration) for configuration in configurations]
     assert len(set(configurations)) == len(configurations)
@@ -105,7 +105,7 @@ def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
     assert all(shape.matrix_shape == (M, N) for shape, _ in configurations)
     assert {shape.order for shape, _ in configurations} == {2, 3}
     assert max(shape.inner_rank for shape, _ in configurations) <= RANK
-    assert ladder((M, N), RANK, (2, 3), RANK, 1) == []
+    assert shape_grid((M, N), RANK, (2, 3), RANK, 1) == []
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -16,7 +16,7 @@ from lsrdecomp.compression import spill_cache as shelf
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import Layer, batches
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.stored_layers import LayerCache, StoredLayer
 from lsrdecomp.errors import CheckpointError

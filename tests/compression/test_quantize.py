@@ -14,7 +14,7 @@ from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.layers import make_layers
 from lsrdecomp.compression.materialize import materialize
 from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
-from lsrdecomp.compression.searched import search_layers
+from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.compression.water_filling import (
     GAUSSIAN,

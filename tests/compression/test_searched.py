@@ -12,18 +12,18 @@ import pytest
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
-from lsrdecomp.compression import search_refining, solve
-from lsrdecomp.compression import searched as searched_module
+from lsrdecomp.compression import search as search_module
+from lsrdecomp.compression import search_steps, solve
 from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Lsr
-from lsrdecomp.compression.ladder import first_rungs, ladder, neighbours, parameters, upper_rungs
 from lsrdecomp.compression.layer import stored_layers
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.progress import Counter, Step
-from lsrdecomp.compression.search import Search
-from lsrdecomp.compression.search_neighbours import STRIDE, exchange
+from lsrdecomp.compression.search import WIDENINGS, Fitted, search_layers
+from lsrdecomp.compression.search_steps import STRIDE, exchange_shapes
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.searched import WIDENINGS, Fitted, Resources, search_layers
+from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
@@ -171,10 +171,10 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
 
     solved = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
-    monkeypatch.setattr(searched_module, "ROUNDS", 1)
-    monkeypatch.setattr(search_refining, "REFINED", 1e-9)
+    monkeypatch.setattr(search_module, "ROUNDS", 1)
+    monkeypatch.setattr(search_steps, "REFINED", 1e-9)
     for nothing, goes_on in ((1e-9, True), (1e9, False)):
-        monkeypatch.setattr(search_refining, "NOTHING", nothing)
+        monkeypatch.setattr(search_steps, "NOTHING", nothing)
         refined.clear()
         fitted = search_layers(layers, [Budget(ratio=8.0)], search=LONG).fit(Budget(ratio=8.0))
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
@@ -182,9 +182,9 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
         assert any(len(places) > 1 for _, places in refined)
         together = next(places for _, places in refined if len(places) > 1)
         taken = [[sweeps for sweeps, places in refined if i in places] for i in together]
-        assert all(sweeps[0] == search_refining.PORTION for sweeps in taken)
+        assert all(sweeps[0] == search_steps.PORTION for sweeps in taken)
         assert (max(map(len, taken)) > 1) == goes_on
-        assert max(map(sum, taken)) == (20 if goes_on else search_refining.PORTION)
+        assert max(map(sum, taken)) == (20 if goes_on else search_steps.PORTION)
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
@@ -250,23 +250,23 @@ def test_more_terms_are_never_farther(layers: list[Layer]) -> None:
 
 
 @pytest.mark.parametrize("size", [(576, 192), (11008, 4096), (7, 1024), (2, 3)])
-def test_the_ladder_tiles_any_matrix_within_its_limit(size: tuple[int, int]) -> None:
-    chains = ladder(size, 8, (2, 3), 8, 900)
+def test_the_grid_tiles_any_matrix_within_its_limit(size: tuple[int, int]) -> None:
+    chains = shape_grid(size, 8, (2, 3), 8, 900)
     assert len({chain.shape for chain in chains}) == len(chains)
     for chain in chains:
         assert chain.shape.matrix_shape == size
         assert all(parameters((chain.shape, ranks)) <= 900 for ranks in chain.terms)
 
 
-def test_the_ladder_is_its_first_rungs_and_the_upper_ones() -> None:
-    whole = ladder((576, 576), 8, (2, 3), 8, 2000)
-    first, upper = first_rungs((576, 576), (2, 3), 2000), upper_rungs((576, 576), 8, (2, 3), 8, 2000)
+def test_the_grid_is_coarse_and_fine() -> None:
+    whole = shape_grid((576, 576), 8, (2, 3), 8, 2000)
+    first, upper = coarse_grid((576, 576), (2, 3), 2000), fine_grid((576, 576), 8, (2, 3), 8, 2000)
     assert [*first, *upper] == whole
     assert all(max(chain.shape.inner) == 1 for chain in first)
     assert all(max(chain.shape.inner) > 1 for chain in upper)
 
 
-def test_upper_rungs_are_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
+def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
     searched = search_layers(layers, [Budget(ratio=6.0)], search=QUICK)
     entries = [entry.exact for row in searched.state.table for entry in row if isinstance(entry.exact, Lsr)]
     assert {max(one.shape.inner) for one in entries} == {1}
@@ -289,7 +289,7 @@ def test_neighbours_are_one_step_away() -> None:
 
 def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
     searched = search_layers(layers, [Budget(ratio=4.0)], search=LONG)
-    state, shape = searched.state, ProductShape((3, 8), (1, 1), (4, 9))  # not on the ladder
+    state, shape = searched.state, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
     state.solve(iter([state.task([0], [solve.Request(shape, ((1, 1), (2, 2)))])]), Counter(None, "", 0, ""))
 
     def asked() -> list[set[tuple[int, int]]]:
@@ -302,11 +302,11 @@ def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers:
     left_out = state.table[2][0]
     steps: list[Step] = []
     state.resources = Resources(on_step=steps.append)
-    exchange(state, [found[0], even, left_out])
+    exchange_shapes(state, [found[0], even, left_out])
     assert (2, 2) in asked()[1]
     assert asked()[2] == set()  # of no parameters, so nothing is near its size
     assert steps[-1].total > 0
-    exchange(state, [found[0], even, left_out])
+    exchange_shapes(state, [found[0], even, left_out])
     assert steps[-1].total == 0
 
 

@@ -14,9 +14,9 @@ import pytest
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.ladder import Chain, shapes_like
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.search import Search
+from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.shapes import Chain, shapes_like
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome

@@ -1,4 +1,4 @@
-"""A fixed ladder of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
+"""The grid of shapes for each size of layer, and the neighbours of a shape that was chosen. Integers only.
 
 Which shapes are worth solving for hardly depends on the adapter: the most even splits into two and three factors where
 there are few parameters, tall ones (low rank of a reshaped side) where there are more. So no shape is probed.
@@ -52,21 +52,21 @@ class Chain:
     terms: tuple[Ranks, ...]
 
 
-def ladder(
+def shape_grid(
     matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
 ) -> list[Chain]:
-    """The shapes to solve for every layer of a size, each of at most ``most`` parameters, in a fixed order."""
-    return [*first_rungs(matrix_shape, orders, most), *upper_rungs(matrix_shape, rank, orders, inner_rank, most)]
+    """The whole grid for layers of a size: shapes of at most ``most`` parameters each, in a fixed order."""
+    return [*coarse_grid(matrix_shape, orders, most), *fine_grid(matrix_shape, rank, orders, inner_rank, most)]
 
 
-def first_rungs(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Chain]:
+def coarse_grid(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Chain]:
     """The even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
     m, n = matrix_shape
     evens = ((order, ProductShape(_even(m, order), (1,) * order, _even(n, order))) for order in sorted(orders)[::-1])
     return _chains([(shape, MORE if order == 2 else FEW) for order, shape in evens], most)
 
 
-def upper_rungs(
+def fine_grid(
     matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
 ) -> list[Chain]:
     """Even and tall shapes with an inner rank, of at most ``most`` parameters."""
