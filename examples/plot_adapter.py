@@ -9,7 +9,8 @@ side is itself a sum of a few Kronecker products, and only their small factors a
 import matplotlib.pyplot as plt
 import numpy as np
 
-from lsrdecomp import ProductShape, SeparatedMatrix, SeparatedProduct
+from lsrdecomp import ProductShape, SeparatedMatrix
+from lsrdecomp.kronecker import SeparatedProduct
 from lsrdecomp.plots import COLOURS
 
 shape = ProductShape(out=(6, 8), inner=(2, 2), into=(6, 8))

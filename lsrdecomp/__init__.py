@@ -18,17 +18,15 @@ A LoRA adapter
 Sizes and goals
     `KroneckerShape`, `ProductShape`, `ErrorBudget`, `unit_roundoff`
 
-Errors, each an `LsrError`
-    `BudgetError`, `CheckpointError`, `ConvergenceError`, `MatrixError`, `PrecisionError`, `ShapeError`
-
 Rooms
-    `solvers`      `SVD`, `BlockGolubKahan`, `ALS`, … to pass as ``solver=`` (the usual ones are here at the top too)
+    `solvers`      `SVD`, `ALS`, `BlockGolubKahan`, … to pass as ``solver=`` (the usual two are here at the top too)
     `targets`      what else can be decomposed: low-rank pairs, sparse matrices, operators, streams of rows
     `operators`    solve, logdet, eigenvalues, preconditioners: what comes after a decomposition
     `kronecker`    shapes, `rearrange`, Kronecker algebra
     `formats`      number formats of stored factors, mixed precision
     `analysis`, `plots`         error curves, spectra, Pareto fronts, and their pictures
     `checkpoints`, `compression`, `fleet`    adapters on disk, one at a time or by the hundred
+    `errors`       `ShapeError`, `BudgetError`, `CheckpointError`, …, each an `LsrError`
 
 To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
 `lsrdecomp.training`, `lsrdecomp.promise` (torch), `lsrdecomp.testing` (tests; hypothesis),
@@ -37,8 +35,49 @@ To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LS
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_lazy, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 from lsrdecomp.checkpoints.registration import register_once_peft_loads as _register_once_peft_loads  # noqa: E402
 
 _register_once_peft_loads()
+
+_MOVED = {
+    **dict.fromkeys(("BlockGolubKahan", "Decomposition", "Gram", "JointALS", "Status"), "solvers"),
+    **dict.fromkeys(("BudgetError", "CheckpointError", "ConvergenceError", "MatrixError"), "errors"),
+    **dict.fromkeys(("PrecisionError", "ShapeError"), "errors"),
+    "ErrorCurve": "analysis",
+    "SeparatedProduct": "kronecker",
+}
+"""Names of 0.2 and their rooms; they go on working here until 0.4."""
+
+
+def __getattr__(name: str) -> object:
+    """A public name when it is first used; of one that is not here, where it is or what it is like."""
+    from importlib import import_module
+
+    if name in __all__ or name.startswith("__"):
+        return _lazy(name) if name != "__version__" else import_module("importlib.metadata").version("lsrdecomp")
+    if name in _MOVED:
+        from warnings import warn
+
+        room = _MOVED[name]
+        warn(f"lsrdecomp.{name} is lsrdecomp.{room}.{name} from version 0.4 on", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(f"lsrdecomp.{room}"), name)
+    raise AttributeError(f"lsrdecomp has no {name!r}{_hint(name)}", name=name)
+
+
+def _hint(name: str) -> str:
+    """Which room has a name, or which name is like it; nothing where neither is."""
+    from difflib import get_close_matches
+    from pkgutil import iter_modules
+
+    modules = {module.name for module in iter_modules(__path__)}
+    if name in modules:  # asked by the import system too, before it looks for the module
+        return f" yet: import lsrdecomp.{name}"
+    homes = {each: f"lsrdecomp.{each}" for each in __all__}
+    for room in modules.intersection(__all__):
+        homes |= {each: f"lsrdecomp.{room}.{each}" for each in getattr(_lazy(room), "__all__", ())}
+    if name in homes:
+        return f": it is {homes[name]}"
+    close = get_close_matches(name, homes, 1)
+    return f"; did you mean {homes[close[0]]}?" if close else ""

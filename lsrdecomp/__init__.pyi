@@ -2,6 +2,7 @@
 from . import analysis as analysis
 from . import checkpoints as checkpoints
 from . import compression as compression
+from . import errors as errors
 from . import fleet as fleet
 from . import formats as formats
 from . import kronecker as kronecker
@@ -9,7 +10,6 @@ from . import operators as operators
 from . import plots as plots
 from . import solvers as solvers
 from . import targets as targets
-from .analysis import ErrorCurve as ErrorCurve
 from .analysis import error_curve as error_curve
 from .checkpoints import open_checkpoint as open_checkpoint
 from .checkpoints.statistics import read_statistics as read_statistics
@@ -17,14 +17,7 @@ from .compression.plan import CompressionPlan as CompressionPlan
 from .decompose import decompose as decompose
 from .decompose import decompose_each as decompose_each
 from .decompose import recompress as recompress
-from .errors import BudgetError as BudgetError
-from .errors import CheckpointError as CheckpointError
-from .errors import ConvergenceError as ConvergenceError
 from .errors import LsrError as LsrError
-from .errors import MatrixError as MatrixError
-from .errors import PrecisionError as PrecisionError
-from .errors import ShapeError as ShapeError
-from .kronecker.product import SeparatedProduct as SeparatedProduct
 from .kronecker.separated import SeparatedMatrix as SeparatedMatrix
 from .kronecker.shape import KroneckerShape as KroneckerShape
 from .kronecker.shape import ProductShape as ProductShape
@@ -35,9 +28,4 @@ from .promise.api import distil as distil
 from .shape_search import best_shape as best_shape
 from .solvers import ALS as ALS
 from .solvers import SVD as SVD
-from .solvers import BlockGolubKahan as BlockGolubKahan
-from .solvers import Gram as Gram
-from .solvers import JointALS as JointALS
-from .solvers.base import Status as Status
-from .solvers.decomposition import Decomposition as Decomposition
 from .targets.base import LowRank as LowRank

@@ -7,6 +7,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ConvergenceError",
+    "LsrError",
+    "MatrixError",
+    "PrecisionError",
+    "ShapeError",
+    "UnsupportedError",
+]
+
 
 class LsrError(Exception):
     """Base of every error this library raises on purpose."""

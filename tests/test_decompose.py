@@ -117,9 +117,9 @@ def test_low_rank_pairs_are_decomposed_without_being_formed(rng):
         ({"rtol": 0.1, "atol": 0.1}, BudgetError, "not both"),
         ({"rtol": -1.0}, BudgetError, "not negative"),
         ({"rtol": float("nan")}, BudgetError, "finite"),
-        ({"rank": 0}, lsr.ShapeError, "positive"),
-        ({"rank": 1.5}, lsr.ShapeError, "positive"),
-        ({"rank": 1, "shape": lsr.KroneckerShape(((5, 1), (2, 4)))}, lsr.ShapeError, "5 x 2 = 10 rows"),
+        ({"rank": 0}, lsr.errors.ShapeError, "positive"),
+        ({"rank": 1.5}, lsr.errors.ShapeError, "positive"),
+        ({"rank": 1, "shape": lsr.KroneckerShape(((5, 1), (2, 4)))}, lsr.errors.ShapeError, "5 x 2 = 10 rows"),
     ],
 )
 def test_contradictory_goals_are_refused(goal, error, words):
@@ -145,7 +145,7 @@ def test_curve_is_monotone_and_reads_off_ranks(rng):
     assert curve.rank_for(0.5) == lsr.decompose(matrix, rtol=0.5).separation_rank
     assert curve.parameters_for(0.5) == curve.rank_for(0.5) * 32
     with pytest.raises(BudgetError, match="the smallest error on the curve is 0.5, not 0.1"):
-        lsr.ErrorCurve("x", (0, 1), (0, 4), (1.0, 0.5), 1.0).rank_for(0.1)
+        lsr.analysis.ErrorCurve("x", (0, 1), (0, 4), (1.0, 0.5), 1.0).rank_for(0.1)
 
 
 def test_a_curve_to_some_terms_is_the_beginning_of_the_whole_and_tells_its_progress(rng):
@@ -175,7 +175,7 @@ def test_a_stack_of_matrices_is_decomposed_one_by_one_or_together(rng):
     kept = lsr.decompose_each([stack[0], stack[1][:12]], rtol=0.3)
     assert all(record.relative_error <= 0.3 for record in kept)
     assert lsr.decompose_each(np.zeros((0, 4, 4)), rank=1) == ()
-    with pytest.raises(lsr.ShapeError, match="decompose_each takes a stack"):
+    with pytest.raises(lsr.errors.ShapeError, match="decompose_each takes a stack"):
         lsr.decompose(stack, rank=5)
 
 
@@ -191,9 +191,11 @@ def test_a_start_saves_sweeps_and_reaches_the_same(rng):
     assert (more.separation_rank, more.relative_error < cold.relative_error / 10) == (6, True)
     assert lsr.decompose(near, shape, rtol=2 * warm.relative_error, init=cold).separation_rank == 4
     assert lsr.decompose(hilbert, rank=2, init=lsr.decompose(hilbert, rank=3)).separation_rank == 2  # needs no start
-    with pytest.raises(lsr.ShapeError, match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8"):
+    with pytest.raises(
+        lsr.errors.ShapeError, match="init has the shape 4×4 ⊗ 4×4 ⊗ 4×4, but the factors are 8×8 ⊗ 8×8"
+    ):
         lsr.decompose(hilbert, rank=2, init=cold)
-    with pytest.raises(lsr.ShapeError, match="init: expected a SeparatedMatrix"):
+    with pytest.raises(lsr.errors.ShapeError, match="init: expected a SeparatedMatrix"):
         lsr.decompose(hilbert, shape, rank=2, init=hilbert)
 
 

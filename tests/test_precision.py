@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp import ErrorBudget, PrecisionError, unit_roundoff
-from lsrdecomp.errors import BudgetError
+from lsrdecomp import ErrorBudget, unit_roundoff
+from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.precision import PRECISIONS, precision, round_to
 
 STORED = [name for name in PRECISIONS if name != "tf32"]

@@ -129,24 +129,24 @@ def test_solvers_as_people_write_them(square, solver):
 @pytest.mark.parametrize(
     ("goal", "error", "words"),
     [
-        ({"shape": "serach", "rtol": 0.1}, lsr.ShapeError, "did you mean 'search'"),
-        ({"shape": "8x, 2x2", "rank": 1}, lsr.ShapeError, "'16x16, 8x8', one pair a factor"),
-        ({"shape": 16, "rank": 1}, lsr.ShapeError, "expected a KroneckerShape, pairs"),
-        ({"shape": ((4, 4), (4,)), "rank": 1}, lsr.ShapeError, "expected a KroneckerShape, pairs"),
-        ({"rank": "two"}, lsr.ShapeError, "positive integer, got 'two'"),
-        ({"rank": float("nan")}, lsr.ShapeError, "positive integer, got nan"),
-        ({"rank": 1, "solver": "svdd"}, lsr.BudgetError, "did you mean 'svd'"),
-        ({"rank": 1, "solver": 3}, lsr.BudgetError, "int has no method solve"),
-        ({"rank": 1, "storage": "flaot16"}, lsr.PrecisionError, "did you mean 'float16'"),
-        ({"rank": 1, "storage": "tf32"}, lsr.PrecisionError, "no format 'tf32'"),
-        ({"rtol": "0.1"}, lsr.BudgetError, "rtol must be a number"),
+        ({"shape": "serach", "rtol": 0.1}, lsr.errors.ShapeError, "did you mean 'search'"),
+        ({"shape": "8x, 2x2", "rank": 1}, lsr.errors.ShapeError, "'16x16, 8x8', one pair a factor"),
+        ({"shape": 16, "rank": 1}, lsr.errors.ShapeError, "expected a KroneckerShape, pairs"),
+        ({"shape": ((4, 4), (4,)), "rank": 1}, lsr.errors.ShapeError, "expected a KroneckerShape, pairs"),
+        ({"rank": "two"}, lsr.errors.ShapeError, "positive integer, got 'two'"),
+        ({"rank": float("nan")}, lsr.errors.ShapeError, "positive integer, got nan"),
+        ({"rank": 1, "solver": "svdd"}, lsr.errors.BudgetError, "did you mean 'svd'"),
+        ({"rank": 1, "solver": 3}, lsr.errors.BudgetError, "int has no method solve"),
+        ({"rank": 1, "storage": "flaot16"}, lsr.errors.PrecisionError, "did you mean 'float16'"),
+        ({"rank": 1, "storage": "tf32"}, lsr.errors.PrecisionError, "no format 'tf32'"),
+        ({"rtol": "0.1"}, lsr.errors.BudgetError, "rtol must be a number"),
     ],
 )
 def test_other_words_are_refused_with_what_is_wanted(square, goal, error, words):
     with pytest.raises(error, match=words):
         lsr.decompose(square, **goal)
     if "storage" in goal:
-        with pytest.raises(lsr.PrecisionError, match=words):
+        with pytest.raises(lsr.errors.PrecisionError, match=words):
             lsr.ErrorBudget(rtol=0.1, storage=goal["storage"])
 
 
@@ -154,14 +154,14 @@ def test_other_words_are_refused_with_what_is_wanted(square, goal, error, words)
 @pytest.mark.parametrize("kind", [np.longdouble, np.clongdouble])
 def test_extended_precision_is_refused_rather_than_rounded(square, kind):
     for what in (lambda m: lsr.decompose(m, rank=1), lsr.error_curve, lambda m: lsr.best_shape(m, rtol=0.1)):
-        with pytest.raises(lsr.PrecisionError, match="more digits than the float64"):
+        with pytest.raises(lsr.errors.PrecisionError, match="more digits than the float64"):
             what(square.astype(kind))
 
 
 def test_masked_arrays_need_all_their_entries(square):
     whole = lsr.decompose(np.ma.masked_array(square), FOUR, rank=2)
     assert whole.relative_error == lsr.decompose(square, FOUR, rank=2).relative_error
-    with pytest.raises(lsr.PrecisionError, match=r"3 of 256 entries are masked.*filled"):
+    with pytest.raises(lsr.errors.PrecisionError, match=r"3 of 256 entries are masked.*filled"):
         lsr.decompose(np.ma.masked_where(np.arange(256).reshape(16, 16) < 3, square), FOUR, rank=2)
 
 
@@ -180,7 +180,7 @@ def test_a_norm_that_overflows_is_refused(what):
         "rows": lambda: lsr.decompose(RowStream.of(large, rows=1), rank=1),
         "pair": lambda: lsr.decompose(lsr.LowRank(large[:, :1], np.ones((1, 16))), rank=1),
     }[what]
-    with pytest.raises(lsr.PrecisionError, match="norm is above the largest float64"):
+    with pytest.raises(lsr.errors.PrecisionError, match="norm is above the largest float64"):
         run()
     assert lsr.decompose(large / 1e10, rank=1).relative_error < 1e-12
 
@@ -195,7 +195,7 @@ def test_norms_of_factors_multiply_without_over_or_underflow():
         assert found.weights[0] == pytest.approx(1e-100, rel=1e-14)
     weighted = lsr.SeparatedMatrix.from_factors([single(1e200), single(-1e200)], np.array([1e-300]))
     assert weighted.to_matrix()[0, 0] == pytest.approx(-1e100, rel=1e-14)
-    with pytest.raises(lsr.PrecisionError, match="product of the norms"):
+    with pytest.raises(lsr.errors.PrecisionError, match="product of the norms"):
         lsr.SeparatedMatrix.from_factors([single(1e200), single(1e200)])
     narrow = [single(v).astype(np.float32) for v in (1e-30, 1e-30, 1e38)]
     assert lsr.SeparatedMatrix.from_factors(narrow).weights[0] == pytest.approx(1e-22, rel=1e-5)
@@ -211,9 +211,9 @@ def test_a_complex_matrix_without_terms_maps_to_complex_vectors():
 def test_overflow_is_not_told_to_use_the_type_it_overflowed_in():
     from lsrdecomp.precision import round_to
 
-    with pytest.raises(lsr.PrecisionError, match="store it as float64$"):
+    with pytest.raises(lsr.errors.PrecisionError, match="store it as float64$"):
         round_to(np.array([1e39]), "bfloat16")
-    with pytest.raises(lsr.PrecisionError, match="store it as float64 or float32 or bfloat16"):
+    with pytest.raises(lsr.errors.PrecisionError, match="store it as float64 or float32 or bfloat16"):
         round_to(np.array([1e30]), "float16")
 
 

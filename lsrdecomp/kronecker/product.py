@@ -24,7 +24,8 @@ class SeparatedProduct:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import SeparatedMatrix, SeparatedProduct
+    >>> from lsrdecomp import SeparatedMatrix
+    >>> from lsrdecomp.kronecker import SeparatedProduct
     >>> left = SeparatedMatrix.from_factors([np.ones((1, 4, 1)), np.eye(2)[None]])
     >>> product = SeparatedProduct(left, left.T)
     >>> product.shape, product.parameters, [factor.shape for factor in product.to_lora()]

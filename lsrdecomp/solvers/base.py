@@ -86,7 +86,8 @@ class Sweep:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import JointALS, LowRank, ProductShape
+    >>> from lsrdecomp import LowRank, ProductShape
+    >>> from lsrdecomp.solvers import JointALS
     >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
     >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
     >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
@@ -178,7 +179,8 @@ class PairSolution:
     Examples
     --------
     >>> import numpy as np
-    >>> from lsrdecomp import JointALS, LowRank, ProductShape
+    >>> from lsrdecomp import LowRank, ProductShape
+    >>> from lsrdecomp.solvers import JointALS
     >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
     >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
     >>> found = JointALS().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp import CheckpointError, LowRank, ProductShape
+from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.checkpoints.packed import (
     Index,
     code_bytes,
@@ -26,6 +26,7 @@ from lsrdecomp.checkpoints.packed import (
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product
 from lsrdecomp.compression.water_filling import bit_ladder, spectral_code
+from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.targets.weighted import weighted_svd
 

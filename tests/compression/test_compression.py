@@ -127,7 +127,7 @@ def test_the_balanced_gauge_beats_the_given_one(rng):
     }
     assert errors["balanced"] < 0.9 * errors["given"]
     assert pair.residual_norm(FactorwiseSVD("given").truncations(pair, shape).truncate(99)) <= 1e-9 * pair.norm
-    with pytest.raises(lsr.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
+    with pytest.raises(lsr.errors.ShapeError, match="the pair has rank 4, but .* has inner rank 6"):
         FactorwiseSVD("given").truncations(pair, lsr.ProductShape.balanced(pair.shape, (3, 2)))
 
 
@@ -291,12 +291,12 @@ def test_curves_start_at_one_and_end_at_zero(demo):
         ({"rtol": 0.0}, BudgetError),
         ({"rtol": float("nan")}, BudgetError),
         ({"separation_rank": 0}, BudgetError),
-        ({"separation_rank": 1, "inner_shape": (2, 0)}, lsr.ShapeError),
-        ({"separation_rank": 1, "inner_shape": (2,)}, lsr.ShapeError),
+        ({"separation_rank": 1, "inner_shape": (2, 0)}, lsr.errors.ShapeError),
+        ({"separation_rank": 1, "inner_shape": (2,)}, lsr.errors.ShapeError),
         ({"rtol": 0.1, "inner_shape": (2, 2)}, BudgetError),
         ({"ratio": 0}, BudgetError),
         ({"bytes": -5}, BudgetError),
-        ({"rtol": 0.1, "storage": "float12"}, lsr.PrecisionError),
+        ({"rtol": 0.1, "storage": "float12"}, lsr.errors.PrecisionError),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(plan, error):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import block_rearrange, close, kron_sum
 
-from lsrdecomp import KroneckerShape, ShapeError
+from lsrdecomp import KroneckerShape
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import (
     apply_sum_of_kroneckers,
     commutation_matrix,

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close, kron_sum
 
-from lsrdecomp import KroneckerShape, PrecisionError, SeparatedMatrix, SeparatedProduct, ShapeError
+from lsrdecomp import KroneckerShape, SeparatedMatrix
+from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.kronecker import SeparatedProduct
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.testing import kronecker_shapes, low_rank_pairs, separated_matrices
 

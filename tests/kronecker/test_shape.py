@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp import KroneckerShape, ProductShape, ShapeError
+from lsrdecomp import KroneckerShape, ProductShape
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import balanced_split, divisors, kronecker_shapes, splits
 
 

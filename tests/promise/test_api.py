@@ -41,12 +41,12 @@ def test_statistics_are_opened_by_path():
     ],
 )
 def test_goals_that_disagree_are_refused_in_words(settings, words):
-    with pytest.raises(lsr.BudgetError, match=words):
+    with pytest.raises(lsr.errors.BudgetError, match=words):
         lsr.compress(DEMO, **settings)
 
 
 def test_what_is_no_checkpoint_is_told_by_name(tmp_path):
-    with pytest.raises(lsr.CheckpointError, match=r"absent: no such file"):
+    with pytest.raises(lsr.errors.CheckpointError, match=r"absent: no such file"):
         lsr.compress(tmp_path / "absent", ratio=10)
 
 

@@ -104,7 +104,7 @@ def test_a_measured_divergence_is_a_goal(folder):
     plan = lsr.CompressionPlan(kl=0.3 * effect)
     result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
     assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
-    with pytest.raises(lsr.BudgetError, match="no less than that without the adapter"):
+    with pytest.raises(lsr.errors.BudgetError, match="no less than that without the adapter"):
         lsr.compress(lora, lsr.CompressionPlan(kl=2 * effect), base=folder / "base", data=TEXTS, **SETTINGS)
 
 
@@ -222,7 +222,7 @@ def test_keep_on_the_command_line(folder, lines, tmp_path):
 
 def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     done = command(folder, lines, "--keep", 0.99999, "--storage", "int4", "--out", tmp_path / "out")
-    assert isinstance(done.exception, lsr.BudgetError)
+    assert isinstance(done.exception, lsr.errors.BudgetError)
     assert "no form that was measured keeps 0.99999" in str(done.exception)
     assert "waits in .out.*" in str(done.exception)
     assert {path.name for path in tmp_path.iterdir()} == {".out.statistics", ".out.forms"}

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
 
-from lsrdecomp import KroneckerShape, LowRank, PrecisionError, ShapeError, decompose
+from lsrdecomp import KroneckerShape, LowRank, decompose
 from lsrdecomp.arrays import to_numpy
+from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Status

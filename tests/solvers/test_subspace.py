@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from oracles import close
 
-from lsrdecomp import KroneckerShape, PrecisionError, SeparatedMatrix, ShapeError
+from lsrdecomp import KroneckerShape, SeparatedMatrix
 from lsrdecomp.arrays import to_numpy
+from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Event, Solution

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from oracles import close
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 
-from lsrdecomp import KroneckerShape, LowRank, PrecisionError, SeparatedMatrix, ShapeError, decompose
+from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
+from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram

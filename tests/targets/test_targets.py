@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
 
-from lsrdecomp import KroneckerShape, LowRank, PrecisionError, SeparatedMatrix, ShapeError
+from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix
+from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets import base

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from lsrdecomp import KroneckerShape, ShapeError, decompose
+from lsrdecomp import KroneckerShape, decompose
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers, inverse_rearrange, kron, rearrange, sum_of_kroneckers
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets.base import Dense

@@ -59,7 +59,8 @@ class BlockGolubKahan(MatrixSolver):
     --------
     >>> import numpy as np
     >>> import lsrdecomp as lsr
-    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.BlockGolubKahan())
+    >>> solver = lsr.solvers.BlockGolubKahan()
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=solver)
     >>> bool(result.relative_error < 1e-6)
     True
     """

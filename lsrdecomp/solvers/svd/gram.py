@@ -32,7 +32,7 @@ class Gram(MatrixSolver):
     --------
     >>> import numpy as np
     >>> import lsrdecomp as lsr
-    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.Gram())
+    >>> result = lsr.decompose(np.kron(np.eye(4), np.ones((3, 3))), "4x4, 3x3", rank=1, solver=lsr.solvers.Gram())
     >>> bool(result.relative_error < 1e-6)
     True
     """
