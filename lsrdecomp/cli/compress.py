@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.cli import promise, tables
+from lsrdecomp.cli import promise, resize, tables
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
@@ -26,7 +26,7 @@ from lsrdecomp.cli.options import (
     Storage,
     Wide,
 )
-from lsrdecomp.cli.outputs import NEW_DIRECTORY, NEW_FILE
+from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import MaxLength, Truncate
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
@@ -51,7 +51,9 @@ WRECK = 0.7
 def compress(
     adapter: Adapter,
     out: Annotated[
-        Path | None, NEW_DIRECTORY, typer.Option("--out", help="Directory to write; must not exist.")
+        Path | None,
+        UNKNOWN,
+        typer.Option("--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."),
     ] = None,
     rtol: Annotated[float | None, typer.Option(help="Largest relative error of every layer, as written.")] = None,
     ratio: Annotated[
@@ -107,6 +109,9 @@ def compress(
     adapter does on held-out texts. --distil 200 then trains smaller ones on the LoRA's own answers, without labels:
     at most three sizes, and the smallest that keeps as much is written; if none does, the untrained one.
 
+    With --out small.safetensors a LoRA file comes back in its own format, in seconds: truncated SVD with one threshold
+    over all layers. So does every file of a directory of such; --dry-run shows the curve.
+
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.
     """
@@ -129,7 +134,20 @@ def compress(
     if len(plans) > 1 and (report is not None or str(json) == "-"):
         raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
     _refuse_hub_name(adapter)
+    asked = [name for name, value in (("--base", base), ("--calibrated", calibrated), ("--report", report)) if value]
+    files = resize.several(adapter) if name is None and calibrated is None and base is None else []
+    if files:
+        if out is None:
+            raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
+        resize.resize_all(files, plans, out, storage, alpha, max_memory, force, dry_run, quiet)
+        return
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    if out is not None and compression.single_file(out, checkpoint):
+        if asked:
+            text = f"a LoRA file is cut without a model: leave {', '.join(asked)} out, or name a directory"
+            raise typer.BadParameter(text, param_hint="--out")
+        resize.resize(checkpoint, plans, out, storage, force, dry_run, quiet, json)
+        return
     if storage is None:
         storage = checkpoint.storage
         plans = [None if plan is None else replace(plan, storage=storage) for plan in plans]

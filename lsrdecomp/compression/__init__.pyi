@@ -16,6 +16,9 @@ from .search_store import SearchStore as SearchStore
 from .search_store import store_beside as store_beside
 from .settings import Resources as Resources
 from .settings import Search as Search
+from .truncate import Truncation as Truncation
+from .truncate import single_file as single_file
+from .truncate import truncate as truncate
 from .verify import LayerCheck as LayerCheck
 from .verify import Verification as Verification
 from .verify import verify as verify

@@ -99,7 +99,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
     exported = "rounding" in record
     if exported and len(chain) == 1 and source.source_sha256 in origins:  # an export of the source itself
-        recorded, recorded_total = {}, 0.0
+        recorded_total = recorded_total or 0.0
     dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
     names = _source_names(source, written, record)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}

@@ -1,0 +1,121 @@
+"""`compress` to a LoRA file as it came, of one file or of a directory of them: truncated SVD, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from json import loads
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lsrdecomp import checkpoints, compression
+from lsrdecomp.cli import tables
+from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.sheet import Column, Sheet
+from lsrdecomp.compression.progress import Counter
+from lsrdecomp.errors import LsrError
+
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.compression import CompressionPlan, Truncation
+
+PLAIN = (
+    "Truncated SVD, one threshold over all layers: without a base it is closeness of numbers that is kept, and low "
+    "rank is hard to beat there. With a base and prompts (--base, --data; a directory as --out) LSR is smaller."
+)
+
+
+def several(folder: Path) -> list[Path]:
+    """The LoRA files of a directory without a config, if there are more than one."""
+    if not folder.is_dir() or (folder / checkpoints.CONFIG).exists():
+        return []
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+    return files if len(files) > 1 else []
+
+
+def resize(
+    checkpoint: Checkpoint,
+    plans: Sequence[CompressionPlan | None],
+    out: Path,
+    storage: str | None,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+    json: Path | None = None,
+) -> None:
+    """One file for each plan; several ratios share the name, with the ratio before its ending."""
+    given = [plan for plan in plans if plan is not None]
+    places = [out if len(given) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in given]
+    if not dry_run:
+        for place in places:
+            checkpoints.check_file(place, (checkpoint.path, checkpoint.weights), force=force)
+    facts = []
+    for plan, place in zip(given, places, strict=True):
+        with follow(quiet=quiet) as step:
+            read = Counter(step, "reading", len(checkpoint.layers), "layers")
+            cut = compression.truncate(checkpoint, plan, storage=storage, on_layer=partial(_count, read))
+            if not dry_run:
+                written = Counter(step, "writing", len(checkpoint.layers), "layers")
+                cut.save(place, force=force, on_layer=partial(_count, written))
+        facts.append(_shown(cut, None if dry_run else place, json))
+    tables.show(json, PLAIN)
+    if json is not None:
+        tables.write_json(facts if len(facts) > 1 else facts[0], json)
+
+
+def _count(counter: Counter, _: str) -> None:
+    counter.add()
+
+
+def resize_all(
+    files: Sequence[Path],
+    plans: Sequence[CompressionPlan | None],
+    out: Path,
+    storage: str | None,
+    alpha: float | None,
+    max_memory: int | None,
+    force: bool,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """Every file of a directory under its own name; one that cannot be read does not stop the others.
+
+    Raises `LsrError` at the end if there was such a one.
+    """
+    failed = []
+    for file in files:
+        try:
+            checkpoint = checkpoints.open_checkpoint(file, alpha=alpha, max_memory=max_memory)
+            resize(checkpoint, plans, out / file.name, storage, force, dry_run, quiet)
+        except LsrError as error:
+            failed.append(file.name)
+            tables.say(str(error))
+    if failed:
+        raise LsrError(f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}")
+
+
+def _shown(cut: Truncation, place: Path | None, json: Path | None) -> dict[str, object]:
+    """The curve of a dry run, or what was written; and the same for machines."""
+    from lsrdecomp.checkpoints.safetensors import read_header
+
+    whole, name = cut.source.adapter_parameters, cut.source.path.name
+    curve = [{"ratio": ratio, "parameters": size, "relative_error": error} for ratio, size, error in cut.curve()]
+    facts: dict[str, object] = {"source": name, "parameters_before": whole, "parameters": cut.parameters}
+    facts |= {"relative_error": cut.relative_error}
+    facts["ranks"] = {layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)}
+    if place is None:
+        sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")))
+        for ratio, size, error in cut.curve():
+            sheet.add_row(f"{ratio:g}", f"{size:,}", f"{error:.4f}")
+        tables.show(json, f"{name}: {whole:,} parameters", sheet)
+        return facts | {"curve": curve}
+    record = loads(read_header(place).metadata["lsrdecomp"])
+    moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5
+    left = sum(rank == 0 for rank in cut.ranks)
+    tables.show(
+        json,
+        f"Wrote {place}: {cut.parameters:,} of {whole:,} parameters, {place.stat().st_size:,} of "
+        f"{cut.source.weights.stat().st_size:,} bytes, ranks up to {max(cut.ranks)}, {left} of {len(cut.ranks)} layers "
+        f"left out; relative error {cut.relative_error:.4f}, which rounding moves by {moved:.1g} at most.",
+    )
+    return facts | {"file": str(place), "rounding": moved}

@@ -1,0 +1,136 @@
+"""compress to a LoRA file as it came: one file, several sizes, a directory of files, and the curve of a dry run."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint_files import directory
+from console import lsr
+from safetensors.numpy import load_file, save_file
+
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.compression import CompressionPlan, truncate, verify
+from lsrdecomp.errors import BudgetError
+
+NAMES = [f"diffusion_model.blocks.{i}.self_attn.q" for i in range(5)]
+
+
+def put(path, seed=0, dtype=np.float16):
+    """Five layers of unequal size and decay, and a convolution, each with an alpha."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for i, name in enumerate(NAMES):
+        tensors[f"{name}.lora_down.weight"] = rng.standard_normal((8, 40 + 8 * i)).astype(dtype)
+        tensors[f"{name}.lora_up.weight"] = (rng.standard_normal((64, 8)) * (0.3 + 0.15 * i) ** np.arange(8)).astype(
+            dtype
+        )
+        tensors[f"{name}.alpha"] = np.array(4.0, dtype)
+    tensors["conv.lora_down.weight"] = rng.standard_normal((8, 16, 3, 3)).astype(dtype)
+    tensors["conv.lora_up.weight"] = rng.standard_normal((32, 8, 1, 1)).astype(dtype)
+    tensors["conv.alpha"] = np.array(8.0, dtype)
+    save_file(tensors, path, metadata={"ss_network_module": "networks.lora", "sshs_model_hash": "0"})
+    return path
+
+
+def formed(layer):
+    """ΔW."""
+    left, right = layer.load()
+    return layer.scale * (left.astype(np.float64) @ right.astype(np.float64))
+
+
+@pytest.mark.parametrize("ratio", [1.5, 3, 7])
+def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio):
+    source = open_checkpoint(put(tmp_path / "style.safetensors", dtype=np.float32))
+    cut = truncate(source, CompressionPlan(ratio=ratio))
+    assert cut.parameters <= source.adapter_parameters / ratio
+    back = {layer.name: layer for layer in open_checkpoint(cut.save(tmp_path / "small.safetensors")).layers}
+    lost, threshold = 0.0, []
+    for layer, rank in zip(source.layers, cut.ranks, strict=True):
+        sigma = np.linalg.svd(formed(layer), compute_uv=False)[:8]
+        made = formed(back[layer.name]) if rank else 0.0
+        np.testing.assert_allclose(np.linalg.norm(formed(layer) - made) ** 2, np.sum(sigma[rank:] ** 2), rtol=1e-4)
+        lost += np.sum(sigma[rank:] ** 2)
+        threshold.append((sigma[: rank + 1] ** 2 / sum(layer.shape), rank))
+    least = min(values[rank - 1] for values, rank in threshold if rank)
+    spare = source.adapter_parameters / ratio - cut.parameters
+    for (values, rank), layer in zip(threshold, source.layers, strict=True):  # one threshold, but for what did not fit
+        assert rank == 8 or values[rank] <= least or sum(layer.shape) > spare
+    size = sum(np.linalg.norm(formed(layer)) ** 2 for layer in source.layers)
+    assert cut.relative_error == pytest.approx(np.sqrt(lost / size), rel=1e-6)
+
+
+def test_a_file_comes_back_as_it_came_and_verify_finds_its_error(tmp_path):
+    put(tmp_path / "style.safetensors")
+    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "small.safetensors", "--json", "-", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    before, after = (open_checkpoint(tmp_path / f"{name}.safetensors") for name in ("style", "small"))
+    stored, made = load_file(before.weights), load_file(after.weights)
+    assert made.keys() <= stored.keys()
+    assert {array.dtype.name for array in made.values()} == {"float16"}
+    assert all(made[key] == stored[key] for key in made if key.endswith("alpha"))
+    assert after.metadata["ss_network_module"] == "networks.lora"
+    assert after.metadata["sshs_model_hash"] == json.loads(after.metadata["lsrdecomp"])["sha256"]
+    check = verify(before, after)
+    assert check.passed
+    assert abs(check.relative_error - facts["relative_error"]) <= facts["rounding"]
+    assert lsr("verify", "style.safetensors", "small.safetensors", cwd=tmp_path).returncode == 0
+
+
+def test_a_directory_of_files_and_several_sizes_at_once(tmp_path):
+    folder = tmp_path / "styles"
+    folder.mkdir()
+    for seed in (1, 2):
+        put(folder / f"style-{seed}.safetensors", seed)
+    done = lsr("compress", folder, "--ratio", "2,4", "--out", tmp_path / "small", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = sorted(path.name for path in (tmp_path / "small").iterdir())
+    assert made == [f"style-{seed}-{ratio}.safetensors" for seed in (1, 2) for ratio in (2, 4)]
+    (folder / "style-3.safetensors").write_bytes(b"damaged")
+    done = lsr("compress", folder, "--ratio", 3, "--out", tmp_path / "again", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "1 of 3 files were not written: style-3.safetensors" in done.stderr
+    assert len(list((tmp_path / "again").iterdir())) == 2
+
+
+def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
+    put(tmp_path / "style.safetensors")
+    arguments = ("compress", "style.safetensors", "--ratio", 2, "--out", "small.safetensors", "--dry-run")
+    done = lsr(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "times fewer" in done.stdout
+    assert "Truncated SVD" in done.stdout
+    curve = json.loads(lsr(*arguments, "--json", "-", cwd=tmp_path).stdout)["curve"]
+    errors = [point["relative_error"] for point in curve]
+    assert errors == sorted(errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["style.safetensors"]
+
+
+def test_a_file_of_so_many_bytes_is_no_larger(tmp_path):
+    source = open_checkpoint(put(tmp_path / "style.safetensors"))
+    size = 12_000
+    out = truncate(source, CompressionPlan(bytes=size)).save(tmp_path / "small.safetensors")
+    assert out.stat().st_size <= size
+    with pytest.raises(BudgetError, match="header and other tensors alone take"):
+        truncate(source, CompressionPlan(bytes=1000))
+
+
+def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
+    put(tmp_path / "style.safetensors")
+    for options, words in (
+        (("--base", "b", "--data", "d", "--ratio", 2), "cut without a model"),
+        (("--separation-rank", 2), "other goals need a directory"),
+    ):
+        done = lsr("compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path)
+        assert done.returncode == 2
+        assert words in " ".join(done.stderr.split())
+    folder = directory(tmp_path / "peft")
+    done = lsr("compress", folder, "--ratio", 2, "--out", tmp_path / "o.safetensors")
+    assert "peft-lora is a directory with a config" in done.stderr
+    (tmp_path / "o.safetensors").write_text("mine")
+    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", cwd=tmp_path)
+    assert "already exists" in done.stderr
+    assert (tmp_path / "o.safetensors").read_text() == "mine"
+    done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", "--force", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert open_checkpoint(tmp_path / "o.safetensors").format == "kohya"
