@@ -4,13 +4,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo llm test test-lab servers docs lint format types check clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Rooms whose numbers go through torch or BLAS
+ROOMS := solvers operators kronecker targets analysis compression fleet promise calibration adapters training
+
+.PHONY: demo llm test test-cpus test-lab servers docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
 
 test: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+	$(PYTEST) -n auto
+
+# The rooms above as on processors without vector instructions, as with AVX2, and as on this one
+test-cpus: .venv/test
+	ATEN_CPU_CAPABILITY=default OPENBLAS_CORETYPE=Prescott ONEDNN_MAX_CPU_ISA=SSE41 $(PYTEST) -n auto $(ROOMS:%=tests/%)
+	ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell $(PYTEST) -n auto $(ROOMS:%=tests/%)
+	$(PYTEST) -n auto $(ROOMS:%=tests/%)
 
 test-lab: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q benchmarks/lab
