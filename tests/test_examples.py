@@ -32,9 +32,16 @@ WITHOUT = {
     },
     "lsrdecomp.checkpoints": {
         "GgufBase",
+        "check_same",
         "read_base",
+        "same_is_directory",
         "write_gguf",
         "write_lsr",
+    },
+    "lsrdecomp.compression": {
+        "default_storage",
+        "single_file",
+        "truncate",
     },
     "lsrdecomp.fleet": {
         "ray_runner",

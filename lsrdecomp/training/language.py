@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from lsrdecomp.calibration.answers import Answers, ask
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import (
     ANSWER_MASK,
-    DataError,
     PromptExample,
     Tokens,
     completion_text,
@@ -257,9 +255,4 @@ def check_metric(metric: str) -> None:
         raise LsrError(f"{metric} is measured by sacrebleu, which is not installed: pip install 'lsrdecomp[llm]'")
 
 
-def is_jsonl(path: str | Path | None) -> bool:
-    """Whether a place of data is a file of JSON lines, by its name."""
-    return path is not None and Path(path).suffix in (".jsonl", ".json")
-
-
-__all__ = ["DataError", "LanguageData", "judge_language", "judge_tokens", "read_language_data"]
+__all__ = ["LanguageData", "judge_language", "judge_tokens", "read_language_data"]
