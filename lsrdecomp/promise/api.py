@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -10,7 +12,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.compress import compress as compress_alone
 from lsrdecomp.compression.plan import GOALS, CompressionPlan
-from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.errors import BudgetError, LsrError, unknown
 
 if TYPE_CHECKING:
     from lsrdecomp.promise.distil import Distilled
@@ -98,7 +100,8 @@ def compress(
     BudgetError
         If the goal cannot be met, if none is given, or more than one.
     CheckpointError, LsrError
-        If files or base cannot be used; if torch, transformers or peft are missing and a base is given.
+        If files or base cannot be used; for a name that is no goal or setting, with the nearest that is; if torch,
+        transformers or peft are missing and a base is given.
 
     Examples
     --------
@@ -113,6 +116,8 @@ def compress(
     With a base: ``lsr.compress("my-lora/", base="smollm2", data="prompts.jsonl", keep=0.95).save("small/")``.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    if base is None:
+        _check_words(settings, compress_alone)
     goals = {name: settings.pop(name) for name in GOALS if settings.get(name) is not None}
     if goals and plan is not None:
         raise BudgetError(f"a plan was given, and {' and '.join(goals)} beside it: one of the two")
@@ -133,7 +138,16 @@ def compress(
         from lsrdecomp.promise.front import compress_measured
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
+    _check_words(settings, compress_measured)
     return compress_measured(checkpoint, plan, base=base, data=data, keep=keep, **settings)
+
+
+def _check_words(settings: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise `LsrError` with the right word for a goal or setting that is none."""
+    known = [*GOALS, *FORM, *list(signature(function).parameters)[2:]]
+    for name in settings:
+        if name not in known:
+            raise LsrError(f"compress takes no {unknown(name, known)}")
 
 
 def distil(directory: str | Path, **settings: Any) -> Distilled:

@@ -8,6 +8,7 @@ import pytest
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import Search
+from lsrdecomp.errors import LsrError
 from lsrdecomp.promise.record import Promise
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
@@ -84,3 +85,9 @@ def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
     told = replace(told, throughout=0.04)
     assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()
     assert told.to_json()["throughout"] == 0.04
+
+
+@pytest.mark.parametrize(("word", "right"), [("params", "parameters"), ("ration", "ratio"), ("storge", "storage")])
+def test_a_misspelt_goal_is_told_the_right_word(word, right):
+    with pytest.raises(LsrError, match=f"compress takes no '{word}'; did you mean '{right}'"):
+        lsr.compress(DEMO, **{word: 4})

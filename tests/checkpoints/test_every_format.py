@@ -1,0 +1,68 @@
+"""The table of formats in the docs: each cell is tried on a small file made by the format's own key rules."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from format_files import KEYS, OUTSIDE, write
+
+import lsrdecomp as lsr
+from lsrdecomp.compression import CompressionPlan, export_lora, truncate, verify
+from lsrdecomp.errors import LsrError
+
+PAGE = Path(__file__).parents[2] / "docs" / "compress-a-lora.md"
+HEAD = ("file", "read as", "LSR", "cut as it came", "LSR and back as it came", "to PEFT", "to kohya", "to diffusers")
+
+
+def tried(make):
+    """Whether what was made is verified against its source; a refusal is a dash."""
+    try:
+        return "yes" if make() else "NO"
+    except LsrError:
+        return "–"
+
+
+@cache
+def row(form):
+    """The cells of a format."""
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        alpha = 4.0 if form in OUTSIDE else None
+        source = lsr.open_checkpoint(folder / write(folder, form), alpha=alpha)
+        small = lsr.open_checkpoint(lsr.compress(source, ratio=1.5).save(folder / "small"))
+
+        def sound(path):
+            try:
+                made = lsr.open_checkpoint(path)
+            except LsrError:
+                made = lsr.open_checkpoint(path, alpha=alpha)
+            check = verify(source, made)
+            return check.passed and check.recorded
+
+        def cut():
+            return sound(truncate(source, CompressionPlan(ratio=1.5)).save(folder / "cut.safetensors"))
+
+        def export(to):
+            return sound(export_lora(small, folder / f"to-{to}.safetensors", to=to, like=source))
+
+        cells = [tried(lambda: sound(small.path)), tried(cut)]
+        cells += [tried(lambda to=to: export(to)) for to in ("same", "lora", "kohya", "diffusers")]
+        return (form, source.format, *cells)
+
+
+@pytest.mark.parametrize("form", KEYS)
+def test_the_row_of_a_format_in_the_docs_is_what_happens(form):
+    cells = row(form)
+    assert cells[2] == cells[5] == "yes"
+    assert "NO" not in cells
+    line = f"| {' | '.join(cells)} |"
+    assert line in PAGE.read_text(encoding="utf-8").splitlines(), line
+
+
+def test_the_table_in_the_docs_has_a_row_for_every_format_and_no_other():
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"| {' | '.join(HEAD)} |") + 2
+    named = [line.split(" | ")[0].removeprefix("| ") for line in lines[start : start + len(KEYS) + 1]]
+    assert named[:-1] == list(KEYS)
+    assert named[-1] == ""

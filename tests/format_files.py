@@ -1,0 +1,57 @@
+"""A small LoRA in the key layout of every format that is read, in float16, as its own tools name it."""
+
+import json
+
+import numpy as np
+from checkpoint_files import PREFIX
+from safetensors.numpy import save_file
+
+BLOCK = "transformer_blocks.0.attn.to_q"
+COMFY = "diffusion_model.blocks.0.self_attn.q"
+HADA = {f"hada_w{i}_{side}": shape for i in (1, 2) for side, shape in (("a", (64, 4)), ("b", (4, 64)))}
+
+
+def halves(name, down, up):
+    """Keys of a pair of rank 8 with their shapes."""
+    return {f"{name}{down}": (8, 64), f"{name}{up}": (64, 8)}
+
+
+ALPHA = (".lora_down.weight", ".lora_up.weight")
+NEW = (".lora_A.weight", ".lora_B.weight")
+KEYS = {
+    "kohya": halves("lora_unet_down_blocks_0_attentions_0_attn1_to_q", *ALPHA),
+    "kohya flux": halves("lora_unet_double_blocks_0_img_attn_qkv", *ALPHA),
+    "musubi wan": halves("lora_unet_blocks_0_self_attn_q", *ALPHA),
+    "qwen lightning": halves(BLOCK, *ALPHA),
+    "comfy wan": halves(COMFY, *NEW),
+    "comfy wan, kohya's halves": halves(COMFY, *ALPHA),
+    "diffusers": halves("unet.down_blocks.0.attn1.to_q", ".lora.down.weight", ".lora.up.weight"),
+    "diffusers flux": halves(f"transformer.{BLOCK}", *NEW),
+    "cloneofsimo": halves("unet:0", ":down", ":up"),
+    "loralib": halves("roberta.encoder.layer.0.attention.self.query", ".lora_A", ".lora_B"),
+    "torchtune": halves("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
+    "mlx": {f"model.layers.0.self_attn.q_proj.lora_{half}": shape for half, shape in (("a", (64, 8)), ("b", (8, 64)))},
+    "peft-lora": halves(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
+    "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
+}
+CONFIGS = {
+    "mlx": {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}},
+    "peft-lora": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]},
+}
+WEIGHTS = {"mlx": "adapters", "peft-lora": "adapter_model"}
+OUTSIDE = ("loralib", "torchtune")
+
+
+def write(folder, form):
+    """A file in float16 as the format's own tools name it; returns what is given to the verbs."""
+    rng = np.random.default_rng(0)
+    tensors = {key: rng.standard_normal(shape).astype(np.float16) for key, shape in KEYS[form].items()}
+    for key in [key for key in tensors if key.endswith(".lora_down.weight")]:
+        tensors[f"{key.removesuffix('.lora_down.weight')}.alpha"] = np.array(4.0, np.float16)
+    if form not in CONFIGS:
+        save_file(tensors, folder / "style.safetensors", metadata={"kept": "yes", "sshs_legacy_hash": "0"})
+        return "style.safetensors"
+    (folder / "style").mkdir()
+    (folder / "style" / "adapter_config.json").write_text(json.dumps(CONFIGS[form]))
+    save_file(tensors, folder / "style" / f"{WEIGHTS[form]}.safetensors")
+    return "style"
