@@ -149,7 +149,8 @@ def compress(
         resize.resize(checkpoint, plans, out, storage, force, dry_run, quiet, json)
         return
     if storage is None:
-        storage = checkpoint.storage
+        chooses_bits = base is not None and (keep is not None or size is not None)
+        storage = "auto" if chooses_bits else checkpoint.storage
         plans = [None if plan is None else replace(plan, storage=storage) for plan in plans]
     places = _places(None if dry_run else out, plans)
     for place in places:

@@ -36,6 +36,7 @@ from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.shapes import Chain, coarse_grid, shape_grid, shapes_like
 from lsrdecomp.compression.solve import Request
 from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice
 
 SHARE = 8.0
@@ -211,6 +212,20 @@ class Searched:
             if not refine(self.state, allocation.entries, together=budget.layer_rtol is None):
                 break
         return Fitted(tuple(self._materialized(self._allocated(replace(draw, trusted=True)))), baseline)
+
+    def expected_error(self, budget: Budget, *, allowed: Callable[[Candidate], bool] | None = None) -> float:
+        """Squared relative error of what a budget takes from the table, as priced there: nothing is made or refined.
+
+        Raises
+        ------
+        BudgetError
+            As `fit`; if the budget takes no layer at all.
+        """
+        chosen = [candidate for _, candidate in self._allocated(Draw(budget, Cost(budget), False, allowed)).chosen]
+        if not any(candidate.parameters for candidate in chosen):
+            raise BudgetError("nothing of the adapter fits into this budget; allow more")
+        lost = math.fsum(candidate.squared_error for candidate in chosen)
+        return lost / math.fsum(layer.squared_norm for layer in self.layers)
 
     def _allocated(self, draw: Draw) -> Allocation:
         """The candidate that each layer takes under a draw."""

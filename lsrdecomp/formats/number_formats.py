@@ -66,6 +66,8 @@ FORMATS = {
 
 CLIPS = 24
 """Clipping levels tried between the largest entry and a quarter of it."""
+CLIPPED = 2**17
+"""Numbers that several levels at a time may take."""
 
 
 def storage_format(storage: Any) -> Format:
@@ -175,20 +177,24 @@ def nearest_codes(rows: NDArray[np.float64], bits: int) -> tuple[Codes, NDArray[
     codes (s, p), steps (s,)
         The step is the least-squares one for its codes; a zero row has codes and step zero.
     """
-    top = 2 ** (bits - 1) - 1
+    rows, top = np.ascontiguousarray(rows), 2 ** (bits - 1) - 1
     largest = np.max(np.abs(rows), axis=1, initial=0.0)
     best_codes, best_steps = np.zeros_like(rows), np.zeros(len(rows))
     best_error = np.sum(rows * rows, axis=1)
-    for clip in np.linspace(1.0, 0.25, CLIPS):
-        step = np.where(largest > 0, clip * largest / top, 1.0)
-        codes = np.clip(np.rint(rows / step[:, None]), -top, top)
-        energy = np.sum(codes * codes, axis=1)
-        fitted = np.sum(rows * codes, axis=1) / np.where(energy > 0, energy, 1.0)
-        error = np.sum((rows - fitted[:, None] * codes) ** 2, axis=1)
-        better = error < best_error
-        best_error = np.where(better, error, best_error)
-        best_steps = np.where(better, fitted, best_steps)
-        best_codes = np.where(better[:, None], codes, best_codes)
+    levels, each_row = np.linspace(1.0, 0.25, CLIPS)[:, None], np.arange(len(rows))
+    at_once = max(1, CLIPPED // max(1, rows.size))  # short rows cost less together than one level after the other
+    for start in range(0, CLIPS, at_once):
+        step = np.where(largest > 0, levels[start : start + at_once] * largest / top, 1.0)
+        codes = np.clip(np.rint(rows / step[:, :, None]), -top, top)  # (levels, s, p)
+        energy = np.einsum("lsp,lsp->ls", codes, codes)
+        fitted = np.einsum("sp,lsp->ls", rows, codes) / np.where(energy > 0, energy, 1.0)
+        residual = rows - fitted[:, :, None] * codes
+        error = np.einsum("lsp,lsp->ls", residual, residual)
+        least = np.argmin(error, axis=0), each_row  # the first of equals
+        better = error[least] < best_error
+        best_error = np.where(better, error[least], best_error)
+        best_steps = np.where(better, fitted[least], best_steps)
+        best_codes = np.where(better[:, None], codes[least], best_codes)
     return best_codes.astype(np.int8), best_steps
 
 

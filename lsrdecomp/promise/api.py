@@ -125,7 +125,8 @@ def compress(
         raise BudgetError(f"one goal is needed, got keep and {' and '.join(goals)}")
     if plan is None and (goals or (base is None and keep is None)):
         form = {name: settings.pop(name) for name in FORM if name in settings}
-        plan = CompressionPlan(**goals, **{"storage": checkpoint.storage, **form})
+        chosen = "auto" if base is not None and "bytes" in goals else checkpoint.storage
+        plan = CompressionPlan(**goals, **{"storage": chosen, **form})
     if isinstance(settings.get("statistics"), str | Path):
         settings["statistics"] = read_statistics(settings["statistics"])
     if base is None:

@@ -86,7 +86,7 @@ def compress_measured(
     distil: int = 0,
     passes: int = 2,
     statistics: Statistics | None = None,
-    storage: str = "float32",
+    storage: str = "auto",
     max_rank: int | None = None,
     search: Search | None = None,
     resources: Resources | None = None,
@@ -122,7 +122,7 @@ def compress_measured(
     statistics : Statistics, optional
         Of the first pass. Absent, they are measured first, on the texts that are not held out.
     storage, max_rank
-        With ``keep``: as in a plan.
+        With ``keep``: as in a plan; by default the bits of a number are chosen too, and bytes count.
     search, resources
         As for `search_adapter`: how far to look, and where.
     workspace : path, optional

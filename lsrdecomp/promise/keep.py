@@ -97,6 +97,8 @@ def smallest(
         too_small = bool(seen) and all(one.kept < keep for one in seen)
         aim = (1.0 - keep) * (SAFETY if too_small else 1.0)
         size = _size_for(_error_at(aim, seen, expected, prior), low, high, expected)
+        if seen and passed and size > high / close:
+            break  # the next smaller one is not worth its measurement
         if passed and failed:  # stay off the ends, where nothing is learnt
             size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
         elif seen:

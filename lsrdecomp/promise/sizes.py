@@ -11,7 +11,7 @@ from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import SearchedAdapter
+from lsrdecomp.compression.compress import EMPTY_FILE, SearchedAdapter
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.promise.forms import Form, FormMaker
@@ -19,8 +19,8 @@ from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, loss_at, s
 
 FIRST = 6.0
 """Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
-LEFT, LEFT_OF_CLASSIFIER = 0.4, 0.5
-"""What distillation is guessed to leave of a loss till one is measured: .17 to .42 on SmolLM2, .27 to .62 on MiniLM."""
+LEFT, LEFT_OF_CLASSIFIER = 0.15, 0.5
+"""What distillation is guessed to leave of a loss till one is measured: .08 to .23 on SmolLM2, .27 to .62 on MiniLM."""
 MOST_DISTILLED = 3
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
@@ -130,9 +130,12 @@ class SmallestSize:
         return CompressionPlan(parameters=size, **self.shared)
 
     def _expected(self, size: float) -> float:
-        total = self.searched.compress(self._plan(size), solve=False).totals
-        return (total.relative_error if total.functional_error is None else total.functional_error) ** 2
+        return self.searched.expected_error(self._plan(size))
 
     def _measured(self, size: float) -> Behaviour:
-        self.plain[size] = self.maker.plain(self.searched.compress(self._plan(size)))
+        try:
+            found = self.searched.compress(self._plan(size))
+        except BudgetError:  # the header of heads took the room that was left for layers
+            found = self.searched.compress(self._plan(size + EMPTY_FILE))
+        self.plain[size] = self.maker.plain(found)
         return self.plain[size].behaviour

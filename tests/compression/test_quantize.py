@@ -25,6 +25,7 @@ from lsrdecomp.compression.water_filling import (
     water_filled_candidates,
 )
 from lsrdecomp.errors import PrecisionError
+from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.bit_packing import pack, unpack
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -88,6 +89,18 @@ def test_codes_are_no_worse_than_plain_rounding(bits: int, seed: int) -> None:
     error = np.sum((rows - steps[:, None] * codes) ** 2, axis=1)
     assert np.max(np.abs(codes.astype(int))) <= top
     assert np.all(error <= np.sum((rows - plain * np.rint(rows / plain)) ** 2, axis=1) + 1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 24])
+def test_levels_tried_together_give_the_same_codes(
+    at_once: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.concatenate([rng.standard_normal((40, 4)), np.zeros((40, 1))], axis=1).T  # not contiguous, a row of zeros
+    each = [nearest_codes(row[None], 4) for row in rows]
+    monkeypatch.setattr(number_formats, "CLIPPED", at_once * rows.size)
+    codes, steps = nearest_codes(rows, 4)
+    np.testing.assert_array_equal(codes, np.concatenate([one for one, _ in each]))
+    np.testing.assert_allclose(steps, np.concatenate([step for _, step in each]), rtol=1e-14)
 
 
 @given(st.integers(2, 8), st.integers(0, 40), st.integers(0, 1000))

@@ -24,7 +24,7 @@ from lsrdecomp.compression.search_steps import STRIDE, exchange_shapes
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
 from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
@@ -87,6 +87,18 @@ def test_a_budget_drawn_without_solving_solves_nothing(layers: list[Layer], monk
         drawn = searched.fit(Budget(ratio=ratio), solve=False)
         assert sum(one.candidate.parameters for one in drawn.chosen) <= Budget(ratio=ratio).cost_limit(layers)
         assert error(layers, drawn) <= 1.02 * solved
+
+
+def test_prices_say_what_any_size_would_lose_and_make_nothing(
+    layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = search_layers(layers, [Budget(ratio=12.0)], search=QUICK)
+    drawn = {ratio: error(layers, searched.fit(Budget(ratio=ratio), solve=False)) for ratio in (12.0, 9.0)}
+    monkeypatch.setattr(searched.state, "made", lambda *_: pytest.fail("made"))
+    for ratio, measured in drawn.items():
+        assert searched.expected_error(Budget(ratio=ratio)) == pytest.approx(measured**2, rel=0.05)
+    with pytest.raises(BudgetError, match="nothing of the adapter fits"):
+        searched.expected_error(Budget(parameters=1.0))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:

@@ -95,6 +95,13 @@ def trainings(kept, error):
     return [one.size for one in tried]
 
 
+def test_what_the_next_size_would_save_must_be_worth_its_measurement():
+    """The first form keeps .91 where .9 is asked: a size 1.23 times smaller is all that there is to gain."""
+    expected, measure = curve(0.9, 1.0)
+    assert len(smallest(0.9, WHOLE, expected, measure, close=1.5)[1]) == 1
+    assert len(smallest(0.9, WHOLE, expected, measure, close=1.2)[1]) > 1
+
+
 def test_the_last_of_trainings_that_all_kept_too_little_goes_half_of_the_way():
     _, second, third = trainings((0.70, 0.75, 0.82), 0.01)
     assert third == pytest.approx(math.sqrt(second * 40_000))

@@ -122,7 +122,7 @@ def pretend_to_distil(monkeypatch, left):
 
 
 def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, tmp_path, monkeypatch):
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "storage": "float32", **SETTINGS}
     without = lsr.compress(folder / "lora", **settings)
     done = pretend_to_distil(monkeypatch, 0.2)
     result = lsr.compress(folder / "lora", **settings, distil=40)
@@ -140,7 +140,7 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, tmp_path,
 
 
 def test_where_no_training_brings_enough_the_smallest_untrained_form_stays(folder, monkeypatch):
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "storage": "float32", **SETTINGS}
     without = lsr.compress(folder / "lora", **settings)
     done = pretend_to_distil(monkeypatch, 1.1)  # does harm
     result = lsr.compress(folder / "lora", **settings, distil=40)
@@ -155,7 +155,7 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     import lsrdecomp.promise.front as front
 
     place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, front.promised
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, "storage": "float32", **SETTINGS}
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (counted.append(1), plain(*given, **named))[1])
     told = []
     whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
@@ -194,7 +194,9 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
 
 def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
     monkeypatch.setattr("lsrdecomp.cli.progress.EVERY", 0.0)  # a line of the log for each step, not for each minute
-    done = command(folder, lines, "--keep", 0.9, "--distil", 40, "--batch", 16, "--out", tmp_path / "out")
+    done = command(
+        folder, lines, "--keep", 0.9, "--distil", 40, "--batch", 16, "--storage", "float32", "--out", tmp_path / "out"
+    )
     assert done.exit_code == 0, done.output
     assert "at most 40 steps of 16 examples" in " ".join(done.output.split())
     tried = json.loads((tmp_path / "out" / "compression.json").read_text())["tried"]
