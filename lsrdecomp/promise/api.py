@@ -15,6 +15,8 @@ from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.errors import BudgetError, LsrError, unknown
 
 if TYPE_CHECKING:
+    from lsrdecomp.checkpoints.statistics import Statistics
+    from lsrdecomp.compression.progress import OnStep
     from lsrdecomp.promise.distil import Distilled
     from lsrdecomp.promise.front import Promised
     from lsrdecomp.promise.texts import Texts
@@ -66,6 +68,13 @@ def compress(
     base: str | Path | None = None,
     data: str | Path | Texts | None = None,
     keep: float | None = None,
+    ratio: float | None = None,
+    rtol: float | None = None,
+    parameters: float | None = None,
+    bytes: int | None = None,
+    kl: float | None = None,
+    separation_rank: int | None = None,
+    statistics: Statistics | str | Path | None = None,
     **settings: Any,
 ) -> Compression | Promised:
     """Turn a LoRA into an LSR adapter: to a size or an error, or, with a base and texts, to what it keeps as measured.
@@ -75,9 +84,7 @@ def compress(
     checkpoint : str, path or Checkpoint
         A directory or file that `open_checkpoint` reads, or what it returned.
     plan : CompressionPlan, optional
-        A size or an error, to be used more than once. Otherwise one goal by name, as `CompressionPlan` takes it:
-        ``ratio``, ``rtol``, ``parameters``, ``bytes``, ``kl`` or ``separation_rank``; with it ``storage`` (absent, the
-        source's type), ``max_rank`` and ``inner_shape``.
+        A size or an error, to be used more than once; otherwise one of the goals below.
     base : str or path, optional
         The base model, by name or directory. What is kept is then measured, and stands in ``result.promise``.
     data : path or sequence of texts, optional
@@ -85,10 +92,15 @@ def compress(
     keep : float, optional
         With ``base`` and in place of a size: the least share of what the adapter does, such as 0.95; the smallest form
         that was found to keep it is the result.
+    ratio, rtol, parameters, bytes, kl, separation_rank : number, optional
+        One goal, as `CompressionPlan` takes it; with it ``storage`` (absent, the source's type), ``max_rank`` and
+        ``inner_shape``.
+    statistics : Statistics, str or path, optional
+        So that errors count what the network does; a directory that `lsrdecomp calibrate` wrote, or what
+        `read_statistics` returned.
     **settings
-        Of `lsrdecomp.compression.compress` (``statistics``, ``search``, ``workers``, …), or with a base of
-        `lsrdecomp.promise.front.compress_measured` (``distil=200``, ``statistics``, ``dtype``, ``device``, …).
-        ``statistics`` may be a directory that `lsrdecomp calibrate` wrote.
+        Of `lsrdecomp.compression.compress` (``search``, ``workers``, …), or with a base of
+        `lsrdecomp.promise.front.compress_measured` (``distil=200``, ``dtype``, ``device``, …).
 
     Returns
     -------
@@ -118,7 +130,15 @@ def compress(
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if base is None:
         _check_words(settings, compress_alone)
-    goals = {name: settings.pop(name) for name in GOALS if settings.get(name) is not None}
+    by_name = {
+        "rtol": rtol,
+        "separation_rank": separation_rank,
+        "parameters": parameters,
+        "ratio": ratio,
+        "bytes": bytes,
+        "kl": kl,
+    }
+    goals: dict[str, Any] = {name: value for name, value in by_name.items() if value is not None}
     if goals and plan is not None:
         raise BudgetError(f"a plan was given, and {' and '.join(goals)} beside it: one of the two")
     if goals and keep is not None:
@@ -127,8 +147,10 @@ def compress(
         form = {name: settings.pop(name) for name in FORM if name in settings}
         chosen = "auto" if base is not None and "bytes" in goals else checkpoint.storage
         plan = CompressionPlan(**goals, **{"storage": chosen, **form})
-    if isinstance(settings.get("statistics"), str | Path):
-        settings["statistics"] = read_statistics(settings["statistics"])
+    if isinstance(statistics, str | Path):
+        statistics = read_statistics(statistics)
+    if statistics is not None:
+        settings["statistics"] = statistics
     if base is None:
         if plan is None or keep is not None or data is not None:
             raise BudgetError("a share to keep is measured: give base= and data= with it, or a size such as ratio=48")
@@ -151,18 +173,59 @@ def _check_words(settings: Mapping[str, Any], function: Callable[..., Any]) -> N
             raise LsrError(f"compress takes no {unknown(name, known)}")
 
 
-def distil(directory: str | Path, **settings: Any) -> Distilled:
+def distil(
+    directory: str | Path,
+    *,
+    base: str | Path,
+    data: str | Path | Texts,
+    teacher: str | Path,
+    steps: int = 200,
+    out: str | Path | None = None,
+    rate: float | None = None,
+    calibrated: str | Path | None = None,
+    held_out: int = 128,
+    batch: int | None = None,
+    micro: int | None = None,
+    max_length: int | None = None,
+    truncate: bool = False,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    force: bool = False,
+    on_step: OnStep | None = None,
+) -> Distilled:
     """Train a compressed adapter, without labels, on the answers of the LoRA it was made from.
 
-    Parameters are those of `lsrdecomp.promise.distil`: ``base``, ``data`` and ``teacher``, and ``steps``, ``out``, ….
+    Parameters
+    ----------
+    directory : path
+        What `compress` wrote.
+    base : str or path
+        The base model, by name or directory.
+    data : path or sequence of texts
+        Texts of the task, without labels: a text a line.
+    teacher : path
+        The LoRA that ``directory`` was made from, a PEFT directory.
+    steps : int
+        Optimizer steps at most.
+    out : path, optional
+        Where to write; absent, ``directory`` is replaced as a whole.
+    rate, calibrated, held_out, batch, micro, max_length, truncate, dtype, device, seed, force, on_step
+        As `lsrdecomp.promise.distil` says, whose parameters these are.
+
+    Returns
+    -------
+    Distilled
+        What the better of the old and the new numbers keeps, as measured on texts that training did not see.
 
     Raises
     ------
     LsrError
         If torch, transformers or peft are missing; and as `lsrdecomp.promise.distil`.
     """
+    settings = locals()
     try:
         from lsrdecomp.promise.distil import distil as run
     except ImportError as error:
         raise LsrError(f"distillation needs {error.name}: pip install 'lsrdecomp[peft]'") from error
-    return run(directory, **settings)
+    return run(**settings)

@@ -1,5 +1,7 @@
 """`lsr.compress` as it is typed at a prompt: a path, one goal by name, and a result that can be read there."""
 
+import importlib
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import Search
+from lsrdecomp.compression.plan import GOALS
 from lsrdecomp.errors import LsrError
 from lsrdecomp.promise.record import Promise
 
@@ -91,3 +94,11 @@ def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
 def test_a_misspelt_goal_is_told_the_right_word(word, right):
     with pytest.raises(LsrError, match=f"compress takes no '{word}'; did you mean '{right}'"):
         lsr.compress(DEMO, **{word: 4})
+
+
+def test_the_signature_shows_every_setting_and_goal():
+    distilling = importlib.import_module("lsrdecomp.promise.distil").distil
+    assert list(inspect.signature(lsr.distil).parameters.values()) == list(
+        inspect.signature(distilling).parameters.values()
+    )
+    assert set(GOALS) <= set(inspect.signature(lsr.compress).parameters)
