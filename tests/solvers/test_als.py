@@ -229,3 +229,39 @@ def test_decompose_takes_it_for_three_factors():
     assert result.status is Status.converged
     assert result.relative_error <= 1e-3
     assert result.sweeps
+
+
+def drawn_sum(rng, order, terms, is_complex):
+    """A sum of random Kronecker products with sides of two and three."""
+    sizes = [(int(m), int(n)) for m, n in rng.integers(2, 4, (order, 2))]
+    formed = 0.0
+    for _ in range(terms):
+        factors = [rng.standard_normal(size) + (1j * rng.standard_normal(size) if is_complex else 0) for size in sizes]
+        formed = formed + reduce(np.kron, factors)
+    return formed, sizes
+
+
+def check_drawn_sums(count, seed):
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        order, terms = 3 + number % 3, int(rng.integers(1, 4))
+        matrix, sizes = drawn_sum(rng, order, terms, number % 2 == 1)
+        rtol = 10.0 ** -rng.uniform(2.0, 12.0)
+        result = decompose(matrix, sizes, rtol=rtol)
+        assert result.status in (Status.converged, Status.ill_conditioned), (order, terms, sizes, rtol)
+        assert result.separation_rank <= terms, (order, terms, sizes, rtol)
+        assert np.linalg.norm(matrix - result.approximation.to_matrix()) <= 1.01 * rtol * np.linalg.norm(matrix)
+
+
+def test_an_exact_short_sum_of_many_factors_is_met_at_any_tolerance():
+    """The loss of a core was one minus a square, 2e-8 at two ulp, and ran to 64 terms below that."""
+    check_drawn_sums(24, 0)
+    rng = np.random.default_rng(0)
+    matrix = sum(reduce(np.kron, [rng.standard_normal((2, 2)) for _ in range(4)]) for _ in range(3))
+    result = decompose(matrix, [(2, 2)] * 4, rtol=1e-9)
+    assert (result.status, result.separation_rank) == (Status.converged, 3)
+
+
+@pytest.mark.slow
+def test_five_hundred_exact_short_sums_are_met():
+    check_drawn_sums(500, 1)

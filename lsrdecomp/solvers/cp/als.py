@@ -10,10 +10,10 @@ import numpy as np
 from lsrdecomp.arrays import (
     Array,
     as_double,
+    dtype_name,
     is_complex,
     like,
     namespace,
-    norm,
     to_numpy,
 )
 from lsrdecomp.errors import BudgetError, ShapeError
@@ -35,8 +35,8 @@ NEGLIGIBLE = 1e-3
 """A core that lost less than this fraction of the error is not improved by sweeps over the whole tensor."""
 LOSS_SHARE = 0.5
 """A core may lose this share of the allowed error; a larger loss means that more terms will be needed."""
-ROOT_ROUNDOFF = 2.0**-26
-"""Below this the loss of a core, a difference of squares, cannot be told from rounding."""
+ROUNDINGS = 16.0
+"""Unit roundoffs of the tensor's type below which the loss of a core cannot be told from rounding."""
 CANCELLING = 10.0
 """A γ above this is worth a warning when the stored error may miss the tolerance."""
 
@@ -192,12 +192,12 @@ class ALS(MatrixSolver):
         renew: bool,
     ) -> tuple[Terms, int]:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
+        rounding = ROUNDINGS * unit_roundoff(dtype_name(tensor))
         # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
         while True:
             packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
             core = to_numpy(as_double(packed.core))
-            lost = math.sqrt(max(1.0 - norm(core) ** 2, 0.0))
-            if goal == 0.0 or lost <= LOSS_SHARE * max(goal, ROOT_ROUNDOFF) or cap >= most:
+            if goal == 0.0 or packed.lost <= max(LOSS_SHARE * goal, rounding) or cap >= most:
                 break
             cap = min(most, 2 * cap)
         # ALS 2: terms one by one on the core, from where an earlier core has come to.
@@ -211,7 +211,7 @@ class ALS(MatrixSolver):
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
-            goal=math.sqrt(max(goal**2 - lost**2, 0.0)) if lost > ROOT_ROUNDOFF else goal,
+            goal=math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal,
             renew=renew,
             progress=progress,
         )
@@ -221,7 +221,7 @@ class ALS(MatrixSolver):
             namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
         )
         whole = Terms(weights, columns)
-        if lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
+        if packed.lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
             ridge = self.alpha(tensor.ndim)
             progress.mark(Event.start)
             whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
