@@ -29,7 +29,7 @@ from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.size import fill
 from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.targets.weights import NormWeights
 
 EMPTY_FILE = 512
@@ -144,6 +144,9 @@ def search_adapter(
     >>> [size * ratio <= lora.adapter_parameters for size, ratio in zip(sizes, (96, 48, 61), strict=True)]
     [True, True, True]
     """
+    if checkpoint.config.get("trainable_token_indices"):  # now, not after hours when it is written
+        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
+        raise UnsupportedError(text, path=checkpoint.path)
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
     layers, resources, cache = stored_layers(checkpoint, statistics), resources or Resources(), SpillCache()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -20,6 +20,7 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
 from lsrdecomp.fleet.sharing import leaders, like_adapters
 
+FILE = ".safetensors"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
 
 
@@ -48,9 +49,10 @@ class Broken:
 
 
 def find_adapters(folder: Path) -> list[str]:
-    """Names, relative to ``folder``, of all directories below it that hold adapter weights; sorted.
+    """Names, relative to ``folder``, of all directories below it that hold adapter weights, and of LoRA files; sorted.
 
-    Hidden directories are left out: what a killed run left half written is one.
+    A file is one where no config lies beside it, of an adapter or of a model. Hidden directories are left out: what a
+    killed run left half written is one.
 
     Examples
     --------
@@ -61,6 +63,10 @@ def find_adapters(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
     found = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
+    for path in folder.rglob(f"*{FILE}"):
+        beside = path.parent
+        if path.name not in WEIGHTS and not any((beside / config).exists() for config in (CONFIG, "config.json")):
+            found.add(path.relative_to(folder).as_posix())
     return sorted(name for name in found - {"."} if not any(part.startswith(".") for part in name.split("/")))
 
 
@@ -136,10 +142,10 @@ def run_fleet(
     measured = _statistics_of(names, statistics)
     out.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
-    jobs = [Job(name, str(folder / name), str(out / name), max_memory, measured.get(name)) for name in names]
+    jobs = [Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name)) for name in names]
     left: dict[str, Job] = {}
     for job in jobs:
-        if _settled(manifest.outcomes.get(job.name), out / job.name):
+        if _settled(manifest.outcomes.get(job.name), _place(out, job.name)):
             continue
         finished = _recognise(job, plan)
         if finished is None:
@@ -153,9 +159,11 @@ def run_fleet(
     while first := {leader for leader in leaders(groups, manifest.outcomes, left).values() if leader in left}:
         run.work([left.pop(name) for name in sorted(first)])
     found = leaders(groups, manifest.outcomes, left)
-    run.work([replace(job, like=str(out / found[job.name])) if job.name in found else job for job in left.values()])
+    run.work(
+        [replace(job, like=str(_place(out, found[job.name]))) if job.name in found else job for job in left.values()]
+    )
     for name in names:  # what workers that were killed, in this run or an earlier one, left half written
-        remove_leftovers(out / name, age=0.0)
+        remove_leftovers(_place(out, name), age=0.0)
     return [manifest.outcomes[name] for name in names]
 
 
@@ -224,9 +232,16 @@ def _statistics_of(names: Sequence[str], place: str | Path | None) -> dict[str, 
     return {name: str(place / name) for name in names}
 
 
+def _place(out: Path, name: str) -> Path:
+    """The directory that an adapter is written to: of a file its name without the ending."""
+    return out / name.removesuffix(FILE)
+
+
 def _settled(outcome: Outcome | None, out: Path) -> bool:
-    """Whether nothing is left to do: done and still there, or not to be had under this plan."""
-    return outcome is not None and (outcome.state == "missed" or (outcome.state == "done" and out.is_dir()))
+    """Whether nothing is left to do: done and still there as written, or not to be had under this plan."""
+    if outcome is None or outcome.state == "failed":
+        return False
+    return outcome.state == "missed" or (out.is_dir() and changed_files(out) == ())
 
 
 def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.plan import CompressionPlan
@@ -274,3 +275,27 @@ def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
             assert contents(tmp_path / "cpu") == contents(tmp_path / "joblib")
     finally:
         ray.shutdown()
+
+
+def test_a_finished_output_that_changed_is_made_again(fleet, undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "out")
+    name = find_adapters(fleet)[0]
+    (tmp_path / "out" / name / "adapter_config.json").write_text("{}")
+    seen = []
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=in_process, on_outcome=lambda one, total: seen.append(one.name))
+    assert seen == [name]
+    assert contents(tmp_path / "out") == contents(undisturbed)
+
+
+def test_single_files_are_adapters_of_a_fleet_and_parts_of_models_are_not(tmp_path):
+    folder, rng = tmp_path / "in", np.random.default_rng(1)
+    for place in ("styles", "model"):
+        (folder / place).mkdir(parents=True)
+        halves = {"lora_unet_q.lora_down.weight": (2, 12), "lora_unet_q.lora_up.weight": (12, 2)}
+        tensors = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in halves.items()}
+        save_file(tensors, folder / place / "ink.safetensors")
+    (folder / "model" / "config.json").write_text("{}")
+    assert find_adapters(folder) == ["styles/ink.safetensors"]
+    (outcome,) = run_fleet(folder, tmp_path / "out", PLAN, runner=in_process)
+    assert outcome.state == "done"
+    assert open_checkpoint(tmp_path / "out" / "styles" / "ink").format == "lsr"
