@@ -109,7 +109,8 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
 def summary(result: Compression, unit: str = "example") -> Iterator[str]:
     """The compression in sentences one can act on; ``unit`` is what a network answers once for.
 
-    A divergence is estimated where none was measured.
+    A divergence is estimated where none was measured. Of a form that was trained since, errors of its numbers say
+    nothing any more.
     """
     total = result.totals
     extra = (
@@ -120,13 +121,16 @@ def summary(result: Compression, unit: str = "example") -> Iterator[str]:
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer{extra}."
         f"{dropped}"
     )
+    promise = getattr(result, "promise", None)
+    if promise is not None and promise.distilled:
+        return
     yield (
         f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
         "how close the numbers are."
     )
     if total.functional_error is not None:
         words = f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are."
-        if getattr(result, "promise", None) is None:  # nothing was measured
+        if promise is None:  # nothing was measured
             of_all = "" if total.effect is None else f"of {total.effect:.3g} "
             how = ", to second order and often several times too low" if total.effect is None else ""
             words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."

@@ -70,7 +70,8 @@ class Promised:
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
         facts = {**self._told(), **({"layers": self.to_json()["layers"]} if record else {})}
-        return publish(self.made, out, self.promise, facts=facts, inputs=(self.source.path,), force=force)
+        given: dict[str, Any] = {"facts": facts, "inputs": (self.source.path,), "force": force}
+        return publish(self.made, out, self.promise, **given, every_layer=record)
 
     def _told(self) -> dict[str, Any]:
         return {**self.facts, "tried": [asdict(one) for one in self.tried]}

@@ -25,6 +25,7 @@ def publish(
     facts: Mapping[str, Any] | None = None,
     inputs: Iterable[Path] = (),
     force: bool = False,
+    every_layer: bool = True,
 ) -> Path:
     """Write the directory ``made`` to ``out``, whole or not at all, with the promise in its record and on its card.
 
@@ -39,6 +40,8 @@ def publish(
         Further JSON values of the record, such as how it was distilled.
     inputs : iterable of Path
         What ``out`` must not overwrite.
+    every_layer : bool
+        Whether the record keeps what it says of each layer, if it does; else sums alone.
     """
     place = Path(out)
     with new_directory(place, inputs=inputs, force=force) as part:
@@ -47,6 +50,8 @@ def publish(
                 shutil.copyfile(file, part / file.name)
         record = part / REPORT
         held = read_json(record) if record.is_file() else {}
+        if not every_layer:
+            held.pop("layers", None)
         told = {**held, **(facts or {}), "promise": promise.to_json()}
         record.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         card = part / CARD

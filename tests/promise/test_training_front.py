@@ -19,6 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
+from lsrdecomp.cli.tables import summary  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
 from lsrdecomp.promise.bench import Bench  # noqa: E402
 from lsrdecomp.promise.distil import Trial  # noqa: E402
@@ -89,13 +90,18 @@ def test_distillation_is_part_of_the_promise(folder, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0.5, 2.0])
-def test_the_better_of_untrained_and_trained_is_promised(folder, left, monkeypatch):
+def test_the_better_of_untrained_and_trained_is_promised(folder, left, tmp_path, monkeypatch):
     pretend_to_distil(monkeypatch, left)
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
     plain, done = (lsr.compress(folder / "lora", ratio=4, distil=steps, **settings) for steps in (0, 40))
     lost = 1.0 - plain.promise.kept
     assert done.promise.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
     assert done.promise.distilled == (40 if left < 1.0 else 0)
+    for record in (False, True):
+        facts = json.loads((done.save(tmp_path / str(record), record=record) / "compression.json").read_text())
+        assert ("layers" in facts) == record
+    errors = [line for line in summary(done) if "error" in line]
+    assert bool(errors) == (not done.promise.distilled)
 
 
 def test_a_measured_divergence_is_a_goal(folder):
