@@ -162,6 +162,7 @@ def compress(
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     results: list[Any] = []
+    refusal: BudgetError | None = None
     with follow(quiet=quiet) as step:
         draw = promise.drawer(
             checkpoint,
@@ -173,23 +174,24 @@ def compress(
             max_rank=max_rank,
             out=None if dry_run else out,
         )
-        for plan, place in zip(plans, places, strict=True):
+        for plan in plans:
             try:
-                result = draw(plan)
-            except BudgetError:  # what was asked for cannot be had: nothing is to be gone on with
-                if store is not None:
-                    store.remove()
-                raise
-            _show(result, json, wide=wide, each=each, unit=unit)
-            if result.met:
-                figures = json if len(plans) == 1 else None
-                _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
-                tables.show(json, *promise.words(result))
-                if calibrated is None and base is None:
-                    _warn_of_wreck(result, adapter, place)
-            results.append(result)
+                results.append(draw(plan))
+            except BudgetError as error:  # what was asked for cannot be had: nothing is to be gone on with
+                refusal = error
+                break
+    for result, place in zip(results, places, strict=False):  # the bar is gone: it would break lines that are printed
+        _show(result, json, wide=wide, each=each, unit=unit)
+        if result.met:
+            figures = json if len(plans) == 1 else None
+            _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
+            tables.show(json, *promise.words(result))
+            if calibrated is None and base is None:
+                _warn_of_wreck(result, adapter, place)
     if store is not None:
         store.remove()
+    if refusal is not None:
+        raise refusal
     _write_figures(results, json)
     if promise.kept_too_little(results, measuring) or not all(result.met for result in results):
         raise typer.Exit(1)

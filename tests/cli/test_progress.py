@@ -6,15 +6,21 @@ import inspect
 import os
 import pty
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from lsrdecomp.cli import progress
+from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.compression.progress import Counter, Step
 
+module = import_module("lsrdecomp.cli.compress")
 SHORT = {export}
 """Verbs that only read and write."""
 
@@ -115,3 +121,26 @@ def test_bars_have_one_helper() -> None:
     folder = Path(progress.__file__).parent
     bars = [path.name for path in folder.glob("*.py") if "rich.progress" in path.read_text()]
     assert bars == ["progress.py"]
+
+
+def test_results_are_printed_when_the_bar_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Printed beside a living bar, lines of a table run into it."""
+    bars: list[str] = []
+
+    @contextmanager
+    def watched(**_: object) -> Iterator[Callable[[Step], None]]:
+        bars.append("bar")
+        yield lambda _: None
+        bars.remove("bar")
+
+    def show(*_: object, **__: object) -> None:
+        assert not bars
+        printed.append(True)
+
+    printed: list[bool] = []
+    demo = str(Path(module.__file__).parent / "demo_adapter")
+    monkeypatch.setattr(module, "follow", watched)
+    monkeypatch.setattr(module.tables, "show", show)
+    done = CliRunner().invoke(app, ["compress", demo, "--ratio", "96,10", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert len(printed) >= 4
