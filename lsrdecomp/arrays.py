@@ -178,7 +178,7 @@ def norm(array: Array) -> float:
             squared = float(xp.sum(xp.vecdot(array, array)))
         if 1e-280 < squared < 1e280:  # neither end of the range has been near: what was lost is rounding
             return math.sqrt(squared)
-    magnitude = xp.abs(array)
+    magnitude = xp.abs(as_double(array) if is_complex(array) else array)  # real entries lose nothing to their abs
     largest = float(xp.max(magnitude))
     if largest == 0.0 or not math.isfinite(largest):
         return largest

@@ -204,3 +204,17 @@ def test_a_seed_is_the_solvers(rng):
     errors = [lsr.decompose(matrix, shape, rank=3, seed=seed).relative_error for seed in (0, 0, 1)]
     assert errors[0] == errors[1] != errors[2]
     assert errors[0] == lsr.decompose(matrix, shape, rank=3).relative_error
+
+
+BITS = {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}
+
+
+@pytest.mark.parametrize("storage", BITS)
+def test_the_zero_matrix_is_stored_in_every_format(storage):
+    result = lsr.decompose(np.zeros((12, 12)), "3x3, 4x4", rank=2, storage=storage)
+    assert (result.separation_rank, result.relative_error, result.bytes, result.storage) == (0, 0.0, 0, storage)
+    assert "0 × [3×3 ⊗ 4×4]" in str(result)
+    unit = lsr.decompose(np.ones((12, 12)), "3x3, 4x4", rank=1, storage=storage)
+    assert unit.bytes == -(
+        -25 * {"int8": 8, "int4": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32}[storage] // 8
+    )

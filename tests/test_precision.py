@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp import ErrorBudget, unit_roundoff
+from lsrdecomp.arrays import norm
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.precision import PRECISIONS, precision, round_to
 
@@ -57,3 +58,16 @@ def test_the_rule_couples_condition_precision_and_tolerance():
     for wrong in ({}, {"rtol": 1.0, "atol": 1.0}, {"rtol": -1.0}, {"atol": float("inf")}):
         with pytest.raises(BudgetError):
             ErrorBudget(**wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_norms_of_every_type_are_taken_in_double_precision(dtype):
+    rng = np.random.default_rng(5)
+    for size in (1, 7, 40):
+        matrix = rng.standard_normal((size, size)) * 10.0 ** rng.uniform(-3, 3)
+        if dtype.startswith("complex"):
+            matrix = matrix + 1j * rng.standard_normal((size, size))
+        matrix = matrix.astype(dtype)
+        wide = matrix.astype(np.clongdouble)
+        exact = np.sqrt(np.sum(wide.real**2 + wide.imag**2))
+        assert abs(norm(matrix) / exact - 1.0) <= 64 * 2.0**-53

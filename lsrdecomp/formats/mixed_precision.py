@@ -188,7 +188,9 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
     ``matrix``. See `lsrdecomp.formats.number_formats.storage_format` for names, and for the error of unknown ones.
     """
     chosen = storage_format(storage)
-    if chosen.kind == "float" or matrix.separation_rank == 0:
+    if matrix.separation_rank == 0:
+        return matrix
+    if chosen.kind == "float":
         return matrix.round_to(chosen.name, scaled=True)
     rounding = _Rounding.measure(matrix, (chosen.name,))
     choices: list[FormatChoice] = [(0,) * matrix.order] * matrix.separation_rank

@@ -250,7 +250,7 @@ def most_terms(
     ``order`` is the one number of factors that the solver is for, None for any. Raises as `Solver.solve` says.
     """
     if order is not None and shape.order != order:
-        raise ShapeError(f"this solver is for {NUMBERS[order]} factors; {shape} has {shape.order}")
+        raise ShapeError(f"this solver is for {NUMBERS.get(order, order)} factors; {shape} has {shape.order}")
     shape.check(size)
     if rank is None and atol is None:
         raise BudgetError("say what is wanted: rank= or atol=")

@@ -7,9 +7,9 @@ from typing import Any
 
 from lsrdecomp import markup
 from lsrdecomp.arrays import Array, is_complex
+from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import precision
 from lsrdecomp.solvers.base import ErrorKind, Status, Sweep
 
 
@@ -59,7 +59,7 @@ class Decomposition:
         if self.stored is not None:
             return int(self.stored.bytes)
         parts = 2 if is_complex(self.approximation.factors[0]) else 1
-        return int(parts * self.parameters * precision(self.storage).bytes)
+        return -(-parts * self.parameters * storage_format(self.storage).bits // 8)
 
     def __matmul__(self, x: Any) -> Any:
         """The approximation's action on an array, or its product with a separated matrix; never formed."""

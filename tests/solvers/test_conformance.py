@@ -10,7 +10,9 @@ from conformance import PAIR_PROPERTIES, PROPERTIES, SHAPES, PairRow, Row
 
 import lsrdecomp as lsr
 from lsrdecomp import solvers
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.solvers.base import Event, Sweep
+from lsrdecomp.solvers.matrix import MatrixSolver
 from lsrdecomp.targets.base import Dense
 
 ROWS = [
@@ -104,3 +106,17 @@ def test_a_solver_written_from_contributing_alone_keeps_the_contract():
     assert result.relative_error == pytest.approx(
         lsr.decompose(conformance.matrix(2), SHAPES[2], rank=3, solver=solvers.SVD()).relative_error, rel=row.excess
     )
+
+
+def test_a_solver_of_three_factors_refuses_two():
+    class Three(MatrixSolver):
+        order = 3
+
+        def found(self, problem):
+            raise AssertionError("the checks come first")
+
+    target = Dense(np.eye(8))
+    with pytest.raises(ShapeError, match="this solver is for 3 factors; 2×2 ⊗ 4×4 has 2"):
+        Three().solve(target, lsr.KroneckerShape(((2, 2), (4, 4))), rank=1)
+    with pytest.raises(AssertionError, match="the checks come first"):
+        Three().solve(target, lsr.KroneckerShape(((2, 2), (2, 2), (2, 2))), rank=1)
