@@ -50,7 +50,7 @@ def test_a_tolerance_that_some_number_of_terms_can_keep_is_kept_with_three_and_m
 
 
 def test_a_tolerance_below_what_the_storage_can_do_is_still_refused():
-    exact = kronecker_sum(3)
+    exact = kronecker_sum(3, 3)
     result = lsr.decompose(exact.to_matrix(), exact.kronecker_shape, rtol=1e-6, storage="bfloat16")
     assert result.status in (Status.precision_exhausted, Status.ill_conditioned)
 

@@ -17,11 +17,11 @@ EVERY = 60.0
 
 
 @contextmanager
-def follow(*, quiet: bool = False) -> Iterator[Callable[[Step], None]]:
+def follow(*, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Step], None]]:
     """Yields the callback that shows steps on stderr.
 
     On a terminal each stage has a bar with counts and the time left. Elsewhere there is a line a minute, so that a log
-    tells that the run lives; a run of less than a minute writes none.
+    tells that the run lives; a run of less than a minute by ``clock``, in seconds, writes none.
     """
     if quiet:
         yield lambda _: None
@@ -29,7 +29,7 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Step], None]]:
         with _bars() as show:
             yield show
     else:
-        yield _Lines(time.monotonic).show
+        yield _Lines(clock).show
 
 
 @contextmanager

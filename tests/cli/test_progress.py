@@ -25,12 +25,18 @@ SHORT = {export}
 """Verbs that only read and write."""
 
 
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds that pass only when a test says so; nobody watches what pytest catches."""
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
+def clock() -> Clock:
+    return Clock()
 
 
 def on_a_terminal(steps: list[Step], monkeypatch: pytest.MonkeyPatch, *, quiet: bool = False) -> str:
@@ -64,11 +70,11 @@ def test_a_quiet_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert on_a_terminal([Step("solving", 1, 2, "layers")], monkeypatch, quiet=True) == "end"
 
 
-def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with follow() as show:
+def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with follow(clock=clock) as show:
         counter = Counter(show, "solving shapes", 40, "layers")
         for _ in range(10):
-            clock[0] += 15.0
+            clock.now += 15.0
             counter.add()
     assert capsys.readouterr().err.splitlines() == [
         "lsrdecomp: solving shapes: 4 of 40 layers, about 9 min left",
@@ -76,37 +82,35 @@ def test_a_log_gets_a_line_a_minute_with_the_time_left(clock: list[float], capsy
     ]
 
 
-def test_what_was_done_before_is_not_counted(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with follow() as show:
+def test_what_was_done_before_is_not_counted(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with follow(clock=clock) as show:
         show(Step("calibrating", 100, 200, "examples"))  # gone on with after a kill
-        clock[0] += 60.0
+        clock.now += 60.0
         show(Step("calibrating", 120, 200, "examples"))
     assert capsys.readouterr().err == "lsrdecomp: calibrating: 120 of 200 examples, about 4 min left\n"
 
 
-def test_time_before_the_first_count_says_nothing_of_the_rest(
-    clock: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with follow() as show:
+def test_time_before_the_first_count_says_nothing_of_the_rest(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with follow(clock=clock) as show:
         show(Step("distilling", 0, 0))
-        clock[0] += 50.0  # the LoRA answers the lessons
+        clock.now += 50.0  # the LoRA answers the lessons
         for step in range(1, 5):
             show(Step("distilling", step, 60, "steps"))
-            clock[0] += 10.0
+            clock.now += 10.0
     assert capsys.readouterr().err == "lsrdecomp: distilling: 2 of 60 steps, about 10 min left\n"
 
 
-def test_a_short_run_and_a_quiet_one_write_no_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_and_a_quiet_one_write_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, quiet in ((59.0, False), (600.0, True)):
-        with follow(quiet=quiet) as show:
-            clock[0] += seconds
+        with follow(quiet=quiet, clock=clock) as show:
+            clock.now += seconds
             show(Step("solving", 1, 2, "layers"))
     assert capsys.readouterr().err == ""
 
 
-def test_a_stage_without_counts_is_named(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with follow() as show:
-        clock[0] += 60.0
+def test_a_stage_without_counts_is_named(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with follow(clock=clock) as show:
+        clock.now += 60.0
         show(Step("reading the base", 0, 0))
     assert capsys.readouterr().err == "lsrdecomp: reading the base\n"
 
