@@ -37,7 +37,7 @@ class Cases:
 
     def matrix(self, shape: tuple[int, int]) -> Array:
         integers = small_matrices(shape, complex_values=self._complex)
-        return self._moved(self.draw(integers | matrices(shape, scale=1.0, complex_values=self._complex)))
+        return self.moved(self.draw(integers | matrices(shape, scale=1.0, complex_values=self._complex)))
 
     def of_shape(self, shape: KroneckerShape) -> tuple[Array, ...]:
         return tuple(self.matrix(pair) for pair in shape.factors)
@@ -60,7 +60,7 @@ class Cases:
 
     def invertible(self) -> tuple[Array, ...]:
         rows = self.shape(2, square=True).rows
-        return tuple(self._moved(self.draw(invertible_matrices(m, self._complex))) for m in rows)
+        return tuple(self.moved(self.draw(invertible_matrices(m, self._complex))) for m in rows)
 
     def partial_isometries(self) -> tuple[Array, ...]:
         """Matrices whose singular values are one or zero."""
@@ -68,23 +68,23 @@ class Cases:
         for m, n in self.shape(2).factors:
             r = self.draw(st.integers(0, min(m, n)))
             u, v = (np.linalg.qr(to_numpy(self.draw(matrices((size, size), scale=1.0))))[0] for size in (m, n))
-            cut.append(self._moved(u[:, :r] @ v[:, :r].T))
+            cut.append(self.moved(u[:, :r] @ v[:, :r].T))
         return tuple(cut)
 
     def graded(self, shape: KroneckerShape) -> Array:
         """A matrix whose rearrangement has singular values from one down to rounding, evenly on a logarithmic scale."""
-        return self._moved(self.draw(graded_matrices(shape, complex_values=self._complex)))
+        return self.moved(self.draw(graded_matrices(shape, complex_values=self._complex)))
 
     def invertible_terms(self, shape: KroneckerShape) -> tuple[Array, tuple[Array, ...]]:
         """One term of well conditioned square factors."""
-        stacks = [self._moved(self.draw(invertible_matrices(m, self._complex, 5.0))[None]) for m in shape.rows]
+        stacks = [self.moved(self.draw(invertible_matrices(m, self._complex, 5.0))[None]) for m in shape.rows]
         return self._xp.asarray(np.ones(1, dtype=to_numpy(stacks[0]).real.dtype)), tuple(stacks)
 
     def numbered(self, order: int | None) -> tuple[Array, KroneckerShape]:
         """A matrix whose entries are 1, 2, 3, …: a permutation has nowhere to hide."""
         shape = self.shape(order)
         rows, columns = shape.matrix_shape
-        return self._moved(np.arange(1.0, rows * columns + 1).reshape(rows, columns)), shape
+        return self.moved(np.arange(1.0, rows * columns + 1).reshape(rows, columns)), shape
 
     def terms(self, shape: KroneckerShape) -> tuple[Array, tuple[Array, ...]]:
         s = self.draw(st.integers(1, 4))
@@ -92,8 +92,9 @@ class Cases:
         weights = self._xp.asarray(np.arange(s, 0.0, -1.0, dtype=real))
         stacks = []
         for pair in shape.factors:
-            stacks.append(self._moved(np.stack([to_numpy(self.matrix(pair)) for _ in range(s)])))
+            stacks.append(self.moved(np.stack([to_numpy(self.matrix(pair)) for _ in range(s)])))
         return weights, tuple(stacks)
 
-    def _moved(self, matrix: Any) -> Array:
-        return self._xp.asarray(np.array(matrix, dtype=self._dtype))
+    def moved(self, matrix: Any, dtype: str | None = None) -> Array:
+        """A NumPy matrix in the array library and element type of the cases, or in ``dtype``."""
+        return self._xp.asarray(np.array(matrix, dtype=dtype or self._dtype))

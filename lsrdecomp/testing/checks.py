@@ -11,6 +11,7 @@ from lsrdecomp.arrays import Array, Namespace, norm, to_numpy
 from lsrdecomp.testing import identities, representations
 from lsrdecomp.testing.agreement import require_agreement
 from lsrdecomp.testing.cases import Cases
+from lsrdecomp.testing.corners import corner_cases, small_terms
 from lsrdecomp.testing.runner import Identity, guarded, try_identities
 
 EXAMPLES = 25
@@ -74,6 +75,7 @@ def check_kron(
         ("rank", lambda d: names.rank(yours, *d.partial_isometries())),
         ("singular values", lambda d: names.singular_values(yours, *d.pair())),
         ("norms", lambda d: names.norms(yours, *d.pair())),
+        *corner_cases(yours, complex_values and dtype == "float64", tiny=tolerance is None),
     ]
     try_identities(
         tried, xp=xp, complex_values=complex_values, max_examples=max_examples, dtype=dtype, tolerance=tolerance
@@ -195,7 +197,10 @@ def check_sum(
     __tracebackhide__ = True
     yours = guarded(form)
     try_identities(
-        [("sum of terms", lambda d: representations.sum_of_terms(yours, *d.terms(d.shape(order))))],
+        [
+            ("sum of terms", lambda d: representations.sum_of_terms(yours, *d.terms(d.shape(order)))),
+            ("a small term", lambda d: representations.sum_of_terms(yours, *small_terms(d, order))),
+        ],
         xp=xp,
         complex_values=complex_values,
         max_examples=max_examples,

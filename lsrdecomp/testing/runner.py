@@ -25,11 +25,15 @@ class _Raised(Exception):  # noqa: N818 - never leaves this file
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The code under test; what it raises becomes an `IdentityError` that names identity and case."""
+    """The code under test; what it raises becomes an `IdentityError` that names identity and case.
+
+    Sparse results are formed.
+    """
 
     def called(*inputs: Any) -> Any:
         try:
-            return function(*inputs)
+            result = function(*inputs)
+            return result.toarray() if hasattr(result, "toarray") else result
         except IdentityError:
             raise
         except Exception as error:

@@ -235,6 +235,37 @@ def test_numbers_that_are_not_finite_are_a_difference():
         identities.definition(lambda a, b: np.kron(a, b) * np.nan, np.ones((2, 2)), np.ones((1, 1)))
 
 
+@pytest.mark.parametrize(
+    ("planted", "identity"),
+    [
+        (lambda a, b: np.kron(a, b if np.iscomplexobj(a) else b.real), "real ⊗ complex"),
+        (lambda a, b: np.kron(a, b).astype(a.dtype if np.iscomplexobj(a) or not np.iscomplexobj(b) else b.dtype), ""),
+        (lambda a, b: np.kron(b, a) if a.shape == b.shape and a.shape[1] == 3 else np.kron(a, b), "factors of equal"),
+        (lambda a, b: np.kron(a, b) * (1 + 1e-6 * (min(a.shape + b.shape) > 5)), "all sides above five"),
+        (lambda a, b: np.where(abs(np.kron(a, b)) < 1e-8, 0, np.kron(a, b)), "tiny entries"),
+        (lambda a, b: np.kron(a, b) if a.size and b.size else [][0], "empty first factor"),
+        (lambda a, b: np.nan_to_num(np.kron(a, b)), "not a number"),
+    ],
+    ids=["imaginary part", "float32 of the first", "equal shapes", "long sides", "tiny entries", "empty", "NaN"],
+)
+def test_faults_in_corner_cases_are_found(planted, identity):
+    with pytest.raises(IdentityError) as caught:
+        check_kron(planted, max_examples=3)
+    assert identity in str(caught.value)
+
+
+def test_a_small_term_that_is_skipped_is_found():
+    with pytest.raises(IdentityError, match="sum of 2 terms"):
+        check_sum(lambda w, fs: sum_by_kron(np.where(w > 1e-3 * w[0], w, 0), fs))
+
+
+def test_sparse_results_are_formed():
+    sparse = pytest.importorskip("scipy.sparse")
+    check_kron(lambda a, b: sparse.kron(sparse.csr_array(a), sparse.csr_array(b)), max_examples=3)
+    with pytest.raises(IdentityError, match="definition"):
+        check_kron(lambda a, b: sparse.kron(sparse.csr_array(b), sparse.csr_array(a)), max_examples=3)
+
+
 # Strategies ----------------------------------------------------------------------------------------------------------
 
 
