@@ -67,3 +67,14 @@ def test_without_gradients_the_space_is_grown_as_ever(problem):
     with torch.no_grad():
         quiet = decompose(given, SHAPE, rank=RANK)
     assert len(quiet.sweeps) > 1
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_terms_that_are_rounding_are_refused_not_differentiated(rank):
+    torch.manual_seed(1)
+    wide = [torch.kron(torch.randn(9, 9).double(), torch.randn(10, 10).double()) for _ in range(3)]
+    matrix = sum(wide).requires_grad_(True)
+    with pytest.raises(LsrError, match=f"a matrix of 3 terms .* at rank={rank}; .* rank=2 or less"):
+        decompose(matrix, "9x9, 10x10", rank=rank)
+    decompose(matrix, "9x9, 10x10", rank=2).approximation.to_matrix().sum().backward()
+    assert bool(torch.isfinite(matrix.grad).all())

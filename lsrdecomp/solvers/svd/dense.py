@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lsrdecomp.arrays import Array, as_double, namespace, to_numpy
+from lsrdecomp.arrays import Array, as_double, is_differentiated, namespace, to_numpy
+from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.targets.base import Rearranged, Target
@@ -53,6 +55,8 @@ class SVD(MatrixSolver):
         u, sigma, vh = rearranged_svd(problem.target.rearranged(shape))
         tails = tail_norms(sigma)
         enough, status = chosen_rank(tails, problem.most, problem.atol)
+        if is_differentiated(u):
+            refuse_rounding(sigma, enough)
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         return Solution(as_separated(u, sigma, vh, shape, enough), status, progress.sweeps, 0.0, ErrorKind.bounded)
@@ -63,6 +67,18 @@ def rearranged_svd(operator: Rearranged) -> tuple[Array, Array, Array]:
     matrix = as_double(operator.formed())
     u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
     return u, sigma, vh
+
+
+def refuse_rounding(sigma: Array, rank: int) -> None:
+    """Raise `LsrError` where torch would differentiate terms that are rounding: their derivatives are NaN."""
+    values = to_numpy(sigma)
+    terms = int((values > 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)).sum())
+    if terms < len(values) and rank >= terms:
+        fewer = f", or ask for rank={terms - 1} or less" if terms > 1 else ""
+        raise LsrError(
+            f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
+            f"pass matrix.detach(){fewer}"
+        )
 
 
 def as_matrix(target: Target) -> Array:
