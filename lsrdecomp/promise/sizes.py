@@ -11,8 +11,9 @@ from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import EMPTY_FILE, SearchedAdapter
+from lsrdecomp.compression.compress import SearchedAdapter
 from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.result import Compression
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.promise.forms import Form, FormMaker
 from lsrdecomp.promise.keep import MOST_MEASURED, SMALLEST, Measured, loss_at, smallest
@@ -22,6 +23,8 @@ FIRST = 6.0
 LEFT, LEFT_OF_CLASSIFIER = 0.15, 0.5
 """What distillation is guessed to leave of a loss till one is measured: .08 to .23 on SmolLM2, .27 to .62 on MiniLM."""
 MOST_DISTILLED = 3
+NEXT = 1.06
+"""Ratio of the file sizes that are tried in turn where one is too small for any layer."""
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
 
@@ -133,9 +136,15 @@ class SmallestSize:
         return self.searched.expected_error(self._plan(size))
 
     def _measured(self, size: float) -> Behaviour:
-        try:
-            found = self.searched.compress(self._plan(size))
-        except BudgetError:  # the header of heads took the room that was left for layers
-            found = self.searched.compress(self._plan(size + EMPTY_FILE))
-        self.plain[size] = self.maker.plain(found)
+        self.plain[size] = self.maker.plain(self._smallest_from(size))
         return self.plain[size].behaviour
+
+    def _smallest_from(self, size: float) -> Compression:
+        """The form of a size; where the file's header leaves no room for a layer, of the next larger that has it."""
+        while True:
+            try:
+                return self.searched.compress(self._plan(size))
+            except BudgetError:
+                size *= NEXT
+                if not self.counts_bytes or size > self.whole:
+                    raise
