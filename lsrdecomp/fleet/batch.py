@@ -51,8 +51,8 @@ class Broken:
 def find_adapters(folder: Path) -> list[str]:
     """Names, relative to ``folder``, of all directories below it that hold adapter weights, and of LoRA files; sorted.
 
-    A file is one where no config lies beside it, of an adapter or of a model. Hidden directories are left out: what a
-    killed run left half written is one.
+    A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden directories are left
+    out: what a killed run left half written is one.
 
     Examples
     --------
@@ -63,9 +63,9 @@ def find_adapters(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
     found = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
+    configs = (CONFIG, "config.json", METADATA)
     for path in folder.rglob(f"*{FILE}"):
-        beside = path.parent
-        if path.name not in WEIGHTS and not any((beside / config).exists() for config in (CONFIG, "config.json")):
+        if path.name not in WEIGHTS and not any((path.parent / config).exists() for config in configs):
             found.add(path.relative_to(folder).as_posix())
     return sorted(name for name in found - {"."} if not any(part.startswith(".") for part in name.split("/")))
 

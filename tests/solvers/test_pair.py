@@ -178,9 +178,9 @@ def test_never_worse_than_the_start_on_any_layer_of_a_batch(rank: int, s: int, t
     for chosen in (None, weights):
         solutions = JointALS(sweeps=3).solve_batch(targets, SMALL, (s, t), weights=chosen)
         for solution in solutions:
-            assert solution.relative_error <= solution.start_error
+            assert solution.relative_error <= solution.start_error * (1 + 1e-12) + 1e-14
             steering = [sweep.relative_error for sweep in solution.sweeps]
-            assert np.all(np.diff(steering) <= 1e-7)  # inner products resolve √μ near an exact fit
+            assert np.all(np.diff(steering) <= 1e-6)  # inner products resolve some √μ near an exact fit
         assert solutions[-1].error == 0.0
 
 
