@@ -145,7 +145,7 @@ def test_an_estimated_gap_is_not_below_the_excess_once_it_is_small(name, rank, k
         if len(captured) > 2 and excess < 1e-2:
             optimum = np.linalg.norm(sigma[rank:])
             rounding = 64 * unit_roundoff("float64") + certificate.roundoff**2 / optimum  # of vectors, squared
-            assert error <= optimum * (1.0 + excess) + rounding
+            assert error <= optimum * (1.0 + excess + 1e-11) + rounding  # the optimum comes from another factorization
             last = captured[-1][rank] - captured[-2][rank]  # no extrapolation is below what was gained last
             sharper |= excess < 0.5 * last / (2.0 * certificate.squared_errors[rank])
     assert sharper or name in ("cliff", "flat")  # whose values are repeated, or come to rest at once
