@@ -39,7 +39,7 @@ SCALED["krona"] = SCALED["dlsr"]
 OPTIONAL = {"r", "fan_in_fan_out", "lora_alpha", "lora_dropout"}
 # Tests of what LoRA and LSR have and the relatives have not: combinations, and a ΔW that a LoRA of rank 8 nearly holds.
 NOT_FOR_RELATIVES = ("test_weighted_combination_of_adapters", "test_lora_conversion")
-# Tests that match an error by the name of LoRA's own class; ours is asked for in test_adapters_options.
+# Tests that match an error by the name of LoRA's own class; ours is asked for in test_options.
 LORA_NAMED = ("test_mixed_adapter_batches", "test_generate_with_mixed_adapter_batches")
 # Files whose tests make their configs themselves, and the name in each that stands for ours. In the tests of conversion
 # that is LoKr, what is converted; LoRA, what it is converted to, stays.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import test_adapters_relatives as relatives
+import test_relatives as relatives
 import torch
 from adapters_support import kron_sum, tiny_bert
 from peft import PeftModel, get_peft_model

@@ -14,7 +14,7 @@ import torch
 from adapters_support import kron_sum, tiny_bert, token_batch
 from peft import PeftModel, convert_to_lora, get_peft_model, set_peft_model_state_dict
 from peft.utils.peft_types import PeftType
-from test_adapters_layer import KINDS, closeness
+from test_layer import KINDS, closeness
 from torch import nn
 
 import lsrdecomp.adapters

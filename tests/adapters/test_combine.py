@@ -11,7 +11,7 @@ from adapters_support import tiny_bert, token_batch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import merge_utils
-from test_adapters_options import tiny_llama
+from test_options import tiny_llama
 from torch import nn
 
 from lsrdecomp.adapters import DirectConfig, KronAConfig, LsrConfig, LsrLayer, from_lora
