@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import placed, to_numpy
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.shapes import Ranks, clipped
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
-from lsrdecomp.solvers.pair.problem import State
+from lsrdecomp.solvers.pair.descent import descend
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState
+from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
@@ -197,11 +198,11 @@ def _by_workers(
 def solve(task: Task) -> list[Answer]:
     """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
     effort = task.effort
-    batch = Batch.of(task.targets, task.weights, effort.device)
+    batch = WeightedTargets.of(task.targets, task.weights, effort.device)
     answers: list[Answer] = []
     for request in task.requests:
-        problem = NestedTerms(batch, request.shape, CG_STEPS)
-        solved: dict[Ranks, State] = {}
+        problem = PairProblem.of(batch, request.shape, CG_STEPS)
+        solved: dict[Ranks, PairState] = {}
         for ranks in request.terms:
             ranks = clipped(request.shape, ranks)
             if ranks in solved:
@@ -210,12 +211,13 @@ def solve(task: Task) -> list[Answer]:
             if inside:
                 begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
             elif request.starts is not None:
-                begun, sweeps = problem.given(request.starts, ranks), effort.sweeps
+                begun, sweeps = problem.from_products(request.starts, ranks), effort.sweeps
             else:
-                begun, sweeps = problem.begin(ranks, effort.starts), effort.cold_sweeps
-            solved[ranks] = problem.descend(begun, sweeps, effort.tolerance, effort.least)
+                begun, sweeps = problem.best_start(problem.starts(ranks, effort.starts), 0)[0], effort.cold_sweeps
+            solved[ranks] = descend(problem, begun, sweeps, effort.tolerance, effort.least)
         for ranks, state in solved.items():
-            answers.append(Answer(request.shape, ranks, problem.errors(state), problem.factors(state)))
+            errors, factors = placed((problem.errors(state), problem.factors(state)), None)
+            answers.append(Answer(request.shape, ranks, errors, factors))
     return answers
 
 

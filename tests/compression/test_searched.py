@@ -26,8 +26,10 @@ from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.pair.descent import descend
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
-from lsrdecomp.solvers.pair.nested import Batch, NestedTerms
+from lsrdecomp.solvers.pair.problem import PairProblem
+from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
@@ -162,10 +164,10 @@ def test_fewer_coordinates_give_the_same_errors_to_a_thousandth(layers: list[Lay
         assert part.input.values.size < N
         for whole, few in ((layer.norms.output, part.output), (layer.norms.input, part.input)):
             assert few.trace == pytest.approx(whole.trace, rel=1e-12)
-    batches = [Batch.of([x.pair for x in layers], norms) for norms in (None, [x.leading for x in layers])]
+    batches = [WeightedTargets.of([x.pair for x in layers], norms) for norms in (None, [x.leading for x in layers])]
     assert batches[0].norms.is_frobenius
-    problem = NestedTerms(batches[1], ProductShape((4, 6), (1, 1), (6, 6)))
-    state = problem.descend(problem.begin((2, 2)), 4)
+    problem = PairProblem.of(batches[1], ProductShape((4, 6), (1, 1), (6, 6)), 8)
+    state = descend(problem, problem.state(problem.starts((2, 2), 1)[0]), 4)
     answer = solve.Answer(problem.shape, (2, 2), problem.errors(state), problem.factors(state))
     for place, layer in enumerate(layers):
         product = solve.product_of(answer.factors_of(place))
@@ -209,13 +211,12 @@ def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
 
 
 def test_sweeps_end_where_they_lower_the_loss_by_nothing(layers: list[Layer]) -> None:
-    problem = NestedTerms(
-        Batch.of([x.pair for x in layers], [x.leading for x in layers]), ProductShape((4, 6), (1, 1), (6, 6))
-    )
-    begun = problem.begin((2, 2))
-    short, long = (problem.descend(begun, sweeps, 0.0) for sweeps in (2, 12))
+    targets = WeightedTargets.of([x.pair for x in layers], [x.leading for x in layers])
+    problem = PairProblem.of(targets, ProductShape((4, 6), (1, 1), (6, 6)), 8)
+    begun = problem.state(problem.starts((2, 2), 1)[0])
+    short, long = (descend(problem, begun, sweeps, 0.0) for sweeps in (2, 12))
     assert np.all(long.error < short.error)
-    assert np.array_equal(problem.descend(begun, 12, 0.0, least=np.inf).error, short.error)
+    assert np.array_equal(descend(problem, begun, 12, 0.0, least=np.inf).error, short.error)
 
 
 def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
@@ -250,14 +251,13 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
 
 
 def test_more_terms_are_never_farther(layers: list[Layer]) -> None:
-    problem = NestedTerms(
-        Batch.of([x.pair for x in layers], [x.leading for x in layers]), ProductShape((4, 6), (2, 1), (6, 6))
-    )
-    state = problem.descend(problem.begin((1, 1)), 3)
+    targets = WeightedTargets.of([x.pair for x in layers], [x.leading for x in layers])
+    problem = PairProblem.of(targets, ProductShape((4, 6), (2, 1), (6, 6)), 8)
+    state = descend(problem, problem.state(problem.starts((1, 1), 1)[0]), 3)
     for ranks in ((2, 1), (2, 2), (4, 4)):
         more = problem.grown(state, ranks)
         assert np.all(problem.errors(more) <= problem.errors(state) * (1 + 1e-9))
-        state = problem.descend(more, 2)
+        state = descend(problem, more, 2)
         assert np.all(problem.errors(state) <= problem.errors(more) * (1 + 1e-9))
 
 

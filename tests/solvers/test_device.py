@@ -21,7 +21,7 @@ from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair import joint_als as pair
-from lsrdecomp.solvers.pair import nested
+from lsrdecomp.solvers.pair import stacking
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.weights import Identity, NormWeights
 
@@ -50,8 +50,9 @@ def on_a_strict_device(value: Any, device: str | None) -> Any:
 )
 def test_another_device_finds_the_same(shape, ranks, kind, device, rng, monkeypatch):
     if device == "strict":
-        monkeypatch.setattr(pair, "placed", on_a_strict_device)
-        monkeypatch.setattr(pair, "check_device", lambda name: None)
+        for module in (pair, stacking):
+            monkeypatch.setattr(module, "placed", on_a_strict_device)
+        monkeypatch.setattr(stacking, "check_device", lambda name: None)
     targets = [low_rank(rng, shape, 4) for _ in range(2)]
     weights = None if kind == "frobenius" else [norms(rng, shape, kind) for _ in targets]
     here = JointALS(sweeps=3, tolerance=0.0, ridge=1e-4)
@@ -91,7 +92,7 @@ def adapter(tmp_path: Path, rng) -> Path:
 )
 def test_compress_solves_on_the_device(plan, adapter, monkeypatch):
     solved_on = []
-    for module in (pair, nested):  # given terms, and a search
+    for module in (pair, stacking):
         monkeypatch.setattr(module, "placed", lambda value, device: solved_on.append(device) or placed(value, device))
     search = Search(orders=(2,), rounds=0)
     checkpoint = open_checkpoint(adapter)

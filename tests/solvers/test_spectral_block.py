@@ -10,8 +10,9 @@ from lsrdecomp.solvers.batched_terms import summed
 from lsrdecomp.solvers.pair.block_update import Side
 from lsrdecomp.solvers.pair.normal_equations import moved_first, normal_matrix
 from lsrdecomp.solvers.pair.partial_traces import PartialTraces
-from lsrdecomp.solvers.pair.problem import PairProblem, Sight
+from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
+from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
 
 LAYERS, PAIRS = 3, 5
@@ -80,12 +81,12 @@ def test_shapes_with_one_split_share_its_traces(weight, rng: np.random.Generator
     pair = rng.standard_normal((LAYERS, 12, 3)), rng.standard_normal((LAYERS, 3, 12))
     triangles = np.linalg.qr(pair[0])[1], np.linalg.qr(pair[1].swapaxes(1, 2))[1]
     norms = NormWeights(weight(12), weight(12))
-    sight = Sight.of(pair, triangles, norms)
+    targets = WeightedTargets.of_arrays(pair, triangles, norms)
     shapes = [ProductShape((3, 4), inner, (3, 4)) for inner in ((1, 1), (2, 1), (1, 3))]
-    problems = [PairProblem.of(pair, triangles, shape, norms, 4, 0.0, sight) for shape in shapes]
+    problems = [PairProblem.of(targets, shape, 4) for shape in shapes]
     assert len({id(problem.out_side.traces) for problem in problems}) == 1
     assert problems[0].out_side.traces is not problems[0].in_side.traces
-    other = PairProblem.of(pair, triangles, ProductShape((4, 3), (1, 1), (3, 4)), norms, 4, 0.0, sight)
+    other = PairProblem.of(targets, ProductShape((4, 3), (1, 1), (3, 4)), 4)
     assert other.out_side.traces is not problems[0].out_side.traces
     assert other.in_side.traces is problems[0].in_side.traces
 
@@ -93,9 +94,9 @@ def test_shapes_with_one_split_share_its_traces(weight, rng: np.random.Generator
 def test_a_sweep_tells_its_error_exactly(weight, rng: np.random.Generator) -> None:
     pair = rng.standard_normal((LAYERS, 12, 3)), rng.standard_normal((LAYERS, 3, 20))
     triangles = np.linalg.qr(pair[0])[1], np.linalg.qr(pair[1].swapaxes(1, 2))[1]
-    norms = NormWeights(weight(12), weight(20))
+    targets = WeightedTargets.of_arrays(pair, triangles, NormWeights(weight(12), weight(20)))
     for shape in (ProductShape((3, 4), (2, 1), (4, 5)), ProductShape((3, 2, 2), (1, 2, 1), (5, 2, 2))):
-        problem = PairProblem.of(pair, triangles, shape, norms, 4, 0.0)
+        problem = PairProblem.of(targets, shape, 4)
         swept = problem.sweep(problem.state(problem.starts((2, 2), 1)[0]))
         assert np.allclose(swept.error, problem.state(swept.pair).error, rtol=1e-10)
 

@@ -6,25 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lsrdecomp.arrays import Array, as_double, check_device, is_complex, namespace, placed
+from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.batched_terms import safe_ratio
-from lsrdecomp.solvers.pair.initialization import as_factors
-from lsrdecomp.solvers.pair.problem import Pair, PairProblem, State
-from lsrdecomp.solvers.pair.stacking import given_pair, stacked_norms, stacked_pairs, stacked_triangles
+from lsrdecomp.solvers.pair.descent import steps
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState
+from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
-
-LENGTHEN = 2.0
-"""Growth of the extrapolated step after each success."""
-
-EVERY = 2
-"""Sweeps between extrapolated steps, each a third of a sweep: more of them cost what they save."""
 
 SINGLE = 0.05
 """Relative error above which sweeps in single precision see what a sweep gains."""
@@ -161,29 +155,26 @@ class JointALS:
         norm, plus the products with the weights. ΔW is never formed.
         """
         ranks = _checked(targets, shape, ranks)
-        norms = stacked_norms(targets, weights)
-        (left, right), triangles = stacked_pairs(targets), stacked_triangles(targets)
-        given = None if starts is None else given_pair(starts, shape, ranks, len(targets))
-        if self.device is not None:  # stacked before, so that roots of dense weights are taken once and stay cached
-            check_device(self.device)
-            left, right, triangles, norms, given = placed((left, right, triangles, norms, given), self.device)
-        problem = PairProblem.of((left, right), triangles, shape, norms, self.cg_steps, self.ridge)
+        batch = WeightedTargets.of(targets, weights, self.device)
+        begun = None if starts is None else [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
+        problem = PairProblem.of(batch, shape, self.cg_steps, self.ridge)
         progress, history = SolveProgress(on_sweep), list[Array]()
-        begun, first_errors, sweeps = None if given is None else [given], None, self.sweeps
-        settled = False
+        first_errors, sweeps, settled = None, self.sweeps, False
         # JointALS 1: sweeps in single precision, where they see what a sweep gains.
-        if self.single and norms.is_frobenius and problem.fits_single:
+        if self.single and batch.norms.is_frobenius and problem.fits_single:
             begun, first_errors, settled = self._in_single(problem, ranks, begun, history, progress)
             sweeps = 0 if settled else sweeps - len(history)
         # JointALS 2: the nearest of several starts, and sweeps from there in double precision.
         pairs = problem.starts(ranks, self.initializations) if begun is None else begun
         state, errors, start_errors, ended = self._descend(problem, pairs, sweeps, history, progress)
+        # JointALS 3: errors measured, of each target by itself.
         start_errors = start_errors if first_errors is None else first_errors
-        pair, size = state.pair, namespace(left).sqrt(problem.energy)
         status = Status.rank_reached if settled or ended or self.sweeps == 0 else Status.sweep_limit
+        figures = errors, start_errors, namespace(batch.left).sqrt(batch.energy)
+        sides = problem.factors(state)
         if self.device is not None:
-            pair, errors, start_errors, size, history = placed((pair, errors, start_errors, size, history), None)
-        return _solutions(pair, shape, (errors, start_errors, size), history, progress, status)
+            sides, figures, history = placed((sides, figures, history), None)
+        return _solutions(sides, figures, history, progress, status)
 
     def _in_single(
         self,
@@ -194,13 +185,13 @@ class JointALS:
         progress: SolveProgress,
     ) -> tuple[list[Pair], Array, bool]:
         """Where sweeps in single precision come to, the error of the start, whether nothing is left to do in double."""
-        quick, size = problem.single(), namespace(problem.left).sqrt(problem.energy)
+        quick, xp = problem.single(), namespace(problem.targets.left)
         pairs = (
             quick.starts(ranks, self.initializations) if begun is None else [problem.to_single(pair) for pair in begun]
         )
         state, errors, first_errors, settled = self._descend(quick, pairs, self.sweeps, history, progress)
-        done = settled and bool(namespace(errors).all(errors > SINGLE))
-        return [problem.from_single(state.pair)], as_double(first_errors) * size, done
+        done = settled and bool(xp.all(errors > SINGLE))
+        return [problem.from_single(state.pair)], as_double(first_errors) * xp.sqrt(problem.targets.energy), done
 
     def _descend(
         self,
@@ -209,46 +200,22 @@ class JointALS:
         sweeps: int,
         history: list[Array],
         progress: SolveProgress,
-    ) -> tuple[State, Array, Array, bool]:
+    ) -> tuple[PairState, Array, Array, bool]:
         """Sweeps from the nearest start: where they end, its error, that of the start, whether the sweeps settled."""
-        xp = namespace(problem.left)
+        xp, size = namespace(problem.targets.left), namespace(problem.targets.left).sqrt(problem.targets.energy)
+
+        def recorded() -> Iterator[Step[PairState]]:
+            for step in steps(problem, first, self.tolerance):
+                history.append(safe_ratio(step.state.error, size))
+                mean = float(xp.mean(history[-1]))
+                yield replace(step, relative_error=mean, objective=mean if self.ridge == 0.0 else None)
+
         first, reached, start_errors = problem.best_start(begun, min(self.trials, sweeps))
         progress.mark(Event.start)
-        state, settled = iterate(self._sweeps(problem, first, history), first, progress, most=sweeps)
+        state, settled = iterate(recorded(), first, progress, most=sweeps)
         errors = problem.errors(state)
         better = errors <= reached
-        return State.chosen(better, state, first), xp.where(better, errors, reached), start_errors, settled
-
-    def _sweeps(self, problem: PairProblem, state: State, history: list[Array]) -> Iterator[Step[State]]:
-        xp, size = namespace(problem.left), namespace(problem.left).sqrt(problem.energy)
-        step, place = xp.ones_like(size), 0
-        while True:
-            # JointALS 3: every block of the out side, then of the in side, each at its own minimum.
-            before, state = state, problem.sweep(state)
-            # JointALS 4: now and then one step farther the way the sweep went, kept where the error falls.
-            if self.ridge == 0.0 and place % EVERY == 1:
-                state, step = extrapolated(problem, before, state, step)
-            history.append(safe_ratio(state.error, size))
-            settled = place > 0 and bool(xp.all(history[-2] - history[-1] <= self.tolerance * history[-2]))
-            mean, place = float(xp.mean(history[-1])), place + 1
-            yield Step(state, mean, objective=mean if self.ridge == 0.0 else None, settled=settled)
-
-
-def extrapolated(problem: PairProblem, before: State, after: State, step: Array) -> tuple[State, Array]:
-    """One more step in the direction of the last sweep, kept where the error falls; longer next time if it did [1]_.
-
-    .. [1] R. Bro, Multi-way analysis in the food industry, 1998, section 4.4, line search in alternating least squares.
-    """
-    xp = namespace(step)
-    length = step[:, None, None]
-    sides = [
-        [new + length * (new - old) for old, new in zip(*side, strict=True)]
-        for side in zip(before.pair, after.pair, strict=True)
-    ]
-    trial = problem.state((sides[0], sides[1]))
-    better = trial.error < after.error
-    grown = xp.where(better, LENGTHEN * step, xp.maximum(step / LENGTHEN**3, xp.ones_like(step)))
-    return State.chosen(better, trial, after), grown
+        return PairState.chosen(better, state, first), xp.where(better, errors, reached), start_errors, settled
 
 
 def _checked(targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple[int, int]) -> tuple[int, int]:
@@ -264,23 +231,16 @@ def _checked(targets: Sequence[LowRank], shape: ProductShape, ranks: int | tuple
 
 
 def _solutions(
-    pair: Pair,
-    shape: ProductShape,
+    sides: tuple[list[Array], list[Array]],
     figures: tuple[Array, Array, Array],
     history: list[Array],
     progress: SolveProgress,
     status: Status,
 ) -> list[PairSolution]:
-    """One record a target from the stacks of the batch, its errors, those of its start, its norm and its sweeps."""
-    xp = namespace(*figures)
-    left, right = as_factors(pair[0], shape.left), as_factors(pair[1], shape.right.transposed)
-    right = [xp.matrix_transpose(factor) for factor in right]
+    """One record a target from the factors of the batch, its errors, those of its start, its norm and its sweeps."""
     solutions = []
     for i in range(int(figures[0].shape[0])):
-        product = SeparatedProduct(
-            SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in left]),
-            SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in right]),
-        )
+        left, right = (SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in side]) for side in sides)
         error, start_error, norm = (float(values[i]) for values in figures)
         sweeps = tuple(
             replace(
@@ -289,10 +249,6 @@ def _solutions(
             for sweep, values in zip(progress.sweeps, history, strict=True)
         )
         scale = 1.0 / norm if norm > 0.0 else 0.0
+        product = SeparatedProduct(left, right)
         solutions.append(PairSolution(product, error * scale, start_error * scale, norm, status, sweeps))
     return solutions
-
-
-def _own(sweep: Sweep, error: float) -> float | None:
-    """The objective of one target, where that of the batch is the mean of their errors."""
-    return None if sweep.objective is None else error

@@ -15,8 +15,8 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.initialization import as_factors
-from lsrdecomp.solvers.pair.problem import Pair, PairProblem
-from lsrdecomp.solvers.pair.stacking import given_pair, stacked_norms, stacked_pairs, stacked_triangles
+from lsrdecomp.solvers.pair.problem import PairProblem
+from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
@@ -88,17 +88,19 @@ def quantize_sequentially(
        pre-trained transformers, ICLR 2023. arXiv:2210.17323
     """
     shape = product.product_shape
-    norms = stacked_norms([target], None if weights is None else [weights])
-    start = given_pair([product], shape, product.separation_ranks, 1)
-    left, right, norms, start = placed((*stacked_pairs([target]), norms, start), None)  # codes are NumPy's
-    triangles = placed(stacked_triangles([target]), None)
-    problem = PairProblem.of((left, right), triangles, shape, norms, cg_steps, ridge=0.0)
+    batch = WeightedTargets.of([target], None if weights is None else [weights])
+    start = start_pair([product], shape, product.separation_ranks, 1)
+    batch, start = placed((batch, start), None)  # codes are NumPy's
+    problem = PairProblem.of(batch, shape, cg_steps)
     coding = _Coding(problem, problem.state(start).pair, nearest)
-    for place, block in enumerate(coding.blocks, 1):
+    # Codes 1: round and fix the largest free block, solve the others again, until all are codes.
+    for block in coding.blocks:
         coding.round(block)
-        if place < len(coding.blocks):
+        if block != coding.blocks[-1]:
             coding.solve(sweeps)
+    # Codes 2: the best number for each term.
     coding.scale()
+    # Codes 3: free each block once more, and keep what comes nearer.
     for block in coding.blocks * PASSES:
         coding.improve(block)
     into = coding.side(1, shape.right.transposed)

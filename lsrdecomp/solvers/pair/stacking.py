@@ -1,18 +1,77 @@
-"""Targets, norms and starting products of one shape as the stacked arrays of a batch."""
+"""Targets, norms and starting products of one size as the stacked arrays of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from lsrdecomp.arrays import Array, as_double, namespace, zero_padded
+from lsrdecomp.arrays import Array, as_double, check_device, namespace, placed, zero_padded
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
-from lsrdecomp.solvers.pair.problem import Pair
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.stacked_weights import stack_weights
-from lsrdecomp.targets.weights import NormWeights
+from lsrdecomp.targets.weighted import pair_norms
+from lsrdecomp.targets.weights import NormWeights, Weight
+
+Pair = tuple[Stacks, Stacks]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedTargets:
+    """Targets P Q of one size and their norms, with what every shape needs of them."""
+
+    left: Array  # P, (L, m, R)
+    right: Array  # Q, (L, R, n)
+    triangles: tuple[Array, Array]  # R of thin QR factorizations of P and Qᵀ
+    norms: NormWeights  # G and C
+    weighted_left: Array  # G P
+    weighted_right: Array  # C Qᵀ, (L, n, R)
+    energy: Array  # ‖G^½ P Q C^½‖², (L,)
+    device: str | None = None  # where torch computes; None: where the targets lie
+    _traces: dict[tuple[int, tuple[int, ...]], PartialTraces] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, targets: Sequence[LowRank], weights: Sequence[NormWeights] | None, device: str | None = None
+    ) -> WeightedTargets:
+        """Of targets (m, n) and a norm for each of them; absent, the Frobenius norm. With a device they are put there.
+
+        Raises `LsrError` if torch cannot compute in float64 on the device.
+        """
+        # Stacked before they are placed, so that roots of dense weights are taken once and stay cached.
+        arrays = stacked_pairs(targets), stacked_triangles(targets), stacked_norms(targets, weights)
+        if device is not None:
+            check_device(device)
+            arrays = placed(arrays, device)
+        return replace(cls.of_arrays(*arrays), device=device)
+
+    @classmethod
+    def of_arrays(
+        cls, pair: tuple[Array, Array], triangles: tuple[Array, Array], norms: NormWeights
+    ) -> WeightedTargets:
+        """Of P and Q, and the R of thin QR factorizations of P and Qᵀ."""
+        (left, right), xp = pair, namespace(*pair)
+        if norms.is_frobenius:
+            size = xp.linalg.matrix_norm(triangles[0] @ xp.matrix_transpose(triangles[1]))
+        else:
+            size = pair_norms(left, right, norms)
+        weighted_right = norms.input.apply(xp.matrix_transpose(right))
+        return cls(left, right, triangles, norms, norms.output.apply(left), weighted_right, size**2)
+
+    def placed(self, pair: Pair) -> Pair:
+        """A pair where the targets lie."""
+        return pair if self.device is None else placed(pair, self.device)
+
+    def traces(self, side: int, weight: Weight, sizes: tuple[int, ...]) -> PartialTraces:
+        """Partial traces of the weight of a side at a split of it, which shapes share."""
+        key = side, sizes
+        if key not in self._traces:
+            self._traces[key] = PartialTraces.of(weight, sizes, self.weighted_left)
+        return self._traces[key]
 
 
 def stacked_norms(targets: Sequence[LowRank], weights: Sequence[NormWeights] | None) -> NormWeights:
@@ -47,15 +106,15 @@ def stacked_triangles(targets: Sequence[LowRank]) -> tuple[Array, Array]:
     return left, right
 
 
-def given_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int) -> Pair:
-    """Stacks of given starting products, padded with zero terms."""
+def start_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: tuple[int, int], count: int) -> Pair:
+    """Stacks of starting products, padded with zero terms."""
     if len(starts) != count:
         raise ShapeError(f"{len(starts)} starts for {count} targets")
     sides: list[list[list[Array]]] = [[], []]
     for start in starts:
         if start.product_shape != shape:
             raise ShapeError(f"a start of shape {start.product_shape} for a solve of shape {shape}")
-        if any(given > asked for given, asked in zip(start.separation_ranks, ranks, strict=True)):
+        if any(terms > most for terms, most in zip(start.separation_ranks, ranks, strict=True)):
             raise ShapeError(f"a start of {start.separation_ranks} terms for a solve with {ranks}")
         for side, folded, rank in zip(sides, (start.left.folded(), start.right.mT.folded()), ranks, strict=True):
             side.append([zero_padded(as_double(factor), 0, rank) for factor in folded])
