@@ -1,9 +1,21 @@
-"""Names of layers: what all share, and what a layer is apart from where it is."""
+"""Names of layers: their order, what they share, what a layer is without where it is, what image programs call it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from lsrdecomp.errors import UnsupportedError
+
+COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "transformer", "prior")
+"""Components of pipelines whose loaders take LoRA."""
+KOHYA = {"unet": "lora_unet", "text_encoder": "lora_te", "text_encoder_2": "lora_te2"}
+"""Prefixes of kohya's names; where there are two text encoders the first is ``lora_te1``."""
+LANGUAGE = re.compile(r"transformer\.(h|wte|wpe|word_embeddings|encoder|decoder|layers?|lm_head)(\.|$)")
+"""Modules of GPT-2, Bloom, GPT-Neo and others, whose first word is also that of a component of image pipelines."""
+TEXT_LEVEL = "text_model."
+CLIP = ("encoder.layers.", "embeddings.", "final_layer_norm.")
+"""Parts of a CLIP text model. Where they stand at its top, kohya's level ``text_model`` above them is missing."""
 
 
 def kind_of(name: str) -> str:
@@ -33,3 +45,49 @@ def common_prefix(names: Sequence[str]) -> str:
             break
         shared.append(parts[0])
     return mark.join(shared) + mark if shared and len(names) > 1 else ""
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Sort key that puts layer.2 before layer.10 and unet:2 before unet:10, with numbers of any length."""
+    parts = re.split("([0-9]+)", name)  # every second one is a number
+    parts[1::2] = [part.lstrip("0") for part in parts[1::2]]
+    return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))
+
+
+def split_component(name: str, form: str, known: Iterable[str]) -> tuple[str, str]:
+    """The component of a pipeline and the module in it; `UnsupportedError` for a layer that such files do not name."""
+    component, _, module = name.partition(".")
+    if LANGUAGE.match(name):
+        text = f"a layer of a language model, and {form} files are of image pipelines"
+        raise UnsupportedError(f"{name}: {text}; write lora instead")
+    if component in known and module:
+        return component, module
+    if ":" in name:
+        text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
+        raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")
+    parts = ", ".join(f"{part}." for part in known)
+    raise UnsupportedError(f"{name}: {form} files hold layers of {parts} only; write lora instead")
+
+
+def flat_name(name: str, *, sdxl: bool) -> str | None:
+    """What kohya's files call a layer of a pipeline, or None for a layer that they have no name for.
+
+    Parameters
+    ----------
+    name : str
+        ``unet.…`` or ``text_encoder.…``, with or without the level ``text_model``.
+    sdxl : bool
+        Whether there are two text encoders.
+
+    Sources: sd-scripts 48d368fa5577, networks/lora.py, ``prefix + "." + name + "." + child_name`` with dots replaced;
+    LyCORIS f49d30d67059, kohya.py; ComfyUI 17358c8f73b5, comfy/lora.py, whose map has the same names.
+
+    >>> flat_name("text_encoder.encoder.layers.0.self_attn.q_proj", sdxl=False)
+    'lora_te_text_model_encoder_layers_0_self_attn_q_proj'
+    """
+    component, _, module = name.partition(".")
+    if component not in KOHYA or not module:
+        return None
+    prefix = "lora_te1" if sdxl and component == "text_encoder" else KOHYA[component]
+    level = TEXT_LEVEL if component != "unet" and module.startswith(CLIP) else ""
+    return f"{prefix}_{(level + module).replace('.', '_')}"

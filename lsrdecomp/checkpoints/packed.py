@@ -21,9 +21,11 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,12 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import zero_padded
 from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.packed_entries import Bytes, Entry, Floats, Reader, parse
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.safetensors import read_header
-from lsrdecomp.checkpoints.tensors import check_name
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, check_name
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.formats.bit_packing import pack
-from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct
+from lsrdecomp.formats.bit_packing import Codes, pack, packed_size, unpack
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -49,7 +50,16 @@ PACKED = f"{PREFIX}lsr_packed"
 """The tensor of version 0.1."""
 VERSION = 2
 LONGEST_INDEX = 16 * 2**20
+MOST_NUMBERS = 2**31
+"""Of one layer: a few bytes must not ask for more memory than a machine has."""
+MOST_ZEROS = 2**26
+"""Of a layer without any term or component, whose numbers no byte stands behind."""
+DAMAGE = (LsrError, ValueError, TypeError, KeyError, zlib.error, RecursionError, OverflowError)
+Bytes = NDArray[np.uint8]
 Factors = tuple[NDArray[Any], ...]
+
+
+# The index in a config -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +74,23 @@ class Index:
     def config_fields(self) -> dict[str, Any]:
         """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
         patterns = {exact_pattern(name): entry for name, entry in self.entries.items()}
-        shapes = {key: entry.shape for key, entry in patterns.items()}
+        ranks = {key: entry.shape.inner_rank for key, entry in patterns.items()}
         fields: dict[str, Any] = {
-            "rank_pattern": {key: shape.inner_rank for key, shape in shapes.items()},
-            "alpha_pattern": {key: shape.inner_rank for key, shape in shapes.items()},
-            "separation_rank_pattern": {key: [terms for terms, _ in entry.sides] for key, entry in patterns.items()},
-            "shape_pattern": {
-                key: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
-                for key, shape in shapes.items()
-            },
+            "rank_pattern": ranks,
+            "alpha_pattern": dict(ranks),
+            "separation_rank_pattern": {key: list(entry.terms) for key, entry in patterns.items()},
+            "shape_pattern": {key: splits(entry.shape) for key, entry in patterns.items()},
         }
         return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
 
     def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
         """The layers with their bytes, not yet unpacked. Raises `CheckpointError` for another number of bytes."""
         return _sliced(self.entries, numbers, 0, NUMBERS)
+
+
+def splits(shape: ProductShape) -> dict[str, list[int]]:
+    """A shape as ``shape_pattern`` has it."""
+    return {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
 
 
 def index_text(
@@ -124,13 +136,58 @@ def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
     return _sliced(entries, packed, 4 + length, PACKED)
 
 
-def codes_in(checkpoint: Checkpoint) -> dict[str, CodedProduct]:
-    """The layers of an LSR directory that are stored in integer codes, unpacked."""
-    tensors, text = read_header(checkpoint.weights).tensors, checkpoint.config.get(FIELD)
-    layers = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
-    if text is not None:
-        layers |= read_index(text).layers(tensors[NUMBERS].read())
-    return {name: layer.decode() for name, layer in layers.items() if not isinstance(layer.entry, Floats)}
+def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
+    entries = {str(name): parse(*entry) for name, *entry in listed}
+    if len(entries) != len(listed):
+        raise CheckpointError("a layer is listed twice")
+    for name in entries:
+        check_name(name, Path(FIELD))
+    return entries
+
+
+def _sliced(entries: Mapping[str, Entry], numbers: Bytes, begin: int, tensor: str) -> dict[str, PackedLayer]:
+    end = begin + sum(entry.size for entry in entries.values())
+    if end != numbers.size:
+        text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
+        raise CheckpointError(f"packed layers are damaged: {text}", tensor=tensor)
+    layers = {}
+    for name, entry in entries.items():
+        layers[name] = PackedLayer(entry, numbers[begin : begin + entry.size])
+        begin += entry.size
+    return layers
+
+
+def _damaged(
+    error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
+) -> CheckpointError:
+    text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
+    return CheckpointError(f"{what}: {text}", tensor=tensor)
+
+
+# One layer -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the index says of one layer, its numbers checked.
+
+    Attributes
+    ----------
+    terms : (int, int)
+        Of the out side and of the in side, as its factors have them: at least one.
+    storage : str
+        A floating type, or ``"int4"`` and the like.
+    size : int
+        Bytes.
+    unpack : callable
+        From a `Reader` of so many bytes to the factors of floats, or to codes.
+    """
+
+    shape: ProductShape
+    terms: tuple[int, int]
+    storage: str
+    size: int
+    unpack: Callable[[Reader], tuple[Factors, Factors] | CodedProduct]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,56 +200,40 @@ class PackedLayer:
     @property
     def factor_shapes(self) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
         """Shapes (s, m_i, r_i) of the out side and (t, r_i, n_i) of the in side, as `factors` gives them."""
-        left, right = ([(terms, *size) for size in side] for terms, side in self.entry.sides)
+        sides = self.entry.shape.left.factors, self.entry.shape.right.factors
+        left, right = ([(terms, *size) for size in side] for terms, side in zip(self.entry.terms, sides, strict=True))
         return left, right
 
     @property
     def storage(self) -> str:
         return self.entry.storage
 
+    def factors(self) -> tuple[Factors, Factors]:
+        """Factors of the out side and of the in side: floats as stored, codes in float64."""
+        numbers = self._unpacked()
+        return numbers if isinstance(numbers, tuple) else factors_of(numbers)
+
     def decode(self) -> CodedProduct:
         """The codes, unpacked. Raises `CheckpointError` if they cannot be read, or are floats."""
-        if isinstance(self.entry, Floats):
+        numbers = self._unpacked()
+        if isinstance(numbers, tuple):
             raise CheckpointError("is stored in floating-point numbers, not in codes", tensor=NUMBERS)
+        return numbers
+
+    def _unpacked(self) -> tuple[Factors, Factors] | CodedProduct:
         try:
-            return self.entry.decode(Reader(self.codes))
+            return self.entry.unpack(Reader(self.codes))
         except DAMAGE as error:
             raise _damaged(error) from None
 
-    def factors(self) -> tuple[Factors, Factors]:
-        """Factors of the out side and of the in side: floats as stored, codes in float64."""
-        return self.entry.factors(self.codes) if isinstance(self.entry, Floats) else factors_of(self.decode())
 
-
-DAMAGE = (LsrError, ValueError, TypeError, KeyError, zlib.error, RecursionError, OverflowError)
-
-
-def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
-    entries = {str(name): parse(*entry) for name, *entry in listed}
-    if len(entries) != len(listed):
-        raise CheckpointError("a layer is listed twice")
-    for name in entries:
-        check_name(name, Path(FIELD))
-    return entries
-
-
-def _sliced(entries: Mapping[str, Entry], numbers: Bytes, place: int, tensor: str) -> dict[str, PackedLayer]:
-    end = place + sum(entry.size for entry in entries.values())
-    if end != numbers.size:
-        text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
-        raise CheckpointError(f"packed layers are damaged: {text}", tensor=tensor)
-    layers = {}
-    for name, entry in entries.items():
-        layers[name] = PackedLayer(entry, numbers[place : place + entry.size])
-        place += entry.size
-    return layers
-
-
-def _damaged(
-    error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
-) -> CheckpointError:
-    text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
-    return CheckpointError(f"{what}: {text}", tensor=tensor)
+def codes_in(checkpoint: Checkpoint) -> dict[str, CodedProduct]:
+    """The layers of an LSR directory that are stored in integer codes, unpacked."""
+    tensors, text = read_header(checkpoint.weights).tensors, checkpoint.config.get(FIELD)
+    layers = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
+    if text is not None:
+        layers |= read_index(text).layers(tensors[NUMBERS].read())
+    return {name: layer.decode() for name, layer in layers.items() if layer.storage not in FLOATS}
 
 
 def named_factors(layers: Mapping[str, PackedLayer]) -> dict[str, NDArray[Any]]:
@@ -219,6 +260,9 @@ def factors_of(layer: CodedProduct) -> tuple[Factors, Factors]:
     return left, right
 
 
+# Entries and bytes, written ------------------------------------------------------------------------------------------
+
+
 def float_entry(shape: ProductShape, ranks: tuple[int, int], storage: str) -> list[Any]:
     """What the index says of a layer stored in floats."""
     return ["floats", shape.out, shape.inner, shape.into, storage, *ranks]
@@ -242,3 +286,119 @@ def code_bytes(layer: CodedProduct) -> Iterator[Bytes]:
         for u, v, scale, bits in zip(layer.left, layer.right, layer.scales, layer.bits, strict=True):
             yield np.array([scale], "<f2").view(np.uint8)
             yield pack(np.concatenate([u, v]), bits)
+
+
+# and read ------------------------------------------------------------------------------------------------------------
+
+
+def parse(kind: str, *entry: Any) -> Entry:
+    """An entry of the index, its numbers checked; `ValueError` and its kin otherwise."""
+    parsers: dict[str, Callable[..., tuple[Entry, bool]]] = {
+        "floats": _float_entry,
+        "terms": _terms_entry,
+        "components": _components_entry,
+    }
+    if kind not in parsers:
+        raise ValueError(f"unknown kind {str(kind)[:40]!r}")
+    parsed, backed = parsers[kind](*entry)
+    numbers = parsed.shape.parameters(*parsed.terms)
+    if numbers > (MOST_NUMBERS if backed else MOST_ZEROS):
+        raise ValueError(f"a layer of {str(numbers)[:40]} numbers")
+    return parsed
+
+
+def _float_entry(out: Any, inner: Any, into: Any, storage: Any, *terms: Any) -> tuple[Entry, bool]:
+    if storage not in FLOATS or len(terms) != 2 or not all(type(count) is int and count > 0 for count in terms):
+        raise ValueError(f"floats of type {str(storage)[:40]!r} and terms {str(list(terms))[:40]}")
+    shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+    size = shape.parameters(*terms) * DTYPES[storage].itemsize
+    return Entry(shape, (terms[0], terms[1]), storage, size, partial(_read_floats, shape, terms, storage)), True
+
+
+def _read_floats(shape: ProductShape, terms: tuple[int, int], storage: str, reader: Reader) -> tuple[Factors, Factors]:
+    left, right = (
+        tuple(reader.floats(storage, (count, *size)) for size in side.factors)
+        for count, side in zip(terms, (shape.left, shape.right), strict=True)
+    )
+    return left, right
+
+
+def _terms_entry(out: Any, inner: Any, into: Any, left: Any, right: Any) -> tuple[Entry, bool]:
+    shape = ProductShape(tuple(out), tuple(inner), tuple(into))
+    sides, size = [], 0
+    for (bits, exponent, terms), matrix in ((left, shape.left), (right, shape.right)):
+        if type(terms) is not int or terms < 0:
+            raise ValueError(f"a side of {str(terms)[:40]} terms")
+        sides.append((_bits(bits), _exponent(exponent), terms, matrix.factors))
+        size += 2 * terms + sum(packed_size(terms * m * n, bits) for m, n in matrix.factors)
+    counts, storage = [terms for _, _, terms, _ in sides], f"int{max(bits for bits, *_ in sides)}"
+    at_least_one = max(1, counts[0]), max(1, counts[1])
+    return Entry(shape, at_least_one, storage, size, partial(_read_terms, sides)), min(counts) > 0
+
+
+def _read_terms(sides: Sequence[tuple[int, int, int, Any]], reader: Reader) -> QuantizedProduct:
+    matrices = []
+    for bits, exponent, terms, sizes in sides:
+        scales = reader.scales(terms)
+        codes = tuple(reader.codes(bits, (terms, m, n)) for m, n in sizes)
+        matrices.append(QuantizedMatrix(codes, scales, exponent, bits))
+    return QuantizedProduct(*matrices)
+
+
+def _components_entry(sizes: Any, bits: Any, exponent: Any) -> tuple[Entry, bool]:
+    m, n = sizes
+    empty = SpectralCode((), (), np.zeros(0, np.float16), _exponent(exponent), tuple(map(_bits, bits)), (m, n))
+    shape = ProductShape.low_rank((m, n), max(1, len(empty.bits)))
+    size = sum(2 + packed_size(m + n, width) for width in empty.bits)
+    return Entry(shape, (1, 1), empty.storage, size, partial(_read_components, empty)), bool(empty.bits)
+
+
+def _read_components(empty: SpectralCode, reader: Reader) -> SpectralCode:
+    m, n = empty.matrix_shape
+    scales, left, right = [np.zeros(0, np.float16)], [], []
+    for bits in empty.bits:
+        scales.append(reader.scales(1))
+        pair = reader.codes(bits, (m + n,))
+        left.append(pair[:m])
+        right.append(pair[m:])
+    return replace(empty, left=tuple(left), right=tuple(right), scales=np.concatenate(scales))
+
+
+def _bits(value: Any) -> int:
+    if type(value) is not int or not 2 <= value <= 8:
+        raise ValueError(f"codes of {str(value)[:40]} bits")
+    return value
+
+
+def _exponent(value: Any) -> int:
+    if type(value) is not int or abs(value) > 1100:
+        raise ValueError(f"an exponent of {str(value)[:40]}")
+    return value
+
+
+class Reader:
+    """Walks through the bytes; a read beyond the end is an error, not an empty array."""
+
+    def __init__(self, packed: Bytes) -> None:
+        self.packed, self.position = packed, 0
+
+    def take(self, count: int) -> bytes:
+        if self.position + count > self.packed.size:
+            raise ValueError(f"{count} bytes are needed at byte {self.position} of {self.packed.size}")
+        piece = self.packed[self.position : self.position + count]
+        self.position += count
+        return piece.tobytes()
+
+    def floats(self, storage: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        dtype = DTYPES[storage]
+        stored = np.frombuffer(self.take(math.prod(shape) * dtype.itemsize), dtype.newbyteorder("<"))
+        return stored.astype(dtype, copy=False).reshape(shape)
+
+    def scales(self, count: int) -> NDArray[np.float16]:
+        values = np.frombuffer(self.take(2 * count), "<f2").astype(np.float16)
+        if not np.isfinite(values).all():
+            raise ValueError("a scale is NaN or infinite")
+        return values
+
+    def codes(self, bits: int, shape: tuple[int, ...]) -> Codes:
+        return unpack(np.frombuffer(self.take(packed_size(math.prod(shape), bits)), np.uint8), bits, shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -269,10 +268,3 @@ def rank_notes(layers: tuple[Layer, ...]) -> tuple[str, ...]:
         f"{len(above)} of {len(layers)} layers have a rank above their size ({first.name}: rank {first.rank} on "
         f"{shape}): compressing clips it to {min(first.shape)}",
     )
-
-
-def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key that puts layer.2 before layer.10 and unet:2 before unet:10, with numbers of any length."""
-    parts = re.split("([0-9]+)", name)  # every second one is a number
-    parts[1::2] = [part.lstrip("0") for part in parts[1::2]]
-    return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))

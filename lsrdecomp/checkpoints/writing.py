@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from lsrdecomp.checkpoints.files import write_sums
 from lsrdecomp.checkpoints.output_paths import check_file, check_output
 from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
-from lsrdecomp.checkpoints.sums import write_sums
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.precision import PRECISIONS
@@ -133,7 +133,7 @@ class TensorWriter:
         self._places: dict[str, tuple[int, int]] = {}
         self._spool = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(directory))  # noqa: SIM115
 
-    def __enter__(self) -> TensorWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,9 +21,9 @@ from lsrdecomp.checkpoints import (
     write_lora,
     write_same,
 )
+from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.sums import SUMS, changed_files
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.compression.layer import layer_product
 from lsrdecomp.compression.recorded import recorded_errors

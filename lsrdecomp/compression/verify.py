@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint
-from lsrdecomp.checkpoints.image_names import flat_name
+from lsrdecomp.checkpoints.files import changed_files
+from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.safetensors import data_sha256
-from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.compression.layer import layer_pair, layer_product
 from lsrdecomp.compression.recorded import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
-from lsrdecomp.checkpoints.files import read_json, sha256
+from lsrdecomp.checkpoints.files import changed_files, read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import REPORT, compress
 from lsrdecomp.compression.plan import CompressionPlan

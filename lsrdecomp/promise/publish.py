@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.sums import SUMS
+from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.compress import REPORT
 from lsrdecomp.promise.record import Promise

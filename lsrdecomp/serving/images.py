@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lsrdecomp.checkpoints.base_modules import BaseModules
-from lsrdecomp.checkpoints.image_names import TEXT_LEVEL, flat_name
+from lsrdecomp.checkpoints.names import TEXT_LEVEL, flat_name
 from lsrdecomp.serving.adapter import StoredAdapter, StoredLayer
 from lsrdecomp.serving.report import Fates, ModuleFate
 

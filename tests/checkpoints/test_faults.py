@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora, write_lsr
-from lsrdecomp.checkpoints.layers_config import CARRIED
+from lsrdecomp.checkpoints.config import CARRIED
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct

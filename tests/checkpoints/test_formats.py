@@ -30,7 +30,7 @@ from lsrdecomp.checkpoints import (
     write_lsr,
 )
 from lsrdecomp.checkpoints.bundle import open_bundle
-from lsrdecomp.checkpoints.records import natural
+from lsrdecomp.checkpoints.names import natural
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 

@@ -17,7 +17,7 @@ from checkpoint_files import directory, pair, snapshot
 from test_kills import make_fleet, outputs
 
 from lsrdecomp.checkpoints import write_lora
-from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import find_adapters, run_fleet, run_job, summary

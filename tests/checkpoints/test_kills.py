@@ -18,7 +18,7 @@ from checkpoint_files import directory, pair, snapshot
 from cli_server import Server, server
 
 from lsrdecomp.checkpoints import write_lora
-from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.fleet.batch import find_adapters
 from lsrdecomp.fleet.manifest import MANIFEST
 

@@ -10,8 +10,8 @@ from checkpoint_files import directory, pair
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.sums import changed_files
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layer import layer_product

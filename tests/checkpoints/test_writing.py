@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora, writing
-from lsrdecomp.checkpoints.sums import changed_files
+from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.writing import TensorWriter, new_directory
 from lsrdecomp.errors import CheckpointError
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.files import parse_json
+from lsrdecomp.checkpoints.files import SUMS, changed_files, parse_json, write_sums
 from lsrdecomp.checkpoints.packed import (
     PackedLayer,
     code_bytes,
@@ -36,11 +36,10 @@ from lsrdecomp.checkpoints.packed import (
     read_index,
     read_packed,
 )
-from lsrdecomp.checkpoints.packed_entries import Floats
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.sums import SUMS, changed_files, write_sums
+from lsrdecomp.checkpoints.tensors import FLOATS
 from lsrdecomp.cli.fleet import read_plan
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.verify import verify
@@ -259,7 +258,7 @@ def _unpack(layers: Mapping[str, PackedLayer]) -> None:
         if 8 * sum(math.prod(size) for size in sizes) <= CEILING:
             factors = [factor for side in layer.factors() for factor in side]
             assert [factor.shape for factor in factors] == sizes
-            assert isinstance(layer.entry, Floats) or all(np.isfinite(factor).all() for factor in factors)
+            assert layer.storage in FLOATS or all(np.isfinite(factor).all() for factor in factors)
 
 
 def sound_numbers() -> list[bytes]:

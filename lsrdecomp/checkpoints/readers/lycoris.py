@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.format import finish, refuse_alpha
-from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
+from lsrdecomp.checkpoints.format import Roles, finish, grouped, need, refuse_alpha, scalar
 from lsrdecomp.checkpoints.readers.pairs import kohya, pair_layer
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived

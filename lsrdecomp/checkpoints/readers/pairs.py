@@ -16,8 +16,7 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns
 from lsrdecomp.checkpoints.files import parse_json
-from lsrdecomp.checkpoints.format import PREFIX, finish, refuse_alpha
-from lsrdecomp.checkpoints.modules import Roles, grouped, need, scalar
+from lsrdecomp.checkpoints.format import PREFIX, Roles, finish, grouped, need, refuse_alpha, scalar
 from lsrdecomp.checkpoints.readers.peft import check_supported
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived

@@ -6,9 +6,8 @@ import math
 import re
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
 from lsrdecomp.checkpoints.format import finish, needed_config, refuse_alpha, refuse_fields, without_prefix
-from lsrdecomp.checkpoints.layers_config import check_carried, missing_modules
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import UnsupportedError

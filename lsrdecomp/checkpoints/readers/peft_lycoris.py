@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.config import Patterns
-from lsrdecomp.checkpoints.format import PREFIX, finish, needed_config, refuse_alpha, without_prefix
-from lsrdecomp.checkpoints.layers_config import check_carried
-from lsrdecomp.checkpoints.modules import Roles, grouped
+from lsrdecomp.checkpoints.config import Patterns, check_carried
+from lsrdecomp.checkpoints.format import PREFIX, Roles, finish, grouped, needed_config, refuse_alpha, without_prefix
 from lsrdecomp.checkpoints.readers.lycoris import HADA, LOKR, hadamard_layer, kronecker_layer
 from lsrdecomp.checkpoints.records import Checkpoint, Layer
 from lsrdecomp.errors import UnsupportedError

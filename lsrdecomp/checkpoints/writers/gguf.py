@@ -16,7 +16,7 @@ import numpy as np
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.peft import check_pair
+from lsrdecomp.checkpoints.writers.pair_writer import check_pair
 from lsrdecomp.checkpoints.writing import cast, new_file
 from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 

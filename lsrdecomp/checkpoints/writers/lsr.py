@@ -12,11 +12,9 @@ from typing import IO, Any
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
-from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.config import carried_fields, exact_pattern, most_common, patterns
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
-from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text
-from lsrdecomp.checkpoints.packed_entries import parse
+from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse, splits
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.registration import IMPORT
@@ -174,7 +172,7 @@ def _config(source: Checkpoint, shapes: Mapping[str, tuple[ProductShape, int, in
     terms = {name: (left, right) for name, (_, left, right) in shapes.items()}
     common = most_common(terms)
     unusual = {
-        name: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+        name: splits(shape)
         for name, (shape, _, _) in shapes.items()
         if shape.inner != inner or shape != ProductShape.balanced(shape.matrix_shape, inner)
     }

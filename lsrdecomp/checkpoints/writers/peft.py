@@ -6,18 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lsrdecomp.checkpoints.bundle import CONFIG
-from lsrdecomp.checkpoints.config import module_suffixes
+from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.layers_config import carried_fields, most_common, patterns
-from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.rounding import Rounding
-from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
-from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
+from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, write_json
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
 PROFILES = ("peft", "server", "lorax")
@@ -86,31 +82,22 @@ def write_lora(
     if profile == "lorax" and rank is None:
         layers = list(layers)
         rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
-    known = {layer.name: layer for layer in source.layers} if source else {}
-    ranks: dict[str, int] = {}
-    rounding = Rounding()
-    with new_directory(out, inputs=(source.path,) if source else (), force=force) as part, TensorWriter(part) as writer:
+    with (
+        new_directory(out, inputs=(source.path,) if source else (), force=force) as part,
+        PairWriter(part, source) as writer,
+    ):
+        kinds = {name: layer.kind for name, layer in writer.layers.items()}
         for name, up, down in layers:
-            layer = known.get(name)
-            kind, kernel = (layer.kind, layer.kernel) if layer is not None else ("linear", ())
-            check_pair(name, up, down, layer)
-            if rank is not None:
-                up, down = _padded(name, up, down, rank)
-            ranks[name] = down.shape[0]
-            keys = [f"{PREFIX}{name}.{half}" for half in HALVES[kind == "embedding"]]
-            stored_down, stored_up = (cast(half, storage, key) for half, key in zip((down, up), keys, strict=True))
-            rounding.add(up, down, stored_up, stored_down)
-            if kind == "conv":
-                stored_down = stored_down.reshape(down.shape[0], -1, *kernel)
-                stored_up = stored_up.reshape(*up.shape, *(1 for _ in kernel))
-            writer.add(keys[0], stored_down)
-            writer.add(keys[1], stored_up)
-        if not ranks:
-            raise CheckpointError("no layers to write", path=out)
+            ends = HALVES[kinds.get(name) == "embedding"]
+            writer.add_pair(
+                name, up, down, (f"{PREFIX}{name}.{ends[0]}", f"{PREFIX}{name}.{ends[1]}"), storage, rank=rank
+            )
+        ranks = writer.ranks
         if profile == "server":
             _server_rank(max(ranks.values()), out)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
+        header = writer.record(provenance, profile=profile, storage=storage)
         fields = carried_fields(config, set(ranks), set(extras), source, "lora_only")
         if profile != "peft":
             fields["target_modules"] = module_suffixes(ranks)
@@ -123,14 +110,13 @@ def write_lora(
             "lora_alpha": common,
             "rank_pattern": patterns(ranks, common),
             "alpha_pattern": patterns(ranks, common),
-            "fan_in_fan_out": any(name in known and known[name].kind == "conv1d" for name in ranks),
+            "fan_in_fan_out": any(kinds.get(name) == "conv1d" for name in ranks),
             "use_rslora": False,
             "use_dora": False,
             "lora_dropout": 0.0,
             "init_lora_weights": True,
         }
-        facts = {"profile": profile, "storage": storage, "sha256": writer.sha256(), **rounding.to_json()}
-        writer.write(part / WEIGHTS, metadata(source, provenance, **facts))
+        writer.write(part / WEIGHTS, header)
         write_json(part / CONFIG, fields)
     return out
 
@@ -140,19 +126,3 @@ def _server_rank(rank: int, out: Path) -> int:
         if rank <= allowed:
             return allowed
     raise UnsupportedError(f"rank {rank} is above {SERVER_RANKS[-1]}, the most a server takes", path=out)
-
-
-def check_pair(name: str, up: Array, down: Array, layer: Any) -> None:
-    """Raise `ShapeError` unless B and A multiply, to the size of the layer if that is known."""
-    if up.ndim != 2 or down.ndim != 2 or up.shape[1] != down.shape[0] or 0 in (*up.shape, *down.shape):
-        raise ShapeError(f"{name}: B of shape {up.shape} and A of shape {down.shape} do not multiply")
-    if layer is not None and (layer.out_features, layer.in_features) != (up.shape[0], down.shape[1]):
-        size = f"{layer.out_features} x {layer.in_features}"
-        raise ShapeError(f"{name}: B @ A is {up.shape[0]} x {down.shape[1]}, but the layer is {size}")
-
-
-def _padded(name: str, up: Array, down: Array, rank: int) -> tuple[Array, Array]:
-    more = rank - down.shape[0]
-    if more < 0:
-        raise ShapeError(f"{name}: rank {down.shape[0]}, but all layers are to have {rank}")
-    return np.pad(up, ((0, 0), (0, more))), np.pad(down, ((0, more), (0, 0)))

@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG, MLX_WEIGHTS
+from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.layers_config import most_common, patterns
-from lsrdecomp.checkpoints.modules import scalar
-from lsrdecomp.checkpoints.provenance import metadata
+from lsrdecomp.checkpoints.format import scalar
 from lsrdecomp.checkpoints.readers import pairs
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
-from lsrdecomp.checkpoints.writers.peft import check_pair, write_lora
-from lsrdecomp.checkpoints.writers.rounding import Rounding
-from lsrdecomp.checkpoints.writing import TensorWriter, cast, new_directory, new_file, write_json
+from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
+from lsrdecomp.checkpoints.writers.peft import write_lora
+from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 FORMATS = ("kohya", "diffusers", "lycoris", "cloneofsimo", "loralib", "torchtune", "mlx")
@@ -98,105 +97,75 @@ def write_same(
         return write_lora(
             out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
         )
+    out, inputs = Path(out), (like.path, like.weights)
     if same_is_directory(like):
-        with new_directory(out, inputs=(like.path, like.weights), force=force) as part, TensorWriter(part) as writer:
-            ranks = _write(part / MLX_WEIGHTS, writer, like, layers, storage, extras, provenance)
+        with new_directory(out, inputs=inputs, force=force) as part, PairWriter(part, like) as writer:
+            _write(part / MLX_WEIGHTS, writer, like, layers, storage, extras, provenance)
             config = read_json(like.weights.parent / CONFIG)
-            config["lora_parameters"] = config["lora_parameters"] | {"rank": max(ranks.values())}
+            config["lora_parameters"] = config["lora_parameters"] | {"rank": max(writer.ranks.values())}
             write_json(part / CONFIG, config)
-        return Path(out)
-    out = Path(out)
+        return out
     if out.suffix != ".safetensors":
         raise CheckpointError("the name must end in .safetensors", path=out)
-    with (
-        new_file(out, inputs=(like.path, like.weights), force=force) as part,
-        TensorWriter(out.absolute().parent) as writer,
-    ):
+    with new_file(out, inputs=inputs, force=force) as part, PairWriter(out.absolute().parent, like) as writer:
         _write(part, writer, like, layers, storage, extras, provenance)
     return out
 
 
 def _write(
     path: Path,
-    writer: TensorWriter,
+    writer: PairWriter,
     like: Checkpoint,
     layers: Iterable[tuple[str, Array, Array]],
     storage: str | None,
     extras: Mapping[str, StoredTensor],
     provenance: Mapping[str, Any] | None,
-) -> dict[str, int]:
-    """The tensors of all layers and the header; ranks by the names of layers."""
+) -> None:
+    """The tensors of all layers and the header."""
     layers, rank = _with_missing(like, layers), None
     alpha = like.config.get("lora_alpha") if like.format in ("loralib", "torchtune") else None
-    if alpha is not None:
+    if alpha is not None:  # of one rank for all layers
         layers = list(layers)
         rank = max(down.shape[0] for _, _, down in layers)
-    ranks: dict[str, int] = {}
-    rounding = Rounding()
     for name, up, down in layers:
-        layer = like.layer(name)
-        check_pair(name, up, down, layer)
-        if rank is not None:
-            more = rank - down.shape[0]
-            up, down = np.pad(up, ((0, 0), (0, more))), np.pad(down, ((0, more), (0, 0)))
-        ranks[name] = down.shape[0]
-        scale = 1.0 if alpha is None else alpha / ranks[name]
+        layer: LoraLayer = like.layer(name)
+        scale = 1.0 if alpha is None else alpha / (rank or 1)
         if layer.alpha is not None:
-            scale = scalar(layer.alpha) / ranks[name]
+            scale = scalar(layer.alpha) / down.shape[0]
             writer.add(layer.alpha.name, layer.alpha.read())
         elif like.format == "mlx":
             scale = layer.scale
-        kind = storage or layer.dtype
-        halves = cast(up / scale, kind, layer.up.name), cast(down, kind, layer.down.name)
-        rounding.add(up, down, halves[0].astype(np.float64) * scale, halves[1])
-        for key, half in zip((layer.up.name, layer.down.name), _shaped(like, layer, *halves), strict=True):
-            writer.add(key, half)
-    if not ranks:
-        raise CheckpointError("no layers to write", path=path)
+        keys, transposed = (layer.down.name, layer.up.name), like.format == "mlx"
+        writer.add_pair(name, up, down, keys, storage or layer.dtype, rank=rank, scale=scale, transposed=transposed)
     for tensor in extras.values():
         writer.add(tensor.name, tensor.read())
-    writer.write(path, _metadata(like, ranks, writer, rounding, provenance))
-    return ranks
+    record = writer.record(provenance)
+    writer.write(path, _metadata(like, writer) | record)
 
 
 def _with_missing(like: Checkpoint, layers: Iterable[tuple[str, Array, Array]]) -> Iterator[tuple[str, Array, Array]]:
     """All layers; zeros for those left out of a file whose reader counts its layers."""
-    given = set()
+    names = set()
     for name, up, down in layers:
-        given.add(name)
+        names.add(name)
         yield name, up, down
     if like.format == "cloneofsimo":
         for layer in like.layers:
-            if layer.name not in given:
+            if layer.name not in names:
                 yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
 
 
-def _shaped(like: Checkpoint, layer: LoraLayer, up: Array, down: Array) -> tuple[Array, Array]:
-    if like.format == "mlx":
-        return up.T, down.T
-    if not layer.kernel:
-        return up, down
-    return up.reshape(*up.shape, *(1 for _ in layer.kernel)), down.reshape(down.shape[0], -1, *layer.kernel)
-
-
-def _metadata(
-    like: Checkpoint,
-    ranks: Mapping[str, int],
-    writer: TensorWriter,
-    rounding: Rounding,
-    provenance: Mapping[str, Any] | None,
-) -> dict[str, str]:
-    """That of ``like``, with what it says of ranks and hashes made true, and our record."""
-    digest = writer.sha256()
-    found = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
-    if MODEL_HASH in found:
-        found[MODEL_HASH] = digest
-    for name, rank in ranks.items():
-        if f"{name}:rank" in found:
-            found[f"{name}:rank"] = str(rank)
-    if pairs.METADATA in found:
-        found[pairs.METADATA] = _header_config(json.loads(found[pairs.METADATA]), ranks)
-    return found | metadata(like, provenance, sha256=digest, **rounding.to_json())
+def _metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
+    """That of ``like``, with what it says of ranks and hashes made true."""
+    facts = {key: value for key, value in like.metadata.items() if key != LEGACY_HASH}
+    if MODEL_HASH in facts:
+        facts[MODEL_HASH] = writer.sha256()
+    for name, rank in writer.ranks.items():
+        if f"{name}:rank" in facts:
+            facts[f"{name}:rank"] = str(rank)
+    if pairs.METADATA in facts:
+        facts[pairs.METADATA] = _header_config(json.loads(facts[pairs.METADATA]), writer.ranks)
+    return facts
 
 
 def _header_config(config: dict[str, Any], ranks: Mapping[str, int]) -> str:
