@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.adapters.candidate_kernels.arena import ArenaLayer, FactorArena
 from benchmarks.adapters.candidate_kernels.modes import applied
 from benchmarks.adapters.candidate_kernels.triton_support import usable
-from lsrdecomp.adapters.kernels import Expandable, adapted_linear, grouped_expansion, kronecker_linear
+from lsrdecomp.adapters.kernels import Expandable, adapted_linear, apply, grouped_expansion
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 FROZEN, LORA, LORA_NARROW, LOKR = "frozen base", "PEFT LoRA", "PEFT LoRA, narrow", "PEFT LoKr"
@@ -101,7 +101,7 @@ class KronaLinear(Wrapped):
         self.second = nn.Parameter(0.1 * torch.randn(1, c, d, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + kronecker_linear(x, self.first, self.second)  # type: ignore[no-any-return]
+        return self.base(x) + apply([self.first, self.second], x)  # type: ignore[no-any-return]
 
 
 class ArenaLinear(Wrapped):

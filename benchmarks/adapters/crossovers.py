@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.adapters.candidate_kernels.modes import applied
 from benchmarks.adapters.candidate_kernels.triton_support import usable
 from benchmarks.adapters.measure import seconds
-from lsrdecomp.adapters.kernels import StackedPairs, add_adapters, dispatch, kronecker_linear
+from lsrdecomp.adapters.kernels import StackedPairs, add_adapters, apply, dispatch
 
 STORED = Path(dispatch.__file__).with_name("crossovers.json")
 
@@ -141,7 +141,7 @@ def kronecker_products(device: torch.device, tiny: bool, seed: int) -> list[dict
             x = torch.randn(tokens, side * side, device=device)
             formed = torch.stack([torch.kron(a, b) for a, b in zip(first, second, strict=True)]).sum(0)
             calls: dict[str, Callable[[], object]] = {
-                "ours": lambda x=x, first=first, second=second: kronecker_linear(x, first, second),
+                "ours": lambda x=x, first=first, second=second: apply([first, second], x),
                 "formed": lambda x=x, formed=formed: x @ formed.mT,
             }
             if terms == 1 and importlib.util.find_spec("pyfastkron"):

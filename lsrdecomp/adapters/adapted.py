@@ -1,17 +1,19 @@
-"""A layer of the base model with additive adapters beside it: forward passes, mixed batches, DoRA.
+"""A layer of the base model with additive adapters beside it: forward passes, mixed batches, DoRA, rescaling.
 
 What ΔW is made of is the subclass's duty; how it acts in the layer is the geometry's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.dora import dora_output, row_norms
+from lsrdecomp.adapters.errors import MergeError
 from lsrdecomp.adapters.geometry import Geometry, LinearGeometry, geometry_of
 from lsrdecomp.adapters.merging import Mergeable
 
@@ -121,8 +123,8 @@ class AdaptedLayer(nn.Module, Mergeable):
         bias = getattr(self.get_base_layer(), "bias", None)
         plain = base if bias is None else base - self.geometry.along_output(bias)
         weight = self.geometry.to_matrix(self.get_base_weight())
-        scale = magnitude / row_norms(weight, self.delta_matrix(adapter))
-        return dora_output(result, plain, delta, self.geometry.along_output(scale))
+        scale = self.geometry.along_output(magnitude / row_norms(weight, self.delta_matrix(adapter)))
+        return result + (scale - 1) * plain + scale * delta  # DoRA: every row of W + ΔW gets its trained norm
 
     def output_scale(self, adapter: str, weight: Tensor) -> Tensor | None:
         magnitude = self.magnitude(adapter)
@@ -159,15 +161,17 @@ class AdaptedLayer(nn.Module, Mergeable):
         return str(quantization_extra_repr(self))
 
 
-def quantization_backend(layer: nn.Module, **known: Any) -> Any:
+def quantization_backend(layer: nn.Module, **quantization: Any) -> Any:
     """PEFT's backend for a layer of the base model; None for one that is not quantized.
 
     PEFT asks transformers' quantizer how to quantize a merged weight again. A base that ``torchao.quantize_`` made has
     none: it can be adapted and trained on, and says so when it is asked to merge.
     """
-    if known.get("get_apply_tensor_subclass") is not None:
-        return resolve_quantization_backend(layer, **known)
-    backend: Any = resolve_quantization_backend(layer, **{**known, "get_apply_tensor_subclass": unknown_subclass})
+    if quantization.get("get_apply_tensor_subclass") is not None:
+        return resolve_quantization_backend(layer, **quantization)
+    backend: Any = resolve_quantization_backend(
+        layer, **{**quantization, "get_apply_tensor_subclass": unknown_subclass}
+    )
     if getattr(backend, "get_apply_tensor_subclass", None) is unknown_subclass:
         backend.supports_merge = False
     return backend
@@ -176,3 +180,56 @@ def quantization_backend(layer: nn.Module, **known: Any) -> Any:
 def unknown_subclass() -> Any:
     """Stands for a quantization that nothing recorded; `Mergeable` refuses before it would be called."""
     raise NotImplementedError("how the base was quantized is not known")
+
+
+@torch.no_grad()
+def row_norms(weight: Tensor, delta: Tensor) -> Tensor:
+    """Norms of the rows of ``W + ΔW``, both (out, in) matrices, constant for the gradient.
+
+    DoRA (Liu et al., 2024, section 4.3) treats the norm as a constant: only the magnitude and the direction's numerator
+    are trained.
+    """
+    wide = torch.promote_types(delta.dtype, torch.float32)  # 16-bit norms would not even restore W for ΔW = 0
+    norms: Tensor = torch.linalg.vector_norm(weight.to(wide) + delta.to(wide), dim=1)
+    return norms
+
+
+@contextmanager
+def rescale(model: nn.Module, factor: float, adapters: Sequence[str] | None = None) -> Iterator[None]:
+    """Multiply ΔW of the active (or the named) adapters by ``factor`` within the context.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model with adapters of any kind of this package.
+    factor : float
+        0 switches the adapters off, 1 changes nothing.
+    adapters : sequence of str, optional
+        The active adapters of each layer if absent.
+
+    Raises
+    ------
+    MergeError
+        If one of these adapters is merged, for then its scale is in the weights already.
+
+    Examples
+    --------
+    >>> with rescale(model, 0.5):                                   # doctest: +SKIP
+    ...     half = model(**inputs).logits
+    """
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLayer)]
+    chosen = [
+        (layer, [name for name in adapters or layer.active_adapters if layer.has_adapter(name)]) for layer in layers
+    ]
+    merged = sorted({name for layer, names in chosen for name in names if name in layer.merged_adapters})
+    if merged:
+        raise MergeError(f"adapters {merged} are merged; call unmerge_adapter() before rescaling them")
+    before = [dict(layer.scaling) for layer in layers]
+    for layer, names in chosen:
+        for name in names:
+            layer.scaling[name] *= factor
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling.update({name: value for name, value in scaling.items() if layer.has_adapter(name)})

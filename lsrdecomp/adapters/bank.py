@@ -54,25 +54,25 @@ class AdapterBank:
         self.base, self.slots = model, slots
         self.shapes = {name: shape for name, module in model.named_modules() if (shape := _matrix_shape(module))}
         self._words = "\n".join(self.shapes).encode()[-32768:]
-        self._held: dict[str, PackedAdapter] = {}
+        self._packed_by_name: dict[str, PackedAdapter] = {}
         self._layouts: dict[bytes, bytes] = {}
         self._targets: set[str] = set()
         self._ready: OrderedDict[str, str] = OrderedDict()  # name to slot, the least recently used first
         self._model: PeftModel | None = None
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._packed_by_name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._packed_by_name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held
+        return name in self._packed_by_name
 
     @property
     def nbytes(self) -> int:
         """Bytes of all packed adapters, layouts among them, without the slots."""
-        return sum(each.numbers.nbytes for each in self._held.values()) + sum(map(len, self._layouts))
+        return sum(each.numbers.nbytes for each in self._packed_by_name.values()) + sum(map(len, self._layouts))
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -109,15 +109,15 @@ class AdapterBank:
             self._unload()
         self.remove(name)
         layout_bytes = self._layouts.setdefault(packed.layout, packed.layout)
-        self._held[name] = replace(packed, layout=layout_bytes)
+        self._packed_by_name[name] = replace(packed, layout=layout_bytes)
 
     def remove(self, name: str) -> None:
         """Forget an adapter; nothing happens if there is none of that name."""
-        self._held.pop(name, None)
+        self._packed_by_name.pop(name, None)
         slot = self._ready.pop(name, None)
         if slot is not None and self._model is not None:
             self._fill({slot: {}})
-        used = {each.layout for each in self._held.values()}
+        used = {each.layout for each in self._packed_by_name.values()}
         self._layouts = {layout: layout for layout in self._layouts if layout in used}
 
     def load(self, names: Sequence[str]) -> list[str]:
@@ -134,7 +134,7 @@ class AdapterBank:
             For unknown names, or more different ones than there are slots.
         """
         wanted = dict.fromkeys(name for name in names if name != "__base__")
-        unknown = [name for name in wanted if name not in self._held]
+        unknown = [name for name in wanted if name not in self._packed_by_name]
         if unknown:
             raise LsrError(f"no adapter {', '.join(map(repr, unknown[:3]))} among the {len(self)} of this bank")
         if len(wanted) > self.slots:
@@ -153,7 +153,7 @@ class AdapterBank:
         if placed:
             self._fill(
                 {
-                    slot: self._held[name].pairs(name, self._words, next(self.base.parameters()).device)
+                    slot: self._packed_by_name[name].pairs(name, self._words, next(self.base.parameters()).device)
                     for name, slot in placed.items()
                 }
             )
@@ -207,15 +207,15 @@ class AdapterBank:
         tuner: Any = self.model.base_model.model
         dtype = next(parameter.dtype for parameter in self.base.parameters() if parameter.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
-        given = [(slot, name, *pair) for slot, pairs in slots.items() for name, pair in pairs.items()]
-        lists = [[factor.to(wide) for factor in side] for _, _, left, right, _ in given for side in (left, right)]
+        pairs = [(slot, name, *pair) for slot, by_layer in slots.items() for name, pair in by_layer.items()]
+        lists = [[factor.to(wide) for factor in side] for _, _, left, right, _ in pairs for side in (left, right)]
         formed = iter(expand_all(lists))
         for slot in slots:
             for name in self._targets:
                 out, into = self.shapes[name]
                 empty = torch.empty(out, 0, dtype=dtype), torch.empty(0, into, dtype=dtype)
                 _put(tuner.get_submodule(name), slot, *empty)
-        for slot, name, _, _, scale in given:
+        for slot, name, _, _, scale in pairs:
             left, right = next(formed), next(formed)
             _put(tuner.get_submodule(name), slot, (scale * left).to(dtype), right.to(dtype))
 
@@ -236,6 +236,3 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Conv1D):
         return module.weight.shape[1], module.weight.shape[0]
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
-
-
-__all__ = ["AdapterBank"]

@@ -66,8 +66,8 @@ def size_facts(path: Path, prefix: str) -> list[str]:
     numbers, layers = 0, set()
     with safe_open(path, framework="numpy") as file:
         for key in file.keys():  # noqa: SIM118 the file handle is no mapping
-            module, found, _ = key.partition(f".{prefix}")
-            if found:
+            module, separator, _ = key.partition(f".{prefix}")
+            if separator:
                 numbers += math.prod(file.get_slice(key).get_shape())
                 layers.add(module)
     return [f"- {numbers:,} adapter parameters in {len(layers)} layers, {path.stat().st_size:,} bytes"]

@@ -20,7 +20,7 @@ SIDEWISE = ("linear", "ties", "dare_linear", "dare_ties", "magnitude_prune")
 SPECTRAL = ("svd", "ties_svd", "dare_linear_svd", "dare_ties_svd", "magnitude_prune_svd")
 KINDS = ("cat", *SIDEWISE, *SPECTRAL)
 
-Held = Sequence[tuple[str, float]]
+Weighted = Sequence[tuple[str, float]]
 Pair = tuple[Tensor, Tensor]
 
 
@@ -86,7 +86,7 @@ class CombinedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """An LSR pair held as factors: out side, in side."""
+    """An LSR pair weighted as factors: out side, in side."""
 
     shape: ProductShape
     left: list[Tensor]
@@ -98,53 +98,53 @@ class Factors:
 
 
 @torch.no_grad()
-def combined(layer: LsrLayer, held: Held, how: Combination) -> tuple[Factors, CombinedLayer]:
-    """Factors of one layer's combination of the adapters ``held``, and how far they are from what was asked.
+def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Factors, CombinedLayer]:
+    """Factors of one layer's combination of the adapters ``weighted``, and how far they are from what was asked.
 
     ΔW is formed only for the kinds "…_svd" that prune or elect its entries; "svd" takes the QR decompositions of the
     concatenated pair and the SVD of a small core.
     """
-    exact = weighted_pair(layer, held)
+    exact = weighted_pair(layer, weighted)
     wanted: Pair | Tensor = exact
     if how.kind == "cat":
-        factors = concatenated(layer, held)
+        factors = concatenated(layer, weighted)
     elif how.kind == "linear":
-        factors = summed(layer, held)
+        factors = summed(layer, weighted)
     elif how.kind in SIDEWISE:
-        wanted = sidewise(layer, held, how)
-        factors = low_rank(layer, held, *wanted)
+        wanted = sidewise(layer, weighted, how)
+        factors = low_rank(layer, weighted, *wanted)
     else:
-        rank = how.svd_rank or max(layer.r[adapter] for adapter, _ in held)
+        rank = how.svd_rank or max(layer.r[adapter] for adapter, _ in weighted)
         if how.kind != "svd":
-            deltas = [wide(layer.get_delta_weight(adapter)) for adapter, _ in held]
-            wanted = layer.geometry.to_matrix(how.elementwise(deltas, [weight for _, weight in held]))
-        factors = low_rank(layer, held, *truncated(wanted, rank, how))
+            deltas = [wide(layer.get_delta_weight(adapter)) for adapter, _ in weighted]
+            wanted = layer.geometry.to_matrix(how.elementwise(deltas, [weight for _, weight in weighted]))
+        factors = low_rank(layer, weighted, *truncated(wanted, rank, how))
     made = factors.pair
     return factors, CombinedLayer(relative_distance(made, wanted), relative_distance(made, exact))
 
 
-def weighted_pair(layer: LsrLayer, held: Held) -> Pair:
+def weighted_pair(layer: LsrLayer, weighted: Weighted) -> Pair:
     """``Σ weight · ΔW`` exactly, as a pair of sides (m, R) and (R, n) whose inner ranks add."""
-    pairs = [(weight, layer.pair(adapter)) for adapter, weight in held]
+    pairs = [(weight, layer.pair(adapter)) for adapter, weight in weighted]
     left = torch.cat([wide(weight * left) for weight, (left, _) in pairs], dim=1)
     return left, torch.cat([wide(right) for _, (_, right) in pairs])
 
 
-def concatenated(layer: LsrLayer, held: Held) -> Factors:
+def concatenated(layer: LsrLayer, weighted: Weighted) -> Factors:
     """The exact sum: terms add, and so do the first sizes of the inner rank.
 
     Where all adapters split the layer alike, the pair ``[B̂_1 … B̂_p][Â_1; …; Â_p]`` keeps that split: the j-th adapter's
     factors are padded with zeros to its own range of the first inner size. Otherwise the pairs are expanded.
     """
-    shapes = [layer.layout[adapter].shape for adapter, _ in held]
+    shapes = [layer.layout[adapter].shape for adapter, _ in weighted]
     if len({(shape.out, shape.into) for shape in shapes}) > 1:
-        return low_rank(layer, held, *weighted_pair(layer, held))
+        return low_rank(layer, weighted, *weighted_pair(layer, weighted))
     rest = [max(sizes) for sizes in zip(*(shape.inner[1:] for shape in shapes), strict=True)]
     inner = (sum(shape.inner[0] for shape in shapes), *rest)
     left_parts: list[list[Tensor]] = [[] for _ in inner]
     right_parts: list[list[Tensor]] = [[] for _ in inner]
     start = 0
-    for shape, (adapter, weight) in zip(shapes, held, strict=True):
+    for shape, (adapter, weight) in zip(shapes, weighted, strict=True):
         left, right = scaled_factors(layer, adapter, weight * layer.scaling[adapter], 1.0)
         for index, (mine, whole) in enumerate(zip(shape.inner, inner, strict=True)):
             before = start if index == 0 else 0
@@ -156,20 +156,20 @@ def concatenated(layer: LsrLayer, held: Held) -> Factors:
     return Factors(joined, [torch.cat(parts) for parts in left_parts], [torch.cat(parts) for parts in right_parts])
 
 
-def summed(layer: LsrLayer, held: Held) -> Factors:
+def summed(layer: LsrLayer, weighted: Weighted) -> Factors:
     """The sides added, ``(Σ B̂)(Σ Â)``: terms add where all adapters split the layer alike, else sides are expanded."""
-    shapes = {layer.layout[adapter].shape for adapter, _ in held}
+    shapes = {layer.layout[adapter].shape for adapter, _ in weighted}
     if len(shapes) > 1:
-        return low_rank(layer, held, *sidewise(layer, held, Combination("linear")))
-    parts = [scaled_factors(layer, adapter, *side_weights(layer, adapter, weight)) for adapter, weight in held]
+        return low_rank(layer, weighted, *sidewise(layer, weighted, Combination("linear")))
+    parts = [scaled_factors(layer, adapter, *side_weights(layer, adapter, weight)) for adapter, weight in weighted]
     left, right = ([torch.cat(terms) for terms in zip(*side, strict=True)] for side in zip(*parts, strict=True))
     return Factors(shapes.pop(), left, right)
 
 
-def sidewise(layer: LsrLayer, held: Held, how: Combination) -> Pair:
+def sidewise(layer: LsrLayer, weighted: Weighted, how: Combination) -> Pair:
     """The kind applied to B̂ and to Â, each adapter's weight split evenly between the two, as PEFT does for LoRA."""
-    weights = [side_weights(layer, adapter, weight) for adapter, weight in held]
-    sides = [layer._sides(adapter) for adapter, _ in held]
+    weights = [side_weights(layer, adapter, weight) for adapter, weight in weighted]
+    sides = [layer._sides(adapter) for adapter, _ in weighted]
     right = how.elementwise([wide(side) for side, _ in sides], [weight for _, weight in weights])
     return how.elementwise([wide(side) for _, side in sides], [weight for weight, _ in weights]), right
 
@@ -190,14 +190,14 @@ def truncated(wanted: Pair | Tensor, rank: int, how: Combination) -> Pair:
     return nn.functional.pad(left, (0, missing)), nn.functional.pad(right, (0, 0, 0, missing))
 
 
-def low_rank(layer: LsrLayer, held: Held, left: Tensor, right: Tensor) -> Factors:
+def low_rank(layer: LsrLayer, weighted: Weighted, left: Tensor, right: Tensor) -> Factors:
     """A pair as one term of the shape ``(m×r ⊗ 1×1 …)(r×n ⊗ 1×1 …)``, in the order and precision of the adapters."""
-    order = max(layer.layout[adapter].shape.order for adapter, _ in held)
-    kind = layer.lsr_A[held[0][0]].factors[0]  # type: ignore[index]
-    one, ones = kind.new_ones(1, 1, 1), (1,) * (order - 1)
+    order = max(layer.layout[adapter].shape.order for adapter, _ in weighted)
+    kind = layer.lsr_A[weighted[0][0]].factors[0]  # type: ignore[index]
+    unit, ones = kind.new_ones(1, 1, 1), (1,) * (order - 1)
     shape = ProductShape((left.shape[0], *ones), (right.shape[0], *ones), (right.shape[1], *ones))
     left, right = left.to(kind.dtype).unsqueeze(0), right.to(kind.dtype).unsqueeze(0)
-    return Factors(shape, [left, *[one] * (order - 1)], [right, *[one] * (order - 1)])
+    return Factors(shape, [left, *[unit] * (order - 1)], [right, *[unit] * (order - 1)])
 
 
 def scaled_factors(layer: LsrLayer, adapter: str, out: float, into: float) -> tuple[list[Tensor], list[Tensor]]:

@@ -41,12 +41,12 @@ def combine(
         if seed is not None:
             torch.manual_seed(seed)
         for name, layer in layers.items():
-            held = [
+            weighted = [
                 (a, w) for a, w in zip(adapters, weights, strict=True) if layer.has_adapter(a) and a not in layer.tied
             ]
-            if held:
-                check_ranks(name, {adapter: layer.r[adapter] for adapter, _ in held}, how)
-                made[name], records[name] = combined(layer, held, how)
+            if weighted:
+                check_ranks(name, {adapter: layer.r[adapter] for adapter, _ in weighted}, how)
+                made[name], records[name] = combined(layer, weighted, how)
     return combined_config(model, [configs[adapter] for adapter in adapters], made), made, records
 
 
@@ -86,9 +86,9 @@ def check(model: nn.Module, configs: Mapping[str, Any], adapters: Sequence[str],
 
 def check_ranks(name: str, ranks: Mapping[str, int], how: Combination) -> None:
     if how.kind in SIDEWISE and len(set(ranks.values())) > 1:
-        found = ", ".join(f"{rank} in {adapter}" for adapter, rank in ranks.items())
+        listed = ", ".join(f"{rank} in {adapter}" for adapter, rank in ranks.items())
         raise ValueError(
-            f"All adapters must have the same r value when using combination_type {how.kind}, but {name} has {found}; "
+            f"All adapters must have the same r value when using combination_type {how.kind}, but {name} has {listed}; "
             "cat and the kinds with svd take any"
         )
 
@@ -96,14 +96,14 @@ def check_ranks(name: str, ranks: Mapping[str, int], how: Combination) -> None:
 def combined_config(model: nn.Module, configs: Sequence[LsrConfig], made: Mapping[str, Factors]) -> LsrConfig:
     """Settings of the combination of adapters of one model, with the sizes of every layer written out."""
     config: LsrConfig = copy.deepcopy(configs[0])
-    targets = [one.target_modules for one in configs]
+    targets = [each.target_modules for each in configs]
     if all(isinstance(names, set) for names in targets):
         config.target_modules = set().union(*targets)  # type: ignore[assignment, arg-type]
     elif all(isinstance(names, str) for names in targets):
         config.target_modules = "|".join(f"({name})" for name in targets)
     else:
         raise ValueError("The target_modules of all adapters must be lists, or all of them regular expressions.")
-    saved = [name for one in configs for name in one.modules_to_save or ()]
+    saved = [name for each in configs for name in each.modules_to_save or ()]
     config.modules_to_save = list(dict.fromkeys(saved)) or None
     config.trainable_token_indices = joint_token_indices(configs)
     config.use_rslora, config.lsr_dropout, config.inner_shape = False, 0.0, None
@@ -150,17 +150,19 @@ def warn_of_loss(adapter: str, kind: str, records: Mapping[str, CombinedLayer]) 
 
 def joint_token_indices(configs: Sequence[Any]) -> list[int] | dict[str, list[int]] | None:
     """All rows that any of the adapters trains, in the form in which they say it: one list, or one for each layer."""
-    given = [config.trainable_token_indices for config in configs if config.trainable_token_indices]
-    if not given:
+    indices_by_config = [config.trainable_token_indices for config in configs if config.trainable_token_indices]
+    if not indices_by_config:
         return None
-    if all(isinstance(indices, dict) for indices in given):
-        layers = sorted({layer for indices in given for layer in indices})
-        return {layer: sorted({index for one in given for index in one.get(layer, ())}) for layer in layers}
-    if any(isinstance(indices, dict) for indices in given):
+    if all(isinstance(indices, dict) for indices in indices_by_config):
+        layers = sorted({layer for indices in indices_by_config for layer in indices})
+        return {
+            layer: sorted({index for each in indices_by_config for index in each.get(layer, ())}) for layer in layers
+        }
+    if any(isinstance(indices, dict) for indices in indices_by_config):
         raise UnsupportedLayerError(
             "some of the adapters give trainable_token_indices as a list and others for each layer; write them alike"
         )
-    return sorted({index for indices in given for index in indices})
+    return sorted({index for indices in indices_by_config for index in indices})
 
 
 @torch.no_grad()
@@ -169,11 +171,11 @@ def fill_token_rows(model: nn.Module, adapter: str, adapters: Sequence[str], wei
     for layer in model.modules():
         if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter or adapter not in layer.token_indices:
             continue
-        places = {token: place for place, token in enumerate(layer.token_indices[adapter])}
+        row_of = {token: row for row, token in enumerate(layer.token_indices[adapter])}
         rows = layer.trainable_tokens_original[adapter].clone()
         for holder, weight in zip(adapters, weights, strict=True):
             if holder in layer.token_indices:
-                index = torch.tensor([places[token] for token in layer.token_indices[holder]], device=rows.device)
+                index = torch.tensor([row_of[token] for token in layer.token_indices[holder]], device=rows.device)
                 change = layer.trainable_tokens_delta[holder] - layer.trainable_tokens_original[holder]
                 rows.index_add_(0, index, (weight * change).to(rows.dtype))
         layer.trainable_tokens_delta[adapter].data = rows

@@ -1,18 +1,20 @@
-"""Settings of an LSR adapter as PEFT stores them in adapter_config.json."""
+"""Settings of an LSR adapter as PEFT stores them in adapter_config.json, and which sizes they give to one layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peft.config import PeftConfig
+from peft.utils.other import get_pattern_key
 from peft.utils.peft_types import PeftType
 
 from lsrdecomp.adapters.card import write_card
 from lsrdecomp.adapters.register import add_member
+from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed import read_index
 from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.errors import ShapeError
@@ -20,6 +22,7 @@ from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 INITIALIZATIONS = (True, False, "paper")
 SIDES = ("out", "inner", "into")
+T = TypeVar("T")
 
 
 @dataclass
@@ -165,7 +168,7 @@ class LsrConfig(TargetConfig):
         self.peft_type = add_member(PeftType, "LSR")
         if self.bias not in ("none", "all", "lsr_only"):
             raise ValueError(f"bias must be 'none', 'all' or 'lsr_only', got {self.bias!r}")
-        if not any(self.init_weights is known or self.init_weights == known for known in INITIALIZATIONS):
+        if not any(self.init_weights is choice or self.init_weights == choice for choice in INITIALIZATIONS):
             raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
         if not 0.0 <= self.lsr_dropout < 1.0:
             raise ValueError(f"lsr_dropout must be at least 0 and below 1, got {self.lsr_dropout}")
@@ -237,3 +240,64 @@ def product_shape(name: str, sizes: Any) -> ProductShape:
         return ProductShape(**{side: tuple(sizes[side]) for side in SIDES})
     except (TypeError, ShapeError) as error:
         raise ShapeError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """Sizes and scale of the adapter of one layer."""
+
+    shape: ProductShape
+    separation_ranks: tuple[int, int]  # out side, in side
+    alpha: float
+    scaling: float
+    r: int
+
+
+def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], copies: int = 1) -> LayerLayout:
+    """Resolve the settings for the module ``name``, whose ΔW is ``matrix_shape`` as a matrix (out, in).
+
+    With ``copies`` such matrices side by side, the inner rank of the shape is ``r`` times as many.
+
+    Raises
+    ------
+    ShapeError
+        Naming the layer and the numbers, if a pattern's sizes do not tile the layer or contradict ``rank_pattern``.
+    """
+    sizes = find(config.shape_pattern, name)
+    rank = find(config.rank_pattern, name)
+    if sizes is None:
+        r = positive(f"{name}: r", config.r if rank is None else rank)
+        shape = ProductShape.balanced(matrix_shape, config.inner_split(r * copies))
+    else:
+        shape = product_shape(f"{name}: shape_pattern", sizes)
+        r = shape.inner_rank // copies
+        if r * copies != shape.inner_rank or rank not in (None, r):
+            split = " x ".join(map(str, shape.inner))
+            several = f" for {copies} matrices" if copies > 1 else ""
+            but = f"rank_pattern says {rank}" if rank is not None else "that is no whole rank each"
+            raise ShapeError(f"{name}: inner {split} = {shape.inner_rank}{several} in shape_pattern, but {but}")
+        shape.left.check((matrix_shape[0], shape.inner_rank), f"{name}, out side")
+        shape.right.check((shape.inner_rank, matrix_shape[1]), f"{name}, in side")
+    alpha = find(config.alpha_pattern, name)
+    alpha = config.lsr_alpha if alpha is None else alpha
+    terms = find(config.separation_rank_pattern, name)
+    terms = config.separation_rank if terms is None else terms
+    return LayerLayout(
+        shape=shape,
+        separation_ranks=separation_ranks(f"{name}: separation_rank", terms),
+        alpha=alpha,
+        scaling=alpha / (math.sqrt(r) if config.use_rslora else r),
+        r=r,
+    )
+
+
+def find(pattern: Mapping[str, T], name: str) -> T | None:
+    """The value for a module: of its exact name, else of the first pattern that matches as PEFT matches.
+
+    An exact name, ``^`` and ``$`` around it and its dots escaped or not, is looked up and beats every pattern, so that
+    a map of all layers of a model costs each of them no search. `lsrdecomp.checkpoints` reads by the same rule.
+    """
+    for key in spellings(name):
+        if key in pattern:
+            return pattern[key]
+    return pattern.get(get_pattern_key(list(pattern), name))

@@ -1,4 +1,4 @@
-"""Direct LSR: ΔW = α Σ_k W1_k ⊗ W2_k ⊗ …, without a low-rank pair; the paper's naive form, KronA with more terms."""
+"""Direct LSR: ΔW = α Σ_k W1_k ⊗ W2_k ⊗ …, without a low-rank pair; the paper's naive form. One term is KronA."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.config import TargetConfig, positive
+from lsrdecomp.adapters.config import TargetConfig, find, positive
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels.dispatch import kronecker_pays
-from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.stacked import apply
-from lsrdecomp.adapters.layout import find
 from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
@@ -102,11 +100,11 @@ class DirectLayer(AdaptedLayer):
         return getattr(self, self.container)[adapter]  # type: ignore[no-any-return]
 
     def update_layer(self, adapter: str, config: DirectConfig, name: str) -> None:
-        given = find(config.shape_pattern, name)
-        if given is None:
+        sizes = find(config.shape_pattern, name)
+        if sizes is None:
             shape = KroneckerShape.balanced(self.geometry.matrix_shape, config.order)
         else:
-            shape = kronecker_shape(f"{name}: shape_pattern", given)
+            shape = kronecker_shape(f"{name}: shape_pattern", sizes)
             shape.check(self.geometry.matrix_shape, name)
         terms = find(config.separation_rank_pattern, name) or config.separation_rank
         alpha = find(config.alpha_pattern, name)
@@ -134,9 +132,7 @@ class DirectLayer(AdaptedLayer):
             x = self.dropout[adapter](self._cast_input_dtype(x, sums.factors[0].dtype))
         pays = kronecker_pays(sums.separation_rank, sums.shape.rows, sums.shape.columns)
         if isinstance(self.geometry, LinearGeometry) and pays:
-            factors = [factor.to(x.dtype) for factor in sums.factors]
-            applied = kronecker_linear(x, *factors) if len(factors) == 2 else apply(factors, x)
-            return self.scaling[adapter] * applied
+            return self.scaling[adapter] * apply([factor.to(x.dtype) for factor in sums.factors], x)
         matrix = self.delta_matrix(adapter)
         return self.geometry.matrix_output(x, matrix.to(x.dtype) if x.is_floating_point() else matrix)
 
@@ -153,6 +149,58 @@ class DirectModel(KroneckerTuner):
     linear_layer_cls: type[AdaptedLayer] = DirectLinear
 
 
+@dataclass
+class KronAConfig(DirectConfig):
+    """Settings of a KronA adapter: ΔW = alpha · A ⊗ B, that is direct LSR with one term and two factors.
+
+    Parameters are those of `DirectConfig`; ``separation_rank`` is 1 and ``order`` 2.
+
+    References
+    ----------
+    .. [1] A. Edalati, M. Tahaei, I. Kobyzev, V. Partovi Nia, J. J. Clark and M. Rezagholizadeh, KronA: Parameter
+       efficient tuning with Kronecker adapter, 2022.
+
+    Examples
+    --------
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = KronAConfig(target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    128
+    """
+
+    separation_rank: int = 1
+
+    def _check(self, bias: str) -> None:
+        self.peft_type = add_member(PeftType, "KRONA")
+        super()._check("krona_only")
+        terms = {self.separation_rank, *self.separation_rank_pattern.values()}
+        if terms != {1} or self.order != 2:
+            raise ShapeError(
+                f"KronA has one term and two factors, got {max(terms)} and {self.order}; DirectConfig has more"
+            )
+
+
+class KronALayer(DirectLayer):
+    """KronA adapters beside one layer of the base model."""
+
+    adapter_layer_names = ("krona_W",)
+    container = "krona_W"
+
+
+class KronALinear(KronALayer):
+    """KronA adapters beside a linear layer."""
+
+
+class KronAModel(KroneckerTuner):
+    """A base model with KronA adapters."""
+
+    prefix = "krona_"
+    tuner_layer_cls = KronALayer
+    linear_layer_cls = KronALinear
+
+
 def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
     """A `KroneckerShape` from one value of ``shape_pattern``."""
     try:
@@ -162,3 +210,4 @@ def kronecker_shape(name: str, sizes: Any) -> KroneckerShape:
 
 
 register("dlsr", DirectConfig, DirectModel)
+register("krona", KronAConfig, KronAModel)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoKrConfig, LoraConfig, get_peft_model_state_dict
+from peft import LoKrConfig, LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.config import LsrConfig
+from lsrdecomp.adapters.config import LsrConfig, find
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.adapters.layer import LsrLayer
-from lsrdecomp.adapters.layout import find
 from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 
@@ -101,6 +102,52 @@ def to_lora(
         fan_in_fan_out=any(getattr(layer.geometry, "transposed", False) for layer in layers.values()),
     )
     return lora, tensors
+
+
+def save_pretrained(
+    model: PeftModel,
+    folder: str | Path,
+    adapter_name: str = "default",
+    *,
+    also_lora: bool = False,
+    lora_rank: int | None = None,
+) -> None:
+    """Save one adapter of a model.
+
+    Parameters
+    ----------
+    model : PeftModel
+        A model with the adapter.
+    folder : path
+        Where to; as PEFT does, an adapter not named ``default`` goes into a subfolder of its name.
+    adapter_name : str
+        Which adapter.
+    also_lora : bool
+        Write the same adapter as plain LoRA, exactly, into the subfolder ``lora`` of the adapter's.
+    lora_rank : int, optional
+        Rank to pad the LoRA to; see `to_lora`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from lsrdecomp.adapters import LsrConfig
+    >>> from peft import get_peft_model
+    >>> from torch import nn
+    >>> config = LsrConfig(inner_shape=[2, 2], separation_rank=2, target_modules=["0"])
+    >>> model = get_peft_model(nn.Sequential(nn.Linear(64, 64)), config)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(model, folder, also_lora=True)
+    ...     sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.safetensors"))
+    ['adapter_model.safetensors', 'lora/adapter_model.safetensors']
+    """
+    model.save_pretrained(str(folder), selected_adapters=[adapter_name])
+    if not also_lora:
+        return
+    target = Path(folder) / ("" if adapter_name == "default" else adapter_name) / "lora"
+    config, tensors = to_lora(model, adapter_name, lora_rank)
+    config.inference_mode = True
+    config.save_pretrained(str(target))
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def uniform_rank(layers: Mapping[str, LsrLayer], adapter: str, rank: int | None = None) -> int:

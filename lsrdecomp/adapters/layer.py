@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.config import LsrConfig
-from lsrdecomp.adapters.dora import row_norms
+from lsrdecomp.adapters.adapted import AdaptedLayer, row_norms
+from lsrdecomp.adapters.config import LayerLayout, LsrConfig, layer_layout
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels.linear import adapted_linear
 from lsrdecomp.adapters.kernels.many import StackedPairs, add_adapters
-from lsrdecomp.adapters.layout import LayerLayout, layer_layout
 from lsrdecomp.errors import ShapeError
 
 
@@ -157,12 +155,12 @@ class LsrLayer(AdaptedLayer):
             return []
         alone = None if names else self._alone()
         dtype = self._formed_dtype() if alone is not None else None
-        found = []
+        sides = []
         for adapter in names or self.active_adapters:
             if self.has_adapter(adapter):
                 holder = self.tied.get(adapter, self)
-                found += [(holder.lsr_A[adapter], dtype), (holder.lsr_B[adapter], dtype)]
-        return found  # type: ignore[return-value]
+                sides += [(holder.lsr_A[adapter], dtype), (holder.lsr_B[adapter], dtype)]
+        return sides  # type: ignore[return-value]
 
     def _formed_dtype(self) -> torch.dtype | None:
         weight: Any = self.base_layer.weight
@@ -189,15 +187,15 @@ class LsrLayer(AdaptedLayer):
         return None if self.base_layer.weight.dtype == torch.float16 else active[0]
 
     def _mixed_batch(self, x: Tensor, result: Tensor, adapter_names: Sequence[str]) -> Tensor:
-        held = [name for name in dict.fromkeys(adapter_names) if self.has_adapter(name)]
-        if not held:
+        present = [name for name in dict.fromkeys(adapter_names) if self.has_adapter(name)]
+        if not present:
             return result
-        if not self._stackable(held, x):
+        if not self._stackable(present, x):
             return super()._mixed_batch(x, result, adapter_names)
-        sides = [self._sides(name) for name in held]
+        sides = [self._sides(name) for name in present]
         rights, lefts = [right for right, _ in sides], [left for _, left in sides]
-        pairs = StackedPairs.stacked(rights, lefts, [self.scaling[name] for name in held])
-        numbers = {name: number for number, name in enumerate(held)}
+        pairs = StackedPairs.of(rights, lefts, [self.scaling[name] for name in present])
+        numbers = {name: number for number, name in enumerate(present)}
         index = torch.tensor([numbers.get(name, -1) for name in adapter_names], device=x.device)
         return add_adapters(result, x, pairs, index)
 

@@ -67,6 +67,3 @@ def loraplus_groups(
             rate = lr * loraplus_lr_ratio if fast else lr
             groups.append({"params": members, "lr": rate, "weight_decay": 0.0 if flat else weight_decay})
     return [group for group in groups if group["params"]]
-
-
-__all__ = ["loraplus_groups"]

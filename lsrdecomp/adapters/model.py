@@ -1,12 +1,13 @@
-"""The LSR model: PEFT's view of a base model with LSR adapters."""
+"""The LSR model: PEFT's view of a base model with LSR adapters, whose Kronecker sums a pass forms together."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import find_parameter_name_by_module
 from torch import nn
 
@@ -14,11 +15,14 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.combination import Combination, CombinedLayer
 from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
 from lsrdecomp.adapters.config import LsrConfig
-from lsrdecomp.adapters.expansion import attach, detach, naming
+from lsrdecomp.adapters.kernels.grouping import Expandable, Grouping
 from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
 from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
+
+ATTRIBUTE = "_lsr_grouping"
+"""Where a base model with LSR layers has its `Grouping`."""
 
 
 class LsrModel(KroneckerTuner):
@@ -183,6 +187,54 @@ class LsrModel(KroneckerTuner):
         tie_modules_to_save(peft_config, self.model, tied_weight_keys)
 
 
+class SidesInUse:
+    """The sums of the active adapters of some layers, or of those that the rows of a batch name."""
+
+    def __init__(self, layers: Sequence[LsrLayer]) -> None:
+        self.layers = layers
+        self.named: Sequence[str] = ()
+
+    def __call__(self) -> Iterator[tuple[Expandable, torch.dtype | None]]:
+        seen = set()
+        for layer in self.layers:
+            for side, dtype in layer.sides_in_use(self.named):
+                if side not in seen:  # tied layers share theirs
+                    seen.add(side)
+                    yield side, dtype
+
+
+def attach(model: nn.Module) -> None:
+    """Let every forward pass of ``model`` begin by forming what its LSR layers need; call it again for new layers."""
+    sides = SidesInUse([module for module in model.modules() if isinstance(module, LsrLayer)])
+    detach(model)
+    grouping = Grouping(sides)
+    grouping.attach(model)
+    setattr(model, ATTRIBUTE, grouping)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`."""
+    grouping: Grouping | None = vars(model).pop(ATTRIBUTE, None)
+    if grouping is not None:
+        grouping.detach()
+
+
+@contextmanager
+def naming(model: nn.Module, adapters: Sequence[str] | None) -> Iterator[None]:
+    """Within the context the rows of a batch name their adapters, instead of the active ones."""
+    grouping: Grouping | None = vars(model).get(ATTRIBUTE)
+    if grouping is None or adapters is None:
+        yield
+        return
+    sides = grouping.select
+    assert isinstance(sides, SidesInUse)
+    sides.named = tuple(dict.fromkeys(adapters))
+    try:
+        yield
+    finally:
+        sides.named = ()
+
+
 def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:
     """Target the embedding alone, and note the modules that will follow it."""
     # Once another adapter has wrapped a layer, PEFT names what is inside the wrapper.
@@ -192,16 +244,16 @@ def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:
     if isinstance(config.target_modules, str):
         config.target_modules = rf"(?:{config.target_modules}|^{re.escape(embedding)}$)"
     else:
-        kept = {name for name in config.target_modules or () if not _ends_one_of(name, tied)}
-        config.target_modules = kept | {embedding}
+        untied = {name for name in config.target_modules or () if not _ends_one_of(name, tied)}
+        config.target_modules = untied | {embedding}
 
 
 def tie_modules_to_save(config: Any, model: nn.Module, tied: list[str]) -> None:
     """Save the embedding alone, and note the modules that share its copy."""
     config.modules_to_tie = set(tied)
     embedding = find_parameter_name_by_module(model, model.get_input_embeddings())  # type: ignore[operator]
-    kept = [name for name in config.modules_to_save or () if not _ends_one_of(name, tied)]
-    config.modules_to_save = kept if embedding in kept else [*kept, embedding]
+    untied = [name for name in config.modules_to_save or () if not _ends_one_of(name, tied)]
+    config.modules_to_save = untied if embedding in untied else [*untied, embedding]
 
 
 def _ends_one_of(name: str, keys: list[str]) -> bool:

@@ -25,34 +25,13 @@ Pair = tuple[list[Tensor], list[Tensor], float]
 """Factors of B, factors of A, and the scale of their product."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One factor: its dtype and its shape (s, m, n)."""
-
-    dtype: str
-    shape: tuple[int, int, int]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """Where one layer lies in an adapter's numbers: its factors one after the other, those of B before those of A."""
-
-    name: str
-    scale: float
-    left: tuple[Piece, ...]
-    right: tuple[Piece, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedAdapter:
     """One adapter: its numbers as stored, and what they mean, compressed; equal layouts are held once.
 
-    The layout of an adapter in floats lists its layers. That of one with layers in integer codes is its config and the
-    list of its tensors, from which the reader of LSR directories makes layers again.
+    The layout of an adapter in floats lists its layers: name, scale, and for B and then A the dtype and shape (s, m, n)
+    of each factor. That of one with layers in integer codes is its config and the list of its tensors, from which the
+    reader of LSR directories makes layers again.
     """
 
     layout: bytes
@@ -69,27 +48,29 @@ class PackedAdapter:
                 )
                 for layer in self._reopened(name, words).layers
             }
-        found: dict[str, Pair] = {}
-        place, numbers = 0, torch.from_numpy(self.numbers).to(device)
-        for layer in _layers(self.layout, words):
-            factors = []
-            for piece in (*layer.left, *layer.right):
-                held = numbers[place : place + piece.nbytes]
-                held = held.clone() if place % 8 else held  # other dtypes want to begin at multiples of their size
-                factors.append(held.view(getattr(torch, piece.dtype)).view(piece.shape))
-                place += piece.nbytes
-            found[layer.name] = factors[: len(layer.left)], factors[len(layer.left) :], layer.scale
-        return found
+        pairs: dict[str, Pair] = {}
+        start, numbers = 0, torch.from_numpy(self.numbers).to(device)
+        for layer, scale, *sides in _layers(self.layout, words):
+            factors: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for tensors, side in zip(factors, sides, strict=True):
+                for dtype, *shape in side:
+                    size = prod(shape) * DTYPES[dtype].itemsize
+                    stored = numbers[start : start + size]
+                    stored = stored.clone() if start % 8 else stored  # wider numbers begin at multiples of their size
+                    tensors.append(stored.view(getattr(torch, dtype)).view(shape))
+                    start += size
+            pairs[layer] = *factors, scale
+        return pairs
 
     def _reopened(self, name: str, words: bytes) -> Checkpoint:
         """The checkpoint that an adapter with integer codes was taken up from, its tensors in memory."""
         config, metadata, listed = _read(self.layout, words)
-        path, place, tensors = Path(name), 0, {}
+        path, start, tensors = Path(name), 0, {}
         for key, dtype, shape in listed:
             size = prod(shape) * DTYPES[dtype].itemsize
-            array = self.numbers[place : place + size].copy().view(DTYPES[dtype]).reshape(shape)
+            array = self.numbers[start : start + size].copy().view(DTYPES[dtype]).reshape(shape)
             tensors[key] = StoredTensor(key, tuple(shape), dtype, path, partial(np.asarray, array))
-            place += size
+            start += size
         return lsr.read(Bundle(path, path, tensors, metadata, config))
 
 
@@ -120,9 +101,5 @@ def _read(written: bytes, words: bytes) -> Any:
     return json.loads(zlib.decompressobj(zdict=words).decompress(written))
 
 
-@lru_cache(maxsize=64)
-def _layers(written: bytes, words: bytes) -> tuple[StoredLayer, ...]:
-    return tuple(
-        StoredLayer(name, scale, *(tuple(Piece(dtype, tuple(shape)) for dtype, *shape in side) for side in sides))
-        for name, scale, *sides in _read(written, words)
-    )
+_layers = lru_cache(maxsize=64)(_read)
+"""The layers of a layout in floats; read only."""

@@ -33,12 +33,12 @@ def register(name: str, config_cls: type[Any], model_cls: type[Any]) -> Any:
         If PEFT itself, or another library, already uses the name for something else.
     """
     member = add_member(PeftType, name.upper())
-    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(member)
-    if known is config_cls:
+    registered = PEFT_TYPE_TO_CONFIG_MAPPING.get(member)
+    if registered is config_cls:
         return member
-    if known is not None:
+    if registered is not None:
         raise LsrError(
-            f"PEFT type {name.upper()} already belongs to {known.__module__}.{known.__qualname__}; "
+            f"PEFT type {name.upper()} already belongs to {registered.__module__}.{registered.__qualname__}; "
             f"{config_cls.__module__} cannot register it too. Import only one of the two in a process."
         )
     register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls)

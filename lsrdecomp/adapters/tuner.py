@@ -84,8 +84,12 @@ class KroneckerTuner(BaseTuner):
             replicate_layers(model, peft_config.layer_replication)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        known = model_config.get("model_type") in self.target_module_mapping
-        if peft_config.target_modules is None and getattr(peft_config, "target_parameters", None) and not known:
+        has_usual_targets = model_config.get("model_type") in self.target_module_mapping
+        if (
+            peft_config.target_modules is None
+            and getattr(peft_config, "target_parameters", None)
+            and not has_usual_targets
+        ):
             return peft_config
         return super()._prepare_adapter_config(peft_config, model_config)
 
@@ -180,11 +184,11 @@ class KroneckerTuner(BaseTuner):
                 handle.remove()
 
     def _check_adapter_names(self, adapter_names: list[str]) -> None:
-        known = {"__base__"}
+        names = {"__base__"}
         for module in self.modules():
             if isinstance(module, self.tuner_layer_cls):
-                known |= module.scaling.keys()
-        unknown = set(adapter_names) - known
+                names |= module.scaling.keys()
+        unknown = set(adapter_names) - names
         if unknown:
             raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(sorted(unknown))}")
 

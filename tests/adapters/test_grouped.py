@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsrdecomp.adapters import LsrConfig, LsrLayer
-from lsrdecomp.adapters.expansion import ATTRIBUTE, detach
 from lsrdecomp.adapters.kernels import grouped, grouping
+from lsrdecomp.adapters.model import ATTRIBUTE, detach
 
 LINEAR = ["query", "value", "dense"]
 SETTINGS = {

@@ -244,10 +244,10 @@ def test_two_sides_of_a_square_layer_are_one_class():
 
 def test_only_selected_modules_are_expanded():
     model = Model()
-    with grouped_expansion(model, select=lambda module: [module.blocks[1].left]):
-        model(batch(0))
-        assert model.blocks[1].left.expansion is not None
-        assert model.blocks[1].right.expansion is None
+    grouping.Grouping(lambda: [(model.blocks[1].left, None)]).attach(model)
+    model(batch(0))
+    assert model.blocks[1].left.expansion is not None
+    assert model.blocks[1].right.expansion is None
 
 
 def test_a_model_can_be_copied_and_pickled_while_expanded():

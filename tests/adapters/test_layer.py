@@ -8,7 +8,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lsrdecomp.adapters import LsrConfig, layout
+from lsrdecomp.adapters import LsrConfig, config
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
@@ -252,10 +252,10 @@ def test_patterns_choose_by_the_end_of_the_name():
 @pytest.mark.parametrize("key", ["a.q", "^a.q", "a.q$", "^a.q$", r"a\.q", r"^a\.q", r"a\.q$", r"^a\.q$"])
 def test_an_exact_name_is_looked_up_and_beats_patterns(key, monkeypatch):
     patterns = {".*q": 3, key: 6, "q": 5}
-    assert layout.find(patterns, "b.q") == 3
-    assert layout.find({"^b.q$": 2}, "a.q") is None
-    monkeypatch.setattr(layout, "get_pattern_key", None)  # no search through patterns
-    assert layout.find(patterns, "a.q") == 6
+    assert config.find(patterns, "b.q") == 3
+    assert config.find({"^b.q$": 2}, "a.q") is None
+    monkeypatch.setattr(config, "get_pattern_key", None)  # no search through patterns
+    assert config.find(patterns, "a.q") == 6
 
 
 def test_rank_and_shape_patterns_may_not_disagree():

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from benchmarks.adapters.candidate_kernels.arena_layout import ArenaLayer, Job, Layout
 from benchmarks.adapters.candidate_kernels.triton_support import usable
-from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.autocast import without_autocast
-from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack
+from lsrdecomp.adapters.kernels.linear import wide_product
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack, without_autocast
 from lsrdecomp.errors import ShapeError
 
 Backend = Literal["torch", "triton"]
@@ -157,12 +156,12 @@ class FactorArena(nn.Module):
             if isinstance(given, tuple) and given[0].dtype == slab.dtype:
                 torch.addmm(slab, *given, beta=int(again), out=slab)
                 continue
-            gradient = lowrank.wide_product(*given, slab.dtype) if isinstance(given, tuple) else given
+            gradient = wide_product(*given, slab.dtype) if isinstance(given, tuple) else given
             (slab.add_ if again else slab.copy_)(gradient)
         self._written.add(layer)
 
     def _contract_alone(self, job: Job, given: Gradient) -> None:
-        gradient = lowrank.wide_product(*given, self.flat.dtype) if isinstance(given, tuple) else given
+        gradient = wide_product(*given, self.flat.dtype) if isinstance(given, tuple) else given
         scaled = (gradient[: job.rank] * job.scaling).unsqueeze(0)
         factors = job.oriented(self.flat.detach())
         contracted = contract_stack(scaled, [factor.unsqueeze(0) for factor in factors])
@@ -221,7 +220,8 @@ class _ArenaLinear(torch.autograd.Function):
                 y = torch.nn.functional.linear(rows, weight, bias)
                 inner = add_low_rank(y, rows, right, left).mT
             else:
-                y, inner = lowrank.forward(rows, rows, weight, bias, right, left, 1.0)
+                y, inner = torch.nn.functional.linear(rows, weight, bias), right @ rows.mT
+                y.addmm_(inner.mT, left.mT)
         ctx.save_for_backward(rows, weight, inner)
         ctx.arena, ctx.layer, ctx.fused, ctx.shape = arena, layer, fused, x.shape
         return y.view(*x.shape[:-1], y.shape[1])

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.adapters.candidate_kernels.triton_passes import add_low_rank, backward_pass
-from lsrdecomp.adapters.kernels import adapted_linear, lowrank
+from lsrdecomp.adapters.kernels import adapted_linear
+from lsrdecomp.adapters.kernels.linear import inner_gradient, left_gradient, wide_product
 from lsrdecomp.errors import PrecisionError
 
 MERGEABLE = (torch.float32, torch.float64)
@@ -53,8 +54,8 @@ class _Merged(torch.autograd.Function):
         x, weight, right, left = ctx.saved_tensors
         dy, rows = _rows(gradient), _rows(x)
         dx = (dy @ _merged_weight(weight, right, left, ctx.scaling)).view(x.shape)
-        d_right = lowrank.wide_product(lowrank.inner_gradient(dy, left, ctx.scaling), rows, right.dtype)
-        d_left = lowrank.left_gradient(dy, right @ rows.mT, ctx.scaling, left.dtype)
+        d_right = wide_product(inner_gradient(dy, left, ctx.scaling), rows, right.dtype)
+        d_left = left_gradient(dy, right @ rows.mT, ctx.scaling, left.dtype)
         return dx, None, None, d_right, d_left, None
 
 

@@ -1,14 +1,13 @@
 """Kernels: the arithmetic of stacked Kronecker factors and of layers that carry them, plain torch and free of PEFT.
 
-``stacked`` and ``grouped`` form sums of Kronecker products, ``grouping`` does so for a whole model at the start of a
-pass; ``linear`` adds a formed pair to a frozen layer, ``many`` a pair per row of the batch; ``kron`` applies a direct
-sum unformed; ``dispatch`` holds what was measured to be faster where.
+``stacked`` forms a sum of Kronecker products or applies it unformed, ``grouped`` forms many, ``grouping`` those of a
+model when a pass begins; ``linear`` adds a formed pair to a frozen layer, ``many`` a pair per row of the batch;
+``dispatch`` holds what was measured to be faster where.
 """
 
 from lsrdecomp.adapters.kernels.dispatch import choose, kronecker_pays
 from lsrdecomp.adapters.kernels.grouped import expand_all
 from lsrdecomp.adapters.kernels.grouping import Expandable, Grouping, grouped_expansion
-from lsrdecomp.adapters.kernels.kron import kronecker_linear
 from lsrdecomp.adapters.kernels.linear import adapted_linear
 from lsrdecomp.adapters.kernels.many import StackedPairs, add_adapters
 from lsrdecomp.adapters.kernels.stacked import apply, expand
@@ -24,6 +23,5 @@ __all__ = [
     "expand",
     "expand_all",
     "grouped_expansion",
-    "kronecker_linear",
     "kronecker_pays",
 ]

@@ -10,8 +10,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-Choice = Literal["plain", "blas"]
-
 
 @dataclass(frozen=True, slots=True)
 class Crossovers:
@@ -33,7 +31,7 @@ def crossovers(device: str) -> Crossovers:
     return Crossovers(**stored.get(device, stored["cpu"]))
 
 
-def choose(tokens: int, device: str = "cpu", limits: Crossovers | None = None) -> Choice:
+def choose(tokens: int, device: str = "cpu", limits: Crossovers | None = None) -> Literal["plain", "blas"]:
     """The faster mode of `linear.adapted_linear` for so many rows, by the stored or the given crossovers."""
     least = (limits or crossovers(device)).blas_from_tokens
     return "plain" if least is None or tokens < least else "blas"
@@ -47,8 +45,7 @@ def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> b
     terms : int
         Number of terms.
     rows, columns : sequence of int
-        (m_1, …, m_d) and (n_1, …, n_d). Two factors are applied in the cheaper order, as `kron.kronecker_linear` does;
-        more from the first on, as `stacked.apply` does.
+        (m_1, …, m_d) and (n_1, …, n_d). As `stacked.apply` does: two factors in the cheaper order, more from the first.
     """
     if len(rows) == 2:
         (a, c), (b, d) = rows, columns
@@ -59,6 +56,3 @@ def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> b
             applied += math.prod(sizes) * height
             sizes[index] = height
     return terms * applied < math.prod(rows) * math.prod(columns)
-
-
-__all__ = ["Choice", "Crossovers", "choose", "crossovers", "kronecker_pays"]

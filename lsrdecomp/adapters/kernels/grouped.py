@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.second_order import recomposed
-from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack, without_autocast
 
 LARGEST_GROUP = 1 << 23
 """Most formed entries of a group: in backward a group's gradients are alive together, 32 MB of them in float32."""
@@ -95,19 +94,19 @@ class _ExpandGroup(torch.autograd.Function):
             return None, None, None, *_second_order(ctx, gradients)
         result: list[Tensor | None] = [None] * (len(gradients) * len(ctx.stacks))
         # 1. Only matrices that something used bring a gradient; the others' stacks are left out.
-        given = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
-        if not given:
+        present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        if not present:
             return None, None, None, *result
-        stacks = ctx.stacks if len(given) == len(gradients) else [stack[list(given)] for stack in ctx.stacks]
+        stacks = ctx.stacks if len(present) == len(gradients) else [stack[list(present)] for stack in ctx.stacks]
         # 2. One stack of gradients, the tall ones transposed, contracted against the factors in two products.
-        wide = sum(index < ctx.wide for index in given)
-        stacked = torch.stack([gradient if index < ctx.wide else gradient.mT for index, gradient in given.items()])
+        wide = sum(index < ctx.wide for index in present)
+        stacked = torch.stack([gradient if index < ctx.wide else gradient.mT for index, gradient in present.items()])
         # 3. Each factor position gives one stack back; its slices go to their layers, transposed back where tall.
         for position, contracted in enumerate(contract_stack(stacked, stacks)):
             parts = list(contracted[:wide].unbind(0))
-            if wide < len(given):
+            if wide < len(present):
                 parts += contracted[wide:].mT.contiguous().unbind(0)
-            for index, part in zip(given, parts, strict=True):
+            for index, part in zip(present, parts, strict=True):
                 result[position * len(gradients) + index] = part
         return None, None, None, *result
 
@@ -123,6 +122,3 @@ def _second_order(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor |
 
     with without_autocast(ctx.flat[0].device.type):
         return recomposed(compose, ctx.flat, ctx.needs_input_grad[3:], gradients)
-
-
-__all__ = ["LARGEST_GROUP", "expand_all"]

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, expand_all
-from lsrdecomp.adapters.kernels.stacked import expand
-from lsrdecomp.adapters.kernels.tracing import is_traced
+from lsrdecomp.adapters.kernels.stacked import expand, is_traced, without_autocast
 
 
 class Expandable(nn.Module):
@@ -150,34 +148,20 @@ class Grouping:
 
 @contextmanager
 def grouped_expansion(
-    model: nn.Module,
-    *,
-    select: Callable[[nn.Module], Iterable[Expandable]] | None = None,
-    entries: int = LARGEST_GROUP,
-    dtype: torch.dtype | None = None,
+    model: nn.Module, *, entries: int = LARGEST_GROUP, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
     """While open, every forward pass of ``model`` first forms all its Kronecker sums at once; see `Grouping`.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its `Expandable` modules are formed for.
-    select : callable, optional
-        Given the model, names the modules to form for, for instance those of active adapters; by default all.
+        Its `Expandable` modules are formed for, each once.
     entries, dtype
         As for `expand_all`.
     """
-    grouping = Grouping(lambda: ((each, dtype) for each in (select or expandables)(model)), entries)
+    grouping = Grouping(lambda: ((m, dtype) for m in model.modules() if isinstance(m, Expandable)), entries)
     grouping.attach(model)
     try:
         yield
     finally:
         grouping.detach()
-
-
-def expandables(model: nn.Module) -> list[Expandable]:
-    """The modules of a model that hold a sum of Kronecker products, each once."""
-    return [module for module in model.modules() if isinstance(module, Expandable)]
-
-
-__all__ = ["Expandable", "Grouping", "expandables", "grouped_expansion"]

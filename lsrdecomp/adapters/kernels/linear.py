@@ -1,4 +1,8 @@
-"""One autograd node for a frozen linear layer and its low-rank pair: fewer launches, fewer bytes, same numbers."""
+"""One autograd node for a frozen linear layer and its low-rank pair: fewer launches, fewer bytes, same numbers.
+
+Shapes throughout: x (n, w2), weight (w1, w2), right Â (r, w2), left B̂ (w1, r); y = x Wᵀ + b + α (x Âᵀ) B̂ᵀ. Whatever has
+r and n as its sides is held (r, n): rows of length n suit every matrix product, rows of length r almost none.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels import lowrank
-from lsrdecomp.adapters.kernels.autocast import without_autocast
 from lsrdecomp.adapters.kernels.dispatch import choose
 from lsrdecomp.adapters.kernels.second_order import recomposed
-from lsrdecomp.adapters.kernels.tracing import is_traced
+from lsrdecomp.adapters.kernels.stacked import is_traced, without_autocast
 from lsrdecomp.errors import ShapeError
 
 Mode = Literal["auto", "plain", "blas"]
+WIDE_RESULT = "dtype" in torch.ops.aten.mm.overloads()  # type: ignore[no-untyped-call]
+"""Whether this torch, from 2.8 on, multiplies 16-bit matrices into a float32 one on a GPU."""
 
 
 def adapted_linear(
@@ -108,11 +112,11 @@ def _forward(
     scaling: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """The output, and what backward needs beside the arguments: inner activations and the pair in x's precision."""
-    rows = _rows(x)
     with without_autocast(x.device.type):
         right, left = right.to(x.dtype), left.to(x.dtype)
-        seen = rows if dropped is None else _rows(dropped)
-        y, inner = lowrank.forward(rows, seen, weight, bias, right, left, scaling)
+        y = F.linear(_rows(x), weight, bias)
+        inner = right @ _rows(x if dropped is None else dropped).mT  # (r, n)
+        y.addmm_(inner.mT, left.mT, alpha=scaling)
     return y.view(*x.shape[:-1], y.shape[1]), (inner, right, left)
 
 
@@ -130,10 +134,10 @@ class _AdaptedLinear(torch.autograd.Function):
         left: Tensor,
         scaling: float,
     ) -> Tensor:
-        y, kept = _forward(x, dropped, weight, bias, right, left, scaling)
+        y, saved = _forward(x, dropped, weight, bias, right, left, scaling)
         # With dropout the base layer's input serves the gradient of W alone; else it is what the adapter saw too.
         base_input = x if dropped is None or ctx.needs_input_grad[2] else None
-        ctx.save_for_backward(base_input, dropped, weight, right, left, *kept)
+        ctx.save_for_backward(base_input, dropped, weight, right, left, *saved)
         ctx.scaling, ctx.shape = scaling, x.shape
         return y
 
@@ -143,42 +147,65 @@ class _AdaptedLinear(torch.autograd.Function):
             return _second_order(ctx, gradient)
         x, dropped, weight, right, left, inner, near_right, near_left = ctx.saved_tensors
         of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
-        dy, seen = _rows(gradient), _rows(x if dropped is None else dropped)
+        dy, adapter_input = _rows(gradient), _rows(x if dropped is None else dropped)
+        dx = d_dropped = d_right = t = None
         with without_autocast(gradient.device.type):
-            dx, d_dropped, d_right, d_left = lowrank.backward(
-                dy,
-                seen,
-                inner,
-                weight,
-                near_right,
-                near_left,
-                ctx.scaling,
-                lowrank.Wanted(of_x, of_dropped, of_right, of_left),
-                (right.dtype, left.dtype),
-                split=dropped is not None,
-            )
+            # 1. t = α B̂ᵀ dyᵀ (r, n), what reaches the inner activations: with α in it, only dB̂ still needs the scale.
+            if of_dropped or of_right or (of_x and dropped is None):
+                t = inner_gradient(dy, near_left, ctx.scaling)
+            # 2. dx = dy W + tᵀ Â, the second term added inside its product; with dropout it is the other input's.
+            if of_x:
+                dx = dy @ weight
+                if t is not None and dropped is None:
+                    dx.addmm_(t.mT, near_right)
+            if of_dropped and t is not None:
+                d_dropped = t.mT @ near_right
+            # 3. dÂ = t x and dB̂ = α dyᵀ (x Âᵀ).
+            if of_right and t is not None:
+                d_right = wide_product(t, adapter_input, right.dtype)
+            d_left = left_gradient(dy, inner, ctx.scaling, left.dtype) if of_left else None
+            # 4. The base layer's own, where it is trained: dW = dyᵀ x and db = Σ dy.
             d_weight = dy.mT @ _rows(x) if of_weight else None
             d_bias = dy.sum(0) if of_bias else None
         dx, d_dropped = (None if each is None else each.view(ctx.shape) for each in (dx, d_dropped))
         return dx, d_dropped, d_weight, d_bias, d_right, d_left, None
 
 
+def inner_gradient(dy: Tensor, left: Tensor, scaling: float) -> Tensor:
+    """``α B̂ᵀ dyᵀ`` (r, n)."""
+    # beta = 0: the first argument is not read.
+    return torch.addmm(dy.new_empty(()), left.mT, dy.mT, beta=0, alpha=scaling)
+
+
+def left_gradient(dy: Tensor, inner: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """``α dyᵀ (x Âᵀ)`` (w1, r), as the transpose of a wide matrix."""
+    if inner.dtype == dtype:
+        return torch.addmm(dy.new_empty(()), inner, dy, beta=0, alpha=scaling).mT
+    return wide_product(inner, dy, dtype).mul_(scaling).mT
+
+
+def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` with the result in ``dtype``, without rounding to the inputs' precision where the device can."""
+    if a.dtype == dtype:
+        return a @ b
+    if WIDE_RESULT and a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=dtype)
+    return (a @ b).to(dtype)
+
+
 def _second_order(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The same gradients, with a graph of their own."""
     x, dropped, weight, right, left, *_ = ctx.saved_tensors
     of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
-    if x is None:  # not kept, since no gradient depends on it: any tensor of its shape stands in
+    if x is None:  # not saved, since no gradient depends on it: any tensor of its shape stands in
         x = torch.zeros_like(dropped, requires_grad=of_x)
-    given = [x, weight, right, left] if dropped is None else [x, weight, right, left, dropped]
+    inputs = [x, weight, right, left] if dropped is None else [x, weight, right, left, dropped]
 
     def compose(x: Tensor, weight: Tensor, right: Tensor, left: Tensor, dropped: Tensor | None = None) -> Tensor:
         return F.linear(x, weight) + _plain(x if dropped is None else dropped, right, left, ctx.scaling, x.dtype)
 
     with without_autocast(gradient.device.type):
-        found = recomposed(compose, given, (of_x, of_weight, of_right, of_left, of_dropped)[: len(given)], gradient)
+        needed = (of_x, of_weight, of_right, of_left, of_dropped)[: len(inputs)]
+        dx, d_weight, d_right, d_left, *d_dropped = recomposed(compose, inputs, needed, gradient)
         d_bias = _rows(gradient).sum(0) if of_bias else None
-    dx, d_weight, d_right, d_left, *d_dropped = found
     return dx, d_dropped[0] if d_dropped else None, d_weight, d_bias, d_right, d_left, None
-
-
-__all__ = ["Mode", "adapted_linear"]

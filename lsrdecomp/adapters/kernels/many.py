@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lsrdecomp.adapters.kernels.dispatch import crossovers
-from lsrdecomp.adapters.kernels.grouped import expand_all
 from lsrdecomp.errors import ShapeError
 
 
@@ -18,8 +17,7 @@ from lsrdecomp.errors import ShapeError
 class StackedPairs:
     """Pairs of many adapters of one layer: ``rights`` Â (adapters, r, w2), ``lefts`` α B̂ (adapters, w1, r).
 
-    Adapters of smaller inner rank are padded with zeros. The stack is made from the factors, which stay the only
-    stored form, and follows their gradients.
+    Adapters of smaller inner rank are padded with zeros.
     """
 
     rights: Tensor
@@ -28,45 +26,24 @@ class StackedPairs:
     @classmethod
     def of(
         cls,
-        rights: Sequence[Sequence[Tensor]],
-        lefts: Sequence[Sequence[Tensor]],
-        scalings: Sequence[float],
-        dtype: torch.dtype | None = None,
-    ) -> StackedPairs:
-        """Form the stack from LSR factors, one launch per shape class.
-
-        Parameters
-        ----------
-        rights, lefts : sequence of sequences of Tensor
-            For each adapter the factors of its in side and out side, as for `stacked.expand`.
-        scalings : sequence of float
-            One per adapter.
-        dtype : torch.dtype, optional
-            Of the stack; by default that of the factors.
-        """
-        count = len(scalings)
-        if not count or len(rights) != count or len(lefts) != count:
-            raise ShapeError(f"{len(rights)} in sides, {len(lefts)} out sides and {count} scalings do not go together")
-        formed = expand_all([*rights, *lefts])
-        return cls.stacked(formed[:count], formed[count:], scalings, dtype)
-
-    @classmethod
-    def stacked(
-        cls,
         rights: Sequence[Tensor],
         lefts: Sequence[Tensor],
         scalings: Sequence[float],
-        dtype: torch.dtype | None = None,
     ) -> StackedPairs:
-        """The stack of formed pairs Â, shape (r, w2), and B̂, shape (w1, r); parameters as for `of`."""
+        """Stack formed pairs.
+
+        Parameters
+        ----------
+        rights, lefts : sequence of Tensor
+            For each adapter Â, shape (r, w2), and B̂, shape (w1, r).
+        scalings : sequence of float
+            One per adapter.
+        """
         rank = max(right.shape[0] for right in rights)
         wide = torch.stack([F.pad(right, (0, 0, 0, rank - right.shape[0])) for right in rights])
         tall = torch.stack([F.pad(left.mT, (0, 0, 0, rank - left.shape[1])) for left in lefts])
         scale = torch.tensor(scalings, dtype=tall.dtype, device=tall.device)
-        return cls(wide.to(dtype or wide.dtype), (tall * scale.view(-1, 1, 1)).to(dtype or tall.dtype).mT)
-
-    def __len__(self) -> int:
-        return self.rights.shape[0]
+        return cls(wide, (tall * scale.view(-1, 1, 1)).mT)
 
 
 def add_adapters(base: Tensor, x: Tensor, pairs: StackedPairs, index: Tensor, mode: str = "auto") -> Tensor:
@@ -117,6 +94,3 @@ def add_adapters(base: Tensor, x: Tensor, pairs: StackedPairs, index: Tensor, mo
     else:
         raise ValueError(f"unknown mode {mode!r}: auto, gathered and masked are known")
     return (base + added.view(base.shape)).to(base.dtype)
-
-
-__all__ = ["StackedPairs", "add_adapters"]

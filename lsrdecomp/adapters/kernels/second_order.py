@@ -39,12 +39,12 @@ def recomposed(
     """
     with torch.enable_grad():
         # Aliases: one tensor given twice is two inputs, each with a gradient of its own.
-        aliases = [given.view_as(given) for given in inputs]
+        aliases = [tensor.view_as(tensor) for tensor in inputs]
         results = compose(*aliases)
         pairs = [(results, gradients)] if isinstance(results, Tensor) else zip(results, gradients, strict=True)
         used = [(result, gradient) for result, gradient in pairs if gradient is not None]
-        leaves = [alias for alias, asked in zip(aliases, wanted, strict=True) if asked]
-        found = iter(
+        leaves = [alias for alias, needed in zip(aliases, wanted, strict=True) if needed]
+        derivatives = iter(
             torch.autograd.grad(
                 [result for result, _ in used],
                 leaves,
@@ -55,7 +55,4 @@ def recomposed(
             if used and leaves
             else [None] * len(leaves)
         )
-    return [next(found) if asked else None for asked in wanted]
-
-
-__all__ = ["recomposed"]
+    return [next(derivatives) if needed else None for needed in wanted]

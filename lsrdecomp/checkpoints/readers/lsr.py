@@ -76,7 +76,7 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise bundle.metadata_error("the header's record of layer kinds is damaged") from None
 
 
-_patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.layout.find`
+_patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.config.find`
 
 
 class _Expected:
