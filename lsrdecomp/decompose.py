@@ -171,19 +171,19 @@ def decompose_each(
         return tuple(decompose(target, sizes, rank=rank, **goals) for target in targets)
     terms, _, storage = _goals(targets[0], rank, None, None, None, goals.get("storage"))
     solutions = BatchedKrylov().solve_batch([cast(Dense, target).matrix for target in targets], sizes, rank=terms)
-    return tuple(measured(target, one, storage, None) for target, one in zip(targets, solutions, strict=True))
+    return tuple(measured(target, result, storage, None) for target, result in zip(targets, solutions, strict=True))
 
 
 SHAPES_STORED = 3
 """Shapes of a search that are stored and weighed: bytes mostly follow parameters, which order them."""
 
 
-def _smallest_of(run: Callable[..., Decomposition], found: ShapeSearch, throw: bool) -> Decomposition:
+def _smallest_of(run: Callable[..., Decomposition], search: ShapeSearch, throw: bool) -> Decomposition:
     """Of the shapes with the fewest parameters the record with the fewest bytes."""
-    shapes = [choice.shape for choice in sorted(found.choices, key=lambda choice: choice.parameters)]
+    shapes = [choice.shape for choice in sorted(search.choices, key=lambda choice: choice.parameters)]
     records = [run(shape) for shape in shapes[:SHAPES_STORED]]
-    kept = [record for record in records if record.stored is not None]
-    return min(kept, key=lambda record: int(record.stored.bytes)) if kept else run(shapes[0], throw=throw)
+    within = [record for record in records if record.stored is not None]
+    return min(within, key=lambda record: int(record.stored.bytes)) if within else run(shapes[0], throw=throw)
 
 
 def _goals(
@@ -252,8 +252,8 @@ def recompress(
     orthogonal = matrix.canonical()
     if rank is not None:
         return orthogonal.truncate(rank)
-    allowed, kept, dropped = (rtol or 0.0) * matrix.norm, orthogonal.separation_rank, 0.0
-    while kept and (dropped + float(orthogonal.weights[kept - 1]) ** 2) ** 0.5 <= allowed:
-        dropped += float(orthogonal.weights[kept - 1]) ** 2
-        kept -= 1
-    return orthogonal.truncate(kept)
+    allowed, terms, dropped = (rtol or 0.0) * matrix.norm, orthogonal.separation_rank, 0.0
+    while terms and (dropped + float(orthogonal.weights[terms - 1]) ** 2) ** 0.5 <= allowed:
+        dropped += float(orthogonal.weights[terms - 1]) ** 2
+        terms -= 1
+    return orthogonal.truncate(terms)

@@ -104,8 +104,8 @@ def best_shape(
     ('4×3 ⊗ 5×5', 1, 37)
     """
     target = as_target(matrix)
-    given = [goal is not None for goal in (rtol, atol, parameters)]
-    if sum(given) != 1:
+    goals = [goal is not None for goal in (rtol, atol, parameters)]
+    if sum(goals) != 1:
         raise BudgetError(f"give one of rtol ({rtol}), atol ({atol}) and parameters ({parameters})")
     size, total = target.shape, target.norm
     dense = ShapeChoice(KroneckerShape((size, (1, 1))), 1, 0.0)

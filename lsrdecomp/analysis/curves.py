@@ -144,9 +144,9 @@ def error_curve(
     shape = KroneckerShape.balanced(target.shape) if shape is None else KroneckerShape.parse(shape)
     target.norm  # noqa: B018 - refuses what is not finite first
     if rank is not None:
-        found = decompose(target, shape, rank=rank, on_sweep=on_sweep)
+        result = decompose(target, shape, rank=rank, on_sweep=on_sweep)
         # Terms are orthogonal: leaving out some of them adds their weights to the error in quadrature.
-        tails = tail_norms([*to_numpy(found.approximation.weights), found.error])[:-1]
+        tails = tail_norms([*to_numpy(result.approximation.weights), result.error])[:-1]
         return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
     operator = as_double(target.rearranged(shape).formed())
     return _from_spectrum(str(shape), namespace(operator).linalg.svdvals(operator), target.norm, shape.parameters(1))
@@ -210,13 +210,13 @@ def solver_curve(
     ['2e-01', '1e-02', '2e-03', '2e-03']
     """
     target, shape = as_target(matrix), KroneckerShape.parse(shape)
-    found = [decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks]
-    gammas = tuple(one.condition for one in found)
+    results = [decompose(target, shape, rank=rank, solver=solver, storage=storage) for rank in ranks]
+    gammas = tuple(result.condition for result in results)
     return ErrorCurve(
         label=label if label is not None else str(shape),
         ranks=tuple(ranks),
-        parameters=tuple(one.parameters for one in found),
-        relative_errors=tuple(one.relative_error for one in found),
+        parameters=tuple(result.parameters for result in results),
+        relative_errors=tuple(result.relative_error for result in results),
         norm=target.norm,
         condition=max(gammas, default=1.0),
         conditions=gammas,

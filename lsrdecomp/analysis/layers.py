@@ -32,8 +32,8 @@ class LayerGrid:
     values: tuple[tuple[float, ...], ...]
 
     def __repr__(self) -> str:
-        known = [value for row in self.values for value in row if not math.isnan(value)]
-        span = f", {min(known):.3g} to {max(known):.3g}" if known else ""
+        finite = [value for row in self.values for value in row if not math.isnan(value)]
+        span = f", {min(finite):.3g} to {max(finite):.3g}" if finite else ""
         return f"LayerGrid({self.quantity}: {len(self.blocks)} blocks × {len(self.modules)} modules{span})"
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def layer_grid(values: Mapping[str, float], quantity: str = "relative error") ->
     """
     cells: dict[tuple[str, str], float] = {}
     for name, value in values.items():
-        found = _NUMBER.search(name)
-        block, module = (name[: found.end()], name[found.end() + 1 :]) if found else ("", name)
+        number = _NUMBER.search(name)
+        block, module = (name[: number.end()], name[number.end() + 1 :]) if number else ("", name)
         cells[block, module] = value
     blocks = sorted({block for block, _ in cells}, key=natural)
     modules = dict.fromkeys(module for _, module in sorted(cells, key=lambda cell: cell[0] != ""))

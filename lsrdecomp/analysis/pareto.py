@@ -60,7 +60,7 @@ def pareto_front(curves: Iterable[ErrorCurve], *, storage: str | None = None) ->
         )
     ]
     front: list[ParetoPoint] = []
-    for point in sorted(points, key=lambda one: (one.size, one.relative_error)):
+    for point in sorted(points, key=lambda point: (point.size, point.relative_error)):
         if not front or point.relative_error < front[-1].relative_error:
             front.append(point)
     return tuple(front)

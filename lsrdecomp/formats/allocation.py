@@ -110,7 +110,7 @@ def within_cost(layers: Sequence[Options], budget: float, starts: Sequence[Choic
     least = total_cost(layers, cheapest)
     if least > budget:
         raise BudgetError(f"a budget of {budget:,.0f} is out of reach: the cheapest options cost {least:,.0f} together")
-    found = []
+    choices = []
     for start in (cheapest, *starts):
         choice, spent = list(start), total_cost(layers, start)
         if spent > budget:
@@ -120,8 +120,8 @@ def within_cost(layers: Sequence[Options], budget: float, starts: Sequence[Choic
                 step = cost - layers[i].costs[choice[i]]
                 if spent + step <= budget:
                     choice[i], spent = option, spent + step
-        found.append(_exchanged(layers, _filled(layers, choice, budget), budget))
-    return min(found, key=lambda choice: (total_loss(layers, choice), total_cost(layers, choice)))
+        choices.append(_exchanged(layers, _filled(layers, choice, budget), budget))
+    return min(choices, key=lambda choice: (total_loss(layers, choice), total_cost(layers, choice)))
 
 
 def within_loss(layers: Sequence[Options], allowed: float, starts: Sequence[Choice] = ()) -> Choice:
@@ -141,12 +141,12 @@ def within_loss(layers: Sequence[Options], allowed: float, starts: Sequence[Choi
         choice[i] = option
     while total_loss(layers, choice) > allowed:  # sums of many rounded steps
         choice = [layer.best for layer in layers]
-    found = [
+    choices = [
         _exchanged(mirrored, _filled(mirrored, list(start), allowed), allowed)
         for start in (choice, *starts)
         if total_loss(layers, start) <= allowed
     ]
-    return min(found, key=lambda choice: (total_cost(layers, choice), total_loss(layers, choice)))
+    return min(choices, key=lambda choice: (total_cost(layers, choice), total_loss(layers, choice)))
 
 
 def _greedy(layers: Sequence[Options]) -> Iterator[tuple[int, int, float, float]]:
@@ -154,17 +154,17 @@ def _greedy(layers: Sequence[Options]) -> Iterator[tuple[int, int, float, float]
     heap: list[tuple[float, int, int]] = []
     hulls = [layer.hull() for layer in layers]
 
-    def push(i: int, place: int) -> None:
-        if place < len(hulls[i]):
-            heapq.heappush(heap, (-layers[i]._slope(hulls[i][place - 1], hulls[i][place]), i, place))
+    def push(i: int, corner: int) -> None:
+        if corner < len(hulls[i]):
+            heapq.heappush(heap, (-layers[i]._slope(hulls[i][corner - 1], hulls[i][corner]), i, corner))
 
     for i in range(len(layers)):
         push(i, 1)
     while heap:
-        _, i, place = heapq.heappop(heap)
-        option = hulls[i][place]
+        _, i, corner = heapq.heappop(heap)
+        option = hulls[i][corner]
         yield i, option, float(layers[i].costs[option]), float(layers[i].losses[option])
-        push(i, place + 1)
+        push(i, corner + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
 def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
     """Bytes that ``rank`` stored terms take at the very least, whatever the error."""
     every = [storage_format(name) for name in formats]
-    return 8 + rank * (4 + shape.order + sum(min(one.bytes(size) for one in every) for size in shape.sizes))
+    return 8 + rank * (4 + shape.order + sum(min(format_.bytes(size) for format_ in every) for size in shape.sizes))
 
 
 def certified(target: Target, approximation: SeparatedMatrix) -> float:
@@ -257,8 +257,8 @@ class _Rounding:
 
     def store(self, choices: Sequence[FormatChoice]) -> tuple[StoredTerm, ...]:
         """The chosen codes, with weights refitted to them by least squares and rounded to float32."""
-        kept = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
-        factors = [tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in kept]
+        chosen = [(k, choice) for k, choice in enumerate(choices) if choice is not None]
+        factors = [tuple(self.rounded[k][i][t] for i, t in enumerate(choice)) for k, choice in chosen]
         if not factors:
             return ()
         weights = self._refitted(factors)
@@ -284,17 +284,17 @@ class _Rounding:
 def _smallest_uniform(
     target: Target, approximation: SeparatedMatrix, atol: float, names: tuple[str, ...]
 ) -> StoredMatrix:
-    found: list[StoredMatrix] = []
+    stored_matrices: list[StoredMatrix] = []
     refusal: BudgetError | None = None
     for name in names:
         try:
-            found.append(smallest(target, approximation, atol=atol, formats=(name,)))
+            stored_matrices.append(smallest(target, approximation, atol=atol, formats=(name,)))
         except BudgetError as error:
             refusal = error
-    if not found:
+    if not stored_matrices:
         assert refusal is not None
         raise refusal
-    return min(found, key=lambda stored: stored.bytes)
+    return min(stored_matrices, key=lambda stored: stored.bytes)
 
 
 def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> SeparatedMatrix:

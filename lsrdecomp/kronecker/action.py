@@ -116,14 +116,14 @@ class Action(Terms):
         """A ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, products with blocks of columns included."""
         from scipy.sparse.linalg import LinearOperator
 
-        held = self.to_numpy()
-        flipped = held.mH
+        matrix = self.to_numpy()
+        flipped = matrix.mH
         return LinearOperator(
-            shape=held.shape,
-            dtype=held.dtype,
-            matvec=held.matvec,
+            shape=matrix.shape,
+            dtype=matrix.dtype,
+            matvec=matrix.matvec,
             rmatvec=flipped.matvec,
-            matmat=held.matmat,
+            matmat=matrix.matmat,
             rmatmat=flipped.matmat,
         )
 

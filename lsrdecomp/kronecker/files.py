@@ -84,9 +84,9 @@ class Files(Terms):
             complex_values = metadata["dtype"].startswith("complex")
             stacks = tuple(_complex(arrays[name]) if complex_values else arrays[name] for name in names[1:])
             matrix = cls(arrays["weights"], stacks)
-            found = [list(pair) for pair in matrix.kronecker_shape.factors]
-            if found != shape or dtype_name(stacks[0]) != metadata["dtype"]:
-                raise ValueError(f"its tensors are {found}, its header says {shape} of {metadata['dtype']}")
+            tiling = [list(pair) for pair in matrix.kronecker_shape.factors]
+            if tiling != shape or dtype_name(stacks[0]) != metadata["dtype"]:
+                raise ValueError(f"its tensors are {tiling}, its header says {shape} of {metadata['dtype']}")
         except (KeyError, TypeError, AttributeError, ValueError, LsrError) as error:
             raise CheckpointError(f"not a whole {KIND}: {error}", path=path) from error
         return matrix
@@ -108,8 +108,8 @@ def read_provenance(path: str | Path) -> dict[str, Any]:
     """
     metadata, _ = _read(Path(path))
     try:
-        found = json.loads(metadata["provenance"])
-        return dict(found)
+        provenance = json.loads(metadata["provenance"])
+        return dict(provenance)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"its provenance cannot be read: {error}", path=path) from error
 

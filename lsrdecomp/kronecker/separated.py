@@ -54,8 +54,8 @@ class SeparatedMatrix(Algebra, Entries, Files):
         """The first ``rank`` terms; the best ones where terms are orthogonal (`canonical`)."""
         if rank < 0:
             raise ShapeError(f"a separation rank cannot be negative, got {rank}")
-        kept = min(rank, self.separation_rank)
-        return type(self)(self.weights[:kept], tuple(f[:kept, :, :] for f in self.factors))
+        terms = min(rank, self.separation_rank)
+        return type(self)(self.weights[:terms], tuple(f[:terms, :, :] for f in self.factors))
 
     def canonical(self) -> Self:
         """The same matrix with orthogonal terms, γ = 1, for two factors: the SVD of the rearrangement from QR factors.

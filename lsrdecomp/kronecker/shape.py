@@ -150,11 +150,11 @@ class KroneckerShape:
         """Raise `ShapeError` unless the factors tile a matrix of this shape."""
         if len(matrix_shape) != 2:
             raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(matrix_shape)}")
-        for side, sizes, given in (("rows", self.rows, matrix_shape[0]), ("columns", self.columns, matrix_shape[1])):
-            if math.prod(sizes) != given:
+        for side, sizes, length in (("rows", self.rows, matrix_shape[0]), ("columns", self.columns, matrix_shape[1])):
+            if math.prod(sizes) != length:
                 product = " x ".join(map(str, sizes))
-                known = f"\nSizes that divide {given}: {_some(divisors(given))}" if given > 0 else ""
-                raise ShapeError(f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {given}.{known}")
+                hint = f"\nSizes that divide {length}: {_some(divisors(length))}" if length > 0 else ""
+                raise ShapeError(f"{name}: {product} = {math.prod(sizes)} {side}, but the matrix has {length}.{hint}")
 
     def __str__(self) -> str:
         return " ⊗ ".join(f"{m}×{n}" for m, n in self.factors)

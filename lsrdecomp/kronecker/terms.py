@@ -80,10 +80,10 @@ class Terms:
         if not bool(xp.all(xp.isfinite(scale))):
             raise PrecisionError("the product of the norms of a term's factors exceeds the largest number of its type")
         sizes = to_numpy(scale)
-        kept = [int(k) for k in np.argsort(-sizes, kind="stable") if sizes[k] > 0.0]
-        if kept == list(range(int(scale.shape[0]))):
+        positive = [int(k) for k in np.argsort(-sizes, kind="stable") if sizes[k] > 0.0]
+        if positive == list(range(int(scale.shape[0]))):
             return cls(scale, tuple(units))
-        order = xp.asarray(kept, dtype=xp.int64, device=device(scale))
+        order = xp.asarray(positive, dtype=xp.int64, device=device(scale))
         return cls(xp.take(scale, order), tuple(xp.take(unit, order, axis=0) for unit in units))
 
     @property

@@ -81,10 +81,10 @@ def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonaliz
         return None
     bases, diagonals, all_unitary = [], to_numpy(as_double(matrix.weights))[:, None], True
     for factor in matrix.factors:
-        found = _common_basis(to_numpy(as_double(factor)), unitary)
-        if found is None:
+        basis = _common_basis(to_numpy(as_double(factor)), unitary)
+        if basis is None:
             return None
-        vectors, entries, is_unitary = found
+        vectors, entries, is_unitary = basis
         bases.append(vectors)
         all_unitary &= is_unitary
         diagonals = (diagonals[:, :, None] * entries[:, None, :]).reshape(len(diagonals), -1)
@@ -132,13 +132,13 @@ def _masses(stack: np.ndarray, unitary: bool) -> Iterator[np.ndarray | None]:
     yield None
     if unitary:
         return
-    found = []
+    definite = []
     for factor in stack:
         values = np.linalg.eigvalsh(factor)
         low, high = (values[0], values[-1]) if values[0] > 0 else (-values[-1], -values[0])
         if low > 1e-12 * high > 0:
-            found.append((low / high, factor if values[0] > 0 else -factor))
-    for _, factor in sorted(found, key=lambda pair: -pair[0]):
+            definite.append((low / high, factor if values[0] > 0 else -factor))
+    for _, factor in sorted(definite, key=lambda pair: -pair[0]):
         yield factor
 
 

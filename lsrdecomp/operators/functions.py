@@ -33,16 +33,16 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
     import scipy.linalg
     import scipy.sparse.linalg
 
-    held, values = host(matrix), to_numpy(as_double(detached(x)))
+    terms, values = host(matrix), to_numpy(as_double(detached(x)))
     shape = matrix.kronecker_shape.factors
-    split = _kronecker_sum(held) if all(m == n for m, n in shape) else None
+    split = _kronecker_sum(terms) if all(m == n for m, n in shape) else None
     if split is not None:
         image = along(tuple(scipy.linalg.expm(t * part) for part in split), values)
-    elif (flat := diagonalize(held, unitary=True)) is not None:
+    elif (flat := diagonalize(terms, unitary=True)) is not None:
         image = flat.function(lambda v: np.exp(t * v), values)
     else:
-        operator = held.to_linear_operator() * t
-        trace = complex(held.trace()) * t if is_complex(held.factors[0]) else float(held.trace()) * t
+        operator = terms.to_linear_operator() * t
+        trace = complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t
         image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace)
     return like(image, wide(x, matrix))
 
@@ -53,15 +53,15 @@ def _kronecker_sum(matrix: SeparatedMatrix) -> list[np.ndarray] | None:
     kind = np.result_type(*matrix.factors)
     parts = [np.zeros((m, m), dtype=kind) for m in sizes]
     for k, weight in enumerate(matrix.weights):
-        scale, place = complex(weight), None
+        scale, index = complex(weight), None
         for i, factor in enumerate(matrix.factors):
             value = factor[k, 0, 0]
             if np.linalg.norm(factor[k] - value * np.eye(sizes[i])) <= 2.0**-50:
                 scale *= value
-            elif place is None:
-                place = i
+            elif index is None:
+                index = i
             else:
                 return None
-        term = np.eye(sizes[0]) if place is None else matrix.factors[place][k]
-        parts[place or 0] = parts[place or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
+        term = np.eye(sizes[0]) if index is None else matrix.factors[index][k]
+        parts[index or 0] = parts[index or 0] + (scale if np.iscomplexobj(parts[0]) else scale.real) * term
     return parts

@@ -127,41 +127,41 @@ def approximate_inverse(
     if isinstance(rank, bool) or rank != int(rank) or rank < 1:
         raise ShapeError(f"a separation rank is a positive integer, got {rank}")
     # Step 1: terms of A with weights folded in, and the products A_tᴴ A_u of each factor, which stay.
-    given = [np.asarray(f) for f in a.folded()]
-    crossed = [np.einsum("tba,ubc->tuac", f.conj(), f, optimize=True) for f in given]
+    factors = [np.asarray(f) for f in a.folded()]
+    crossed = [np.einsum("tba,ubc->tuac", f.conj(), f, optimize=True) for f in factors]
     # Step 2: a start in the algebra that the factors of A span.
-    found = _start(a, given, int(rank))
+    inverse_factors = _start(a, factors, int(rank))
     history: list[float] = []
     for sweep in range(1, max_sweeps + 1):
         squared = math.inf
         for i in range(a.order):
-            found[i], squared = _block(given, crossed, found, i)
-            _balance(found)
+            inverse_factors[i], squared = _block(factors, crossed, inverse_factors, i)
+            _balance(inverse_factors)
         now = math.sqrt(max(squared, 0.0) / a.shape[0])
         if history and now > history[-1]:  # rounding; what came before is kept by `best`
             break
         history.append(now)
-        best = [f.copy() for f in found]
+        best = [f.copy() for f in inverse_factors]
         if on_sweep is not None:
             on_sweep(sweep, now)
         if len(history) > 1 and history[-2] - now <= rtol * history[-2]:
             break
     inverse = SeparatedMatrix.from_factors(best)
-    eye = SeparatedMatrix.from_factors([np.eye(m, dtype=given[0].dtype)[None] for m in a.kronecker_shape.rows])
+    eye = SeparatedMatrix.from_factors([np.eye(m, dtype=factors[0].dtype)[None] for m in a.kronecker_shape.rows])
     measured = (eye - a @ inverse).norm / math.sqrt(a.shape[0])
     return ApproximateInverse(inverse, measured, tuple(history))
 
 
 def _block(
-    given: list[np.ndarray], crossed: list[np.ndarray], found: list[np.ndarray], i: int
+    factors: list[np.ndarray], crossed: list[np.ndarray], inverse_factors: list[np.ndarray], i: int
 ) -> tuple[np.ndarray, float]:
     """The best factors in place i for all terms, the others held, and ‖I − A X‖² with them."""
     import scipy.linalg
 
-    r, m = found[i].shape[:2]
+    r, m = inverse_factors[i].shape[:2]
     gram: Any = 1.0
     traces: Any = 1.0
-    for j, (stack, other) in enumerate(zip(given, found, strict=True)):
+    for j, (stack, other) in enumerate(zip(factors, inverse_factors, strict=True)):
         if j == i:
             continue
         images = np.einsum("tab,kbc->tkac", stack, other, optimize=True)  # A_t X_k
@@ -169,28 +169,28 @@ def _block(
         gram = gram * (flat.conj() @ flat.T).reshape(len(stack), r, len(stack), r)
         traces = traces * np.einsum("tkaa->tk", images).conj()
     if isinstance(gram, float):  # a single factor
-        gram, traces = np.ones((len(given[i]), r, len(given[i]), r)), np.ones((len(given[i]), r))
+        gram, traces = np.ones((len(factors[i]), r, len(factors[i]), r)), np.ones((len(factors[i]), r))
     normal = np.einsum("tkul,tuac->kalc", gram, crossed[i], optimize=True).reshape(r * m, r * m)
-    right = np.einsum("tk,tba->kab", traces, given[i].conj(), optimize=True).reshape(r * m, m)
+    right = np.einsum("tk,tba->kab", traces, factors[i].conj(), optimize=True).reshape(r * m, m)
     size = float(np.trace(normal).real) / (r * m)
     normal[np.diag_indices(r * m)] += 2.0**-44 * size
     try:
         solved = scipy.linalg.solve(normal, right, assume_a="pos")
     except np.linalg.LinAlgError:
         solved = scipy.linalg.lstsq(normal, right)[0]
-    rows = math.prod(f.shape[1] for f in given)
+    rows = math.prod(f.shape[1] for f in factors)
     return solved.reshape(r, m, m), rows - float(np.vdot(right, solved).real)
 
 
-def _start(a: SeparatedMatrix, given: list[np.ndarray], rank: int) -> list[np.ndarray]:
+def _start(a: SeparatedMatrix, factors: list[np.ndarray], rank: int) -> list[np.ndarray]:
     """Powers P^k X of the inverse X of the nearest product, P = Σ_t c_t A_t X: what an inverse is a polynomial in."""
     try:
         first = [f[0] for f in inv(nearest_kronecker(a, a.kronecker_shape)).factors]
     except LsrError:
-        first = [np.eye(m, dtype=given[0].dtype) for m in a.kronecker_shape.rows]
+        first = [np.eye(m, dtype=factors[0].dtype) for m in a.kronecker_shape.rows]
     made = []
     rng = np.random.default_rng(0)
-    for stack, base in zip(given, first, strict=True):
+    for stack, base in zip(factors, first, strict=True):
         mixed = np.tensordot(rng.uniform(-1.0, 1.0, len(stack)), stack, axes=1) @ base
         mixed = mixed / np.linalg.norm(mixed, 2)
         powers = [base]
@@ -201,20 +201,20 @@ def _start(a: SeparatedMatrix, given: list[np.ndarray], rank: int) -> list[np.nd
     return made
 
 
-def _balance(found: list[np.ndarray]) -> None:
+def _balance(stacks: list[np.ndarray]) -> None:
     """Equal norms of the factors of each term, in place."""
-    sizes = np.stack([np.linalg.norm(f, axis=(1, 2)) for f in found])
+    sizes = np.stack([np.linalg.norm(f, axis=(1, 2)) for f in stacks])
     mean = np.exp(np.mean(np.log(np.maximum(sizes, 1e-300)), axis=0))
-    for f, size in zip(found, sizes, strict=True):
+    for f, size in zip(stacks, sizes, strict=True):
         f *= (mean / np.maximum(size, 1e-300))[:, None, None]
 
 
 def _separated(matrix: Any, shape: KroneckerShape | None) -> SeparatedMatrix:
     if isinstance(matrix, SeparatedMatrix) and shape in (None, matrix.kronecker_shape):
-        found = matrix.to_numpy()
+        separated = matrix.to_numpy()
     elif shape is None:
         raise ShapeError("say in which KroneckerShape the inverse is sought")
     else:
-        found = decompose(matrix, shape, rtol=EXACT, throw=True).approximation.to_numpy()
-    kind = "complex128" if any(is_complex(f) for f in found.factors) else "float64"
-    return found.astype(kind)
+        separated = decompose(matrix, shape, rtol=EXACT, throw=True).approximation.to_numpy()
+    kind = "complex128" if any(is_complex(f) for f in separated.factors) else "float64"
+    return separated.astype(kind)

@@ -123,16 +123,16 @@ def solve(
     if not rtol > 0.0:
         raise BudgetError(f"rtol must be positive, got {rtol}")
     if method in ("auto", "exact"):
-        found = _exact(matrix, b)
-        if found is not None:
-            return _finish(matrix, b, *found, 0, rtol, throw)
+        exact = _exact(matrix, b)
+        if exact is not None:
+            return _finish(matrix, b, *exact, 0, rtol, throw)
         if method == "exact":
             raise MatrixError(
                 f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in common bases: no "
                 'exact method; method="auto" iterates'
             )
-    held, right = host(matrix), to_numpy(as_double(detached(b)))
-    x, used, steps = krylov(held, right, rtol, method, preconditioner, max_iterations, on_iteration)
+    terms, right = host(matrix), to_numpy(as_double(detached(b)))
+    x, used, steps = krylov(terms, right, rtol, method, preconditioner, max_iterations, on_iteration)
     return _finish(matrix, b, like(x, wide(b, matrix)), used, steps, rtol, throw)
 
 
@@ -142,13 +142,13 @@ def _exact(matrix: SeparatedMatrix, b: Array) -> tuple[Array, str] | None:
     if matrix.separation_rank == 1:
         return solve_single(matrix, b), "factors"
     detached(b)
-    held, right = host(matrix), to_numpy(as_double(b))
+    terms, right = host(matrix), to_numpy(as_double(b))
     for build, name in ((diagonalize, "diagonal"), (triangularize, "triangular")):
-        found: Any = build(held)
-        if found is None:
+        form: Any = build(terms)
+        if form is None:
             continue
-        x = found.solve(right)
-        x = x + found.solve(right - held @ x)  # one step of refinement
+        x = form.solve(right)
+        x = x + form.solve(right - terms @ x)  # one step of refinement
         if not is_complex(matrix.factors[0]) and not np.iscomplexobj(right):
             x = x.real
         return like(x, wide(b, matrix)), name
@@ -158,12 +158,12 @@ def _exact(matrix: SeparatedMatrix, b: Array) -> tuple[Array, str] | None:
 def _finish(
     matrix: SeparatedMatrix, b: Array, x: Array, method: str, iterations: int, rtol: float, throw: bool
 ) -> LinearSolution:
-    given, found, rest = (to_numpy(q).reshape(q.shape[0], -1) for q in (b, x, b - matrix @ x))
-    sizes = [np.linalg.norm(q.astype(complex), axis=0) for q in (rest, given)]
+    right, solution, rest = (to_numpy(q).reshape(q.shape[0], -1) for q in (b, x, b - matrix @ x))
+    sizes = [np.linalg.norm(q.astype(complex), axis=0) for q in (rest, right)]
     relative = float(np.max(sizes[0] / np.where(sizes[1] > 0, sizes[1], 1.0), initial=0.0))
     if not math.isfinite(relative):
         relative = math.inf
-    total = matrix.to_numpy().norm * norm(found) + norm(given)
+    total = matrix.to_numpy().norm * norm(solution) + norm(right)
     record = LinearSolution(x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol)
     if throw and not record.converged:
         raise ConvergenceError(

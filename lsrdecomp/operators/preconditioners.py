@@ -66,15 +66,15 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape) -> SeparatedMatrix:
     True
     """
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
-        found = matrix.canonical().truncate(1) if matrix.order == 2 else _power(matrix)
+        nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _power(matrix)
     elif shape.order == 2:
         target = as_target(matrix)
-        found = _polished(target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape)
+        nearest = _polished(target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape)
     else:
-        found = decompose(matrix, shape, rank=1).approximation
-    if found.separation_rank == 0:
+        nearest = decompose(matrix, shape, rank=1).approximation
+    if nearest.separation_rank == 0:
         raise MatrixError("the matrix is zero: no Kronecker product is nearest")
-    return positive(found)
+    return positive(nearest)
 
 
 def _power(matrix: SeparatedMatrix) -> SeparatedMatrix:
@@ -101,17 +101,17 @@ def _power(matrix: SeparatedMatrix) -> SeparatedMatrix:
         if change <= GAP:
             break
     xp = namespace(*matrix.factors)
-    place = device(matrix.factors[0])
-    made = [xp.asarray(f[None], dtype=matrix.dtype, device=place) for f in now]
-    return SeparatedMatrix.from_factors(made, xp.asarray([size], dtype=matrix.weights.dtype, device=place))
+    where = device(matrix.factors[0])
+    made = [xp.asarray(f[None], dtype=matrix.dtype, device=where) for f in now]
+    return SeparatedMatrix.from_factors(made, xp.asarray([size], dtype=matrix.weights.dtype, device=where))
 
 
-def _polished(rearranged: Any, found: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
+def _polished(rearranged: Any, nearest: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
     """Alternate R(A) and its adjoint from what a solver found, which was judged by its error and not by its factors."""
-    if found.separation_rank == 0:
-        return found
-    xp = namespace(*found.factors)
-    column = as_double(xp.reshape(found.factors[1], (-1, 1)))
+    if nearest.separation_rank == 0:
+        return nearest
+    xp = namespace(*nearest.factors)
+    column = as_double(xp.reshape(nearest.factors[1], (-1, 1)))
     column = xp.astype(column, xp.result_type(column.dtype, rearranged.prototype.dtype))
     column = conjugate(column)
     for _ in range(20):

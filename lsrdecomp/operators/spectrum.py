@@ -32,11 +32,11 @@ def logdet(matrix: SeparatedMatrix) -> tuple[Any, float]:
     """
     if matrix.separation_rank <= 1:
         return slogdet(matrix)
-    held = host(matrix)
-    found = diagonalize(held) or triangularize(held)
-    if found is None:
+    terms = host(matrix)
+    form = diagonalize(terms) or triangularize(terms)
+    if form is None:
         raise _no_form(matrix, "log-determinant")
-    sign, log = found.slogdet()
+    sign, log = form.slogdet()
     return (sign if is_complex(matrix.factors[0]) else float(np.sign(np.real(sign)))), log
 
 
@@ -65,9 +65,9 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
         raise ShapeError(f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}")
     if any(m != n for m, n in shape.factors):
         raise ShapeError(f"eigenvalues need square factors, these are {shape}")
-    held = host(matrix)
+    terms = host(matrix)
     unit = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows]) if mass is None else host(mass)
-    both = _joined(held, unit)
+    both = _joined(terms, unit)
     if mass is None:
         flat = diagonalize(both, unitary=True)
         if flat is not None:

@@ -79,10 +79,10 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
         if side > size:
             raise ShapeError(f"the kernel {kernel.shape} is larger than the image {tuple(sizes)}")
     u, sigma, vh = np.linalg.svd(kernel)
-    kept = max(1, int(np.sum(sigma > rtol * sigma[0])))
-    first = np.stack([_convolution(u[:, k], sizes[0], boundary) for k in range(kept)])
-    second = np.stack([_convolution(vh[k], sizes[1], boundary) for k in range(kept)])
-    return SeparatedMatrix.from_factors([first, second], sigma[:kept])
+    rank = max(1, int(np.sum(sigma > rtol * sigma[0])))
+    first = np.stack([_convolution(u[:, k], sizes[0], boundary) for k in range(rank)])
+    second = np.stack([_convolution(vh[k], sizes[1], boundary) for k in range(rank)])
+    return SeparatedMatrix.from_factors([first, second], sigma[:rank])
 
 
 def covariance_on_grid(kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], axes: Sequence[Any]) -> RowStream:

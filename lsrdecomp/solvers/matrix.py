@@ -29,7 +29,7 @@ class MatrixProblem:
         """``atol`` for ‖M‖ = 1; of the zero matrix as it is."""
         return None if self.atol is None else self.atol / (self.target.norm or 1.0)
 
-    def handed_to(self, solver: Solver) -> Solution:
+    def delegate_to(self, solver: Solver) -> Solution:
         """What another solver makes of the same problem, its records behind those so far."""
         return self.progress.solve(solver, self.target, self.shape, rank=self.rank, atol=self.atol)
 
@@ -50,10 +50,10 @@ class MatrixSolver(ABC):
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
         most = most_terms(target.shape, shape, rank, atol, order=self.order)
-        return self.found(MatrixProblem(target, shape, rank, atol, most, SolveProgress(on_sweep)))
+        return self._solve(MatrixProblem(target, shape, rank, atol, most, SolveProgress(on_sweep)))
 
     solve.__doc__ = Solver.solve.__doc__
 
     @abstractmethod
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """The terms of a problem whose checks are made, its steps told to ``problem.progress``."""

@@ -11,14 +11,14 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import Event, Solution, Solver, Sweep
 from lsrdecomp.targets.base import Target
 
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[State]):
+class Step(Generic[StateT]):
     """Where one step of an iteration has come to."""
 
-    state: State
+    state: StateT
     relative_error: float | None  # None: not looked at, so nothing is recorded
     condition: float = 1.0
     objective: float | None = None
@@ -70,8 +70,8 @@ class SolveProgress:
         """Another solver's solution of the same problem, its records behind those so far; ``event`` is its first."""
         if self._sweeps:
             self.mark(event)
-        found = solver.solve(target, shape, rank=rank, atol=atol, on_sweep=self._adopt)
-        return replace(found, sweeps=self.sweeps)
+        solution = solver.solve(target, shape, rank=rank, atol=atol, on_sweep=self._adopt)
+        return replace(solution, sweeps=self.sweeps)
 
     def _adopt(self, sweep: Sweep) -> None:
         if self._event is Event.step:
@@ -80,8 +80,8 @@ class SolveProgress:
 
 
 def iterate(
-    steps: Iterator[Step[State]], begun: State, progress: SolveProgress | None = None, *, most: float = math.inf
-) -> tuple[State, bool]:
+    steps: Iterator[Step[StateT]], begun: StateT, progress: SolveProgress | None = None, *, most: float = math.inf
+) -> tuple[StateT, bool]:
     """Take steps until one is settled, none is left, ``most`` are taken, or the solve has none left to take.
 
     Returns

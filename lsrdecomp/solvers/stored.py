@@ -59,10 +59,10 @@ def measured(target: Target, solution: Solution, storage: str | None, goal: floa
     The status is judged by that error: what the solver thought of its own tolerance or storage type counts only where
     the error is above ``goal``.
     """
-    found = solution.approximation
-    stored = found if storage is None else as_stored(found, storage)
+    computed = solution.approximation
+    stored = computed if storage is None else as_stored(computed, storage)
     norm = target.norm
-    if stored is found and solution.relative_error is not None:  # measured already, and nothing rounded since
+    if stored is computed and solution.relative_error is not None:  # measured already, and nothing rounded since
         error = solution.relative_error * norm
     else:
         error = target.residual_norm(stored)
@@ -149,11 +149,11 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
     formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
     first = problem.solve(atol=TRUNCATION_SHARE[2 if problem.nested else 3] * goal)
     best, solution, refusal = _stored(target, first, goal, formats)
-    given = getattr(target, "matrix", None)
-    if isinstance(given, SeparatedMatrix) and given.kronecker_shape == problem.shape:
-        own, known, _ = _stored(target, Solution(given.truncate(problem.last), Status.converged), goal, formats)
+    separated = getattr(target, "matrix", None)
+    if isinstance(separated, SeparatedMatrix) and separated.kronecker_shape == problem.shape:
+        own, exact, _ = _stored(target, Solution(separated.truncate(problem.last), Status.converged), goal, formats)
         if own is not None and (best is None or own.bytes < best.bytes):
-            best, solution = own, known
+            best, solution = own, exact
     if not problem.nested:
         idle, rank = 0, max(first.approximation.separation_rank, 1)
         while idle < PATIENCE and rank <= problem.last:

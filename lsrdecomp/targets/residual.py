@@ -75,10 +75,10 @@ def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
 
 def pair_distance(left: Array, right: Array, other_left: Array, other_right: Array) -> float:
     """‖B Aᴴ − B̂ Âᴴ‖_F for B (m, r), A (n, r), B̂ (m, r̂) and Â (n, r̂) in double precision; see `pair_distances`."""
-    found = inner_distances(left, right, other_left, other_right)
-    if found is None:
+    distance = inner_distances(left, right, other_left, other_right)
+    if distance is None:
         return norm(pair_core([left, other_left], [right, other_right]))
-    return float(found)
+    return float(distance)
 
 
 def pair_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array:
@@ -88,10 +88,10 @@ def pair_distances(left: Array, right: Array, other_left: Array, other_right: Ar
     of `pair_core` with 2⁻⁵³ N/distance: both to twelve digits while the distance is above N / `WIDEST`, and there inner
     products take a quarter of the time for sides 4096 long. Elsewhere the residual's entries are formed.
     """
-    found = inner_distances(left, right, other_left, other_right)
-    if found is None:
+    distances = inner_distances(left, right, other_left, other_right)
+    if distances is None:
         return namespace(left).linalg.matrix_norm(pair_core([left, other_left], [right, other_right]))
-    return found
+    return distances
 
 
 def inner_distances(left: Array, right: Array, other_left: Array, other_right: Array) -> Array | None:
@@ -154,9 +154,9 @@ def norm_of_parts(parts: Any) -> float:
     return norm(np.asarray(list(parts), dtype=np.float64))
 
 
-def check_sizes(given: tuple[int, int], other: tuple[int, int]) -> None:
-    if tuple(given) != tuple(other):
-        raise ShapeError(f"the target is {given[0]}×{given[1]}, the approximation {other[0]}×{other[1]}")
+def check_sizes(target: tuple[int, int], other: tuple[int, int]) -> None:
+    if tuple(target) != tuple(other):
+        raise ShapeError(f"the target is {target[0]}×{target[1]}, the approximation {other[0]}×{other[1]}")
 
 
 def rows_of(approximation: Any) -> Callable[[slice], Array]:

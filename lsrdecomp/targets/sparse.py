@@ -106,15 +106,15 @@ class Sparse:
         shape.check(self.shape)
         entries = self.matrix.tocoo()
         rows, columns = np.unravel_index(entries.row, shape.rows), np.unravel_index(entries.col, shape.columns)
-        found = [
+        used_places = [
             np.unique(i.astype(np.int64) * n + j, return_inverse=True)
             for (_, n), i, j in zip(shape.factors, rows, columns, strict=True)
         ]
-        sizes = tuple(max(1, used.size) for used, _ in found)
+        sizes = tuple(max(1, used.size) for used, _ in used_places)
         require_formable(math.prod(sizes), f"the {' × '.join(map(str, sizes))} places of a sparse matrix")
         core = np.zeros(sizes, dtype=self.matrix.dtype)
-        core[tuple(index for _, index in found)] = entries.data
-        return core, tuple(used if used.size else np.zeros(1, np.int64) for used, _ in found)
+        core[tuple(index for _, index in used_places)] = entries.data
+        return core, tuple(used if used.size else np.zeros(1, np.int64) for used, _ in used_places)
 
     def residual_norm(self, approximation: Approximation) -> float:
         """‖M − M̂‖_F; from the core alone where M̂ has three and more factors that vanish wherever the core does."""

@@ -145,11 +145,11 @@ def gauge_of(triangle: Array, other: Array) -> tuple[Array, Array, Array]:
     xp = namespace(triangle, other)
     u, sigma, vh = xp.linalg.svd(triangle @ xp.matrix_transpose(other), full_matrices=False)
     floor = int(triangle.shape[-1]) * unit_roundoff(dtype_name(sigma)) * xp.max(sigma, axis=-1, keepdims=True)
-    kept = sigma > floor
-    inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    positive = sigma > floor
+    inverse = xp.where(positive, 1.0 / xp.where(positive, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
     columns = xp.matrix_transpose(other) @ (xp.matrix_transpose(vh) * inverse[..., None, :])
     rows = (inverse[..., :, None] * xp.matrix_transpose(u)) @ triangle
-    return columns, xp.where(kept, sigma, xp.zeros_like(sigma)), rows
+    return columns, xp.where(positive, sigma, xp.zeros_like(sigma)), rows
 
 
 def pair_norms(left: Array, right: Array, weights: NormWeights) -> Array:

@@ -21,7 +21,7 @@ from lsrdecomp.solvers.cp.hosvd import compress
 from lsrdecomp.solvers.cp.levenberg_marquardt import refine
 from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
-from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.targets.base import Dense
 
 THREE = KroneckerShape(((2, 3), (3, 2), (4, 2)))
@@ -91,7 +91,7 @@ def test_the_newton_step_descends_along_the_gradient_of_the_penalised_objective(
         unitary = np.linalg.qr(rng.standard_normal((2, 2)) + 1j * rng.standard_normal((2, 2)))[0]
         tensor = np.einsum("abc,xa,yb,zc->xyz", tensor, unitary, unitary, unitary)
     ridge = 1e-5
-    start = Terms.of([rng.standard_normal((2, 2)).astype(kind) for _ in range(3)])
+    start = CPTerms.of([rng.standard_normal((2, 2)).astype(kind) for _ in range(3)])
     start, _ = alternate(tensor, start, ridge, sweeps=200)
 
     def objective(terms):
@@ -100,7 +100,7 @@ def test_the_newton_step_descends_along_the_gradient_of_the_penalised_objective(
     best = refine(tensor, start, ridge, iterations=300)
     assert objective(best) <= objective(start)
     gradient_free = [
-        objective(Terms.of([c + 1e-4 * rng.standard_normal(c.shape) for c in best.balanced()])) for _ in range(20)
+        objective(CPTerms.of([c + 1e-4 * rng.standard_normal(c.shape) for c in best.balanced()])) for _ in range(20)
     ]
     assert min(gradient_free) > objective(best)
 

@@ -112,7 +112,7 @@ def test_a_solver_of_three_factors_refuses_two():
     class Three(MatrixSolver):
         order = 3
 
-        def found(self, problem):
+        def _solve(self, problem):
             raise AssertionError("the checks come first")
 
     target = Dense(np.eye(8))

@@ -25,7 +25,7 @@ from lsrdecomp.solvers.cp.hosvd import Compressed, compress
 from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
-from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
 
@@ -108,7 +108,7 @@ class ALS(MatrixSolver):
         """α for a matrix of norm one with ``order`` factors."""
         return storage_ridge(self.storage, order) if self.ridge is None else self.ridge
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """Terms by regularized alternating least squares; the contract is `Solver.solve`.
 
         Unlike ``tensorly.decomposition.parafac`` it penalises λ and not the factors, so that γ stays what the storage
@@ -130,27 +130,27 @@ class ALS(MatrixSolver):
         Cost: about 8·(2s)·Πp_i operations to make the core, then sweeps and Newton steps on (2s)^d entries.
         """
         target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
-        given, size = rearranged_tensor(target, shape), target.norm
-        tensor = given.core
+        packed_target, size = rearranged_tensor(target, shape), target.norm
+        tensor = packed_target.core
         refuse_gradients(tensor, shape)
         progress = problem.progress
         progress.limit = self.max_sweeps
         exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
-            return Solution(no_terms(given.core, shape), exact, relative_error=0.0)
+            return Solution(no_terms(packed_target.core, shape), exact, relative_error=0.0)
         if shape.order == 1:  # one factor is the matrix itself
             progress.note(0.0)
-            columns = given.expand([tensor[:, None] / size])
-            return Solution(Terms.of(columns).to_separated(shape, size), exact, progress.sweeps)
+            columns = packed_target.expand([tensor[:, None] / size])
+            return Solution(CPTerms.of(columns).to_separated(shape, size), exact, progress.sweeps)
         tensor, goal = tensor / size, problem.goal or 0.0
-        terms = self._start(given, shape, size, most)
+        terms = self._start(packed_target, shape, size, most)
         first = FIRST_RANK if terms is None else max(FIRST_RANK, terms.rank)
         cap, inner = (most if atol is None else min(most, first)), goal
         renew = terms is not None
         while True:
             terms, cap = self._fit(tensor, terms, cap, most, inner, progress, renew)
             renew = False
-            approximation = Terms(terms.weights, given.expand(terms.columns)).to_separated(shape, size)
+            approximation = CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
             error = target.residual_norm(approximation)
@@ -164,7 +164,7 @@ class ALS(MatrixSolver):
         status = self._status(met, approximation, goal, most, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
-    def _start(self, given: Compressed, shape: KroneckerShape, size: float, most: int) -> Terms | None:
+    def _start(self, packed_target: Compressed, shape: KroneckerShape, size: float, most: int) -> CPTerms | None:
         """The terms of ``init`` for ‖T‖ = 1."""
         if self.init is None:
             return None
@@ -172,25 +172,27 @@ class ALS(MatrixSolver):
             raise ShapeError(f"init has the shape {self.init.kronecker_shape}, but the factors are {shape}")
         if not 0 < self.init.separation_rank <= most:
             return None
-        xp = namespace(given.core)
+        xp = namespace(packed_target.core)
         flat = [
-            xp.matrix_transpose(xp.reshape(like(to_numpy(f), given.core), (f.shape[0], f.shape[1] * f.shape[2])))
+            xp.matrix_transpose(
+                xp.reshape(like(to_numpy(f), packed_target.core), (f.shape[0], f.shape[1] * f.shape[2]))
+            )
             for f in self.init.factors
         ]
-        columns = given.restrict(flat)
-        weights = like(to_numpy(self.init.weights) / size, given.core)
-        return Terms.of((columns[0] * weights, *columns[1:]))
+        columns = packed_target.restrict(flat)
+        weights = like(to_numpy(self.init.weights) / size, packed_target.core)
+        return CPTerms.of((columns[0] * weights, *columns[1:]))
 
     def _fit(
         self,
         tensor: Array,
-        start: Terms | None,
+        start: CPTerms | None,
         cap: int,
         most: int,
         goal: float,
         progress: SolveProgress,
         renew: bool,
-    ) -> tuple[Terms, int]:
+    ) -> tuple[CPTerms, int]:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
         rounding = ROUNDINGS * unit_roundoff(dtype_name(tensor))
         # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
@@ -202,10 +204,10 @@ class ALS(MatrixSolver):
             cap = min(most, 2 * cap)
         # ALS 2: terms one by one on the core, from where an earlier core has come to.
         progress.mark(Event.start)
-        known = empty_terms(core) if start is None else _restricted(packed, start)
+        start_terms = empty_terms(core) if start is None else _restricted(packed, start)
         terms = fit(
             core,
-            known,
+            start_terms,
             cap,
             self.alpha(tensor.ndim),
             rng=np.random.default_rng(self.seed),
@@ -220,7 +222,7 @@ class ALS(MatrixSolver):
         weights = (
             namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
         )
-        whole = Terms(weights, columns)
+        whole = CPTerms(weights, columns)
         if packed.lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
             ridge = self.alpha(tensor.ndim)
             progress.mark(Event.start)
@@ -239,7 +241,7 @@ class ALS(MatrixSolver):
         return Status.sweep_limit if progress.exhausted else Status.stalled
 
 
-def _restricted(packed: Compressed, terms: Terms) -> Terms:
+def _restricted(packed: Compressed, terms: CPTerms) -> CPTerms:
     """Terms of the whole tensor as terms of a core."""
     first, *rest = (to_numpy(as_double(c)) for c in packed.restrict(terms.columns))
-    return Terms.of([first * to_numpy(as_double(terms.weights)), *rest])
+    return CPTerms.of([first * to_numpy(as_double(terms.weights)), *rest])

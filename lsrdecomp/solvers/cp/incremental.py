@@ -10,7 +10,7 @@ from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event
 from lsrdecomp.solvers.cp.levenberg_marquardt import refine, unknowns
 from lsrdecomp.solvers.cp.regularized import alternate
-from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.progress import SolveProgress
 
 POWER_STEPS = 12
@@ -31,11 +31,11 @@ SPLIT = 0.1
 """Relative distance between the halves of a split term."""
 
 
-def empty_terms(core: np.ndarray) -> Terms:
-    return Terms(np.zeros(0), tuple(np.zeros((p, 0), dtype=core.dtype) for p in core.shape))
+def empty_terms(core: np.ndarray) -> CPTerms:
+    return CPTerms(np.zeros(0), tuple(np.zeros((p, 0), dtype=core.dtype) for p in core.shape))
 
 
-def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> Terms:
+def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> CPTerms:
     """Unit columns in random directions with equal weights."""
     columns = []
     for p in core.shape:
@@ -43,19 +43,19 @@ def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> Terms
         if np.iscomplexobj(core):
             column = column + 1j * rng.standard_normal((p, rank))
         columns.append(column)
-    terms = Terms.of(columns)
-    return Terms(np.full(rank, 1.0 / math.sqrt(rank)), terms.columns)
+    terms = CPTerms.of(columns)
+    return CPTerms(np.full(rank, 1.0 / math.sqrt(rank)), terms.columns)
 
 
-def misfit(core: np.ndarray, terms: Terms) -> float:
+def misfit(core: np.ndarray, terms: CPTerms) -> float:
     """‖T − Σ‖, from residual entries."""
     return float(np.linalg.norm(core - terms.to_tensor()))
 
 
-def add_term(core: np.ndarray, terms: Terms, rng: np.random.Generator) -> Terms:
+def add_term(core: np.ndarray, terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     """The best of a few rank-one fits to the residual, appended."""
     residual = core - terms.to_tensor()
-    best: Terms | None = None
+    best: CPTerms | None = None
     for start in range(3):
         trial = _leading_vectors(residual) if start == 0 else random_terms(core, 1, rng)
         trial, _ = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
@@ -65,7 +65,7 @@ def add_term(core: np.ndarray, terms: Terms, rng: np.random.Generator) -> Terms:
     return terms.with_term([c[:, 0] for c in best.columns], best.weights)
 
 
-def split_term(terms: Terms, rng: np.random.Generator) -> Terms:
+def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     """One term, drawn by its weight, replaced by two halves that differ a little: a start the residual cannot show."""
     chance = terms.weights**2
     k = int(rng.choice(terms.rank, p=chance / chance.sum()))
@@ -73,15 +73,15 @@ def split_term(terms: Terms, rng: np.random.Generator) -> Terms:
     for column in terms.columns:
         noise = rng.standard_normal(column.shape[0]) * (SPLIT / math.sqrt(column.shape[0]))
         moved.append(column[:, k] + noise)
-    unit = Terms.of([v[:, None] for v in moved])
+    unit = CPTerms.of([v[:, None] for v in moved])
     weights = terms.weights.copy()
     weights[k] *= 0.5
-    return Terms(weights, terms.columns).with_term([c[:, 0] for c in unit.columns], weights[k : k + 1])
+    return CPTerms(weights, terms.columns).with_term([c[:, 0] for c in unit.columns], weights[k : k + 1])
 
 
 def fit(
     core: np.ndarray,
-    terms: Terms,
+    terms: CPTerms,
     rank: int,
     ridge: float,
     *,
@@ -91,13 +91,13 @@ def fit(
     goal: float = 0.0,
     renew: bool = False,
     progress: SolveProgress | None = None,
-) -> Terms:
+) -> CPTerms:
     """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
 
     Parameters
     ----------
     core : ndarray, float64 or complex128, norm one
-    terms : Terms
+    terms : CPTerms
         Fewer terms to begin from, possibly none.
     rank : int
         Terms to end with, at most.
@@ -139,16 +139,16 @@ def fit(
 
 def _best_of(
     core: np.ndarray,
-    before: Terms,
-    terms: Terms,
+    before: CPTerms,
+    terms: CPTerms,
     ridge: float,
     *,
     rng: np.random.Generator,
     initializations: int,
     goal: float,
     progress: SolveProgress | None,
-) -> Terms:
-    def objective(trial: Terms) -> float:
+) -> CPTerms:
+    def objective(trial: CPTerms) -> float:
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
     best = follow_path(core, terms, ridge, goal=goal, progress=progress)
@@ -167,13 +167,13 @@ def _best_of(
 
 def follow_path(
     core: np.ndarray,
-    terms: Terms,
+    terms: CPTerms,
     ridge: float,
     *,
     goal: float = 0.0,
     iterations: int = 60,
     progress: SolveProgress | None = None,
-) -> Terms:
+) -> CPTerms:
     """Follow the minimiser while the penalty falls to the asked α: Levenberg–Marquardt at each value of it."""
     guide = max(ridge, (GUIDE * misfit(core, terms)) ** 2)
     while guide > ridge:
@@ -187,10 +187,10 @@ def _mark(progress: SolveProgress | None, event: Event) -> None:
         progress.mark(event)
 
 
-def _leading_vectors(residual: np.ndarray) -> Terms:
+def _leading_vectors(residual: np.ndarray) -> CPTerms:
     """The leading left singular vector of every unfolding, as one term."""
     columns = []
     for mode in range(residual.ndim):
         unfolded = np.moveaxis(residual, mode, 0).reshape(residual.shape[mode], -1)
         columns.append(np.linalg.eigh(unfolded @ unfolded.conj().T).eigenvectors[:, -1:])
-    return Terms(np.ones(1), tuple(columns))
+    return CPTerms(np.ones(1), tuple(columns))

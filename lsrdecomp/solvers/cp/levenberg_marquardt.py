@@ -9,28 +9,28 @@ import numpy as np
 import scipy.linalg
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
-from lsrdecomp.solvers.cp.terms import Terms
+from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
 LARGEST = 2600
 """Most unknowns: the normal matrix is dense, 54 MB at this size, and costs n³/3 operations a step."""
 
 
-def unknowns(terms: Terms) -> int:
+def unknowns(terms: CPTerms) -> int:
     """Numbers in all columns."""
     return sum(int(c.shape[0]) for c in terms.columns) * terms.rank
 
 
 def refine(
     core: np.ndarray,
-    terms: Terms,
+    terms: CPTerms,
     ridge: float,
     *,
     iterations: int,
     rtol: float = 1e-9,
     goal: float = 0.0,
     progress: SolveProgress | None = None,
-) -> Terms:
+) -> CPTerms:
     """Minimise ‖T − Σ_k t_k‖² + α Σ_k ‖t_k‖² over all factors together [1]_.
 
     The penalty is itself a sum of squares of the terms t_k. So its Gauss–Newton matrix is that of the misfit with only
@@ -39,7 +39,7 @@ def refine(
     Parameters
     ----------
     core : ndarray, shape (p_1, …, p_d), float64 or complex128, norm one
-    terms : Terms
+    terms : CPTerms
         Start, from alternating sweeps; a random start often ends in a poor local minimum.
     ridge : float
         α.
@@ -54,7 +54,7 @@ def refine(
 
     Returns
     -------
-    Terms
+    CPTerms
         Never worse than the start; the start itself where there are more than `LARGEST` unknowns.
 
     References
@@ -68,7 +68,7 @@ def refine(
         return terms
     steps = _accepted_steps(core, terms.balanced(), ridge, rtol, goal)
     columns, _ = iterate(steps, terms.balanced(), progress, most=iterations)
-    return Terms.of(columns)
+    return CPTerms.of(columns)
 
 
 def _accepted_steps(
@@ -105,7 +105,7 @@ def _accepted_steps(
         # LM 4: one short step may be the damping's doing; three in a row are not.
         small = small + 1 if objective - new_objective <= rtol * objective else 0
         # LM 5: share λ_k equally among the modes again, where all modes are alike to a step.
-        renewed = Terms.of(tried)
+        renewed = CPTerms.of(tried)
         columns, residual, objective = renewed.balanced(), new_residual, new_objective
         misfit = float(np.linalg.norm(residual))
         condition = renewed.condition(math.sqrt(max(1.0 - misfit**2, 1e-300)))

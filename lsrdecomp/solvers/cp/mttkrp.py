@@ -49,14 +49,14 @@ def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Arra
 
 def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
     """All d products T_(i) conj(⊙_{m≠i} F_m), shapes (p_i, s), of fixed factors."""
-    found: dict[int, Array] = {}
+    by_mode: dict[int, Array] = {}
 
     def keep(mode: int, product: Array) -> Array:
-        found[mode] = product
+        by_mode[mode] = product
         return columns[mode]
 
     sweep(tensor, columns, keep)
-    return tuple(found[mode] for mode in range(tensor.ndim))
+    return tuple(by_mode[mode] for mode in range(tensor.ndim))
 
 
 def assemble(columns: Sequence[Array], weights: Array) -> Array:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace, norm
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.cp.mttkrp import sweep
-from lsrdecomp.solvers.cp.terms import Terms, unit_columns
+from lsrdecomp.solvers.cp.terms import CPTerms, unit_columns
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 
 MEASURED_ROUNDING = 0.42
@@ -26,19 +26,19 @@ def storage_ridge(storage: str, order: int) -> float:
 
 def alternate(
     tensor: Array,
-    terms: Terms,
+    terms: CPTerms,
     ridge: float,
     *,
     sweeps: int,
     rtol: float = 1e-8,
     progress: SolveProgress | None = None,
-) -> tuple[Terms, bool]:
+) -> tuple[CPTerms, bool]:
     """Minimise ‖T − Σ‖² + α Σλ², one mode at a time, for T of norm about one.
 
     Parameters
     ----------
     tensor : Array, shape (p_1, …, p_d), norm about one
-    terms : Terms
+    terms : CPTerms
         Start.
     ridge : float
         α.
@@ -51,13 +51,13 @@ def alternate(
 
     Returns
     -------
-    (Terms, bool)
+    (CPTerms, bool)
         The fit, and whether it stopped by ``rtol``.
     """
     return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, most=sweeps)
 
 
-def _sweeps(tensor: Array, terms: Terms, ridge: float, rtol: float) -> Iterator[Step[Terms]]:
+def _sweeps(tensor: Array, terms: CPTerms, ridge: float, rtol: float) -> Iterator[Step[CPTerms]]:
     before, total = math.inf, norm(tensor) ** 2
     while True:
         terms, gained = _one_sweep(tensor, terms, ridge)
@@ -69,7 +69,7 @@ def _sweeps(tensor: Array, terms: Terms, ridge: float, rtol: float) -> Iterator[
         before = objective
 
 
-def _one_sweep(tensor: Array, terms: Terms, ridge: float) -> tuple[Terms, float]:
+def _one_sweep(tensor: Array, terms: CPTerms, ridge: float) -> tuple[CPTerms, float]:
     """New terms, and ‖T‖² − ‖T − Σ‖² for them."""
     xp, d = namespace(tensor), tensor.ndim
     columns = [as_double(c) for c in terms.columns]
@@ -100,7 +100,7 @@ def _one_sweep(tensor: Array, terms: Terms, ridge: float) -> tuple[Terms, float]
         return xp.astype(unit, product.dtype)
 
     sweep(tensor, terms.columns, update)
-    return Terms(weights, tuple(xp.astype(c, tensor.dtype) for c in columns)), gained
+    return CPTerms(weights, tuple(xp.astype(c, tensor.dtype) for c in columns)), gained
 
 
 def _solve(gram: Array, product: Array, ridge: float) -> Array:

@@ -45,9 +45,9 @@ def _core_of(matrix: SeparatedMatrix) -> Compressed:
     for factor in matrix.factors:
         s, m, n = factor.shape
         u, sigma, vh = xp.linalg.svd(xp.reshape(as_double(factor), (s, m * n)), full_matrices=False)
-        held = sum(1 for value in sigma if float(value) > tolerance("float64", s) / 8.0 * float(sigma[0]))
-        bases.append(xp.matrix_transpose(vh[:held, :]))
-        triangles.append(xp.matrix_transpose(u[:, :held] * xp.astype(sigma[:held], u.dtype)))
+        rank = sum(1 for value in sigma if float(value) > tolerance("float64", s) / 8.0 * float(sigma[0]))
+        bases.append(xp.matrix_transpose(vh[:rank, :]))
+        triangles.append(xp.matrix_transpose(u[:, :rank] * xp.astype(sigma[:rank], u.dtype)))
     entries = math.prod(int(r.shape[0]) for r in triangles)
     if entries > LARGEST_CORE:
         raise ShapeError(

@@ -52,7 +52,7 @@ class TensorLyCP(MatrixSolver):
     l2_reg: float = 0.0
     seed: int = 0
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """Terms by ``parafac``; the contract is `Solver.solve`.
 
         With ``atol`` it is called anew with one term more until the measured error is small enough: TensorLy's own
@@ -81,8 +81,8 @@ class TensorLyCP(MatrixSolver):
         while True:
             columns, weights = self._terms(tensor / size, terms, progress)
             xp = namespace(packed.core)
-            held = [xp.asarray(c, dtype=packed.core.dtype, device=device(packed.core)) for c in columns]
-            expanded = [to_numpy(as_double(c)) for c in packed.expand(held)]
+            moved = [xp.asarray(c, dtype=packed.core.dtype, device=device(packed.core)) for c in columns]
+            expanded = [to_numpy(as_double(c)) for c in packed.expand(moved)]
             approximation = _moved(from_cp((weights * size, expanded), shape), packed.core)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)

@@ -12,14 +12,14 @@ from lsrdecomp.solvers.cp.mttkrp import assemble
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class CPTerms:
     """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾ with unit columns f."""
 
     weights: Array  # (s,), real, not negative
     columns: tuple[Array, ...]  # (p_i, s)
 
     @classmethod
-    def of(cls, columns: Sequence[Array]) -> Terms:
+    def of(cls, columns: Sequence[Array]) -> CPTerms:
         """Normalise columns of any length; a zero column stays zero, with weight zero."""
         units, weights = [], None
         for column in columns:
@@ -54,11 +54,11 @@ class Terms:
         xp = namespace(*self.columns)
         return assemble(self.columns, xp.astype(self.weights, self.columns[0].dtype))
 
-    def with_term(self, columns: Sequence[Array], weight: Array) -> Terms:
+    def with_term(self, columns: Sequence[Array], weight: Array) -> CPTerms:
         """One more term: unit vectors (p_i,) and their weight, shape (1,)."""
         xp = namespace(*self.columns)
         joined = tuple(xp.concat((c, v[:, None]), axis=1) for c, v in zip(self.columns, columns, strict=True))
-        return Terms(xp.concat((self.weights, weight)), joined)
+        return CPTerms(xp.concat((self.weights, weight)), joined)
 
     def to_separated(self, shape: KroneckerShape, scale: float = 1.0) -> SeparatedMatrix:
         """The matrix whose rearrangement, over ``scale``, these terms are."""

@@ -18,7 +18,7 @@ from lsrdecomp.targets.base import Dense, LowRank
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
-Spectrum = tuple[Array, Array, Array]
+Triples = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Truncations:
     """The singular triples of both sides, rearranged."""
 
     shape: ProductShape
-    left: Spectrum
-    right: Spectrum
+    left: Triples
+    right: Triples
 
     @property
     def max_ranks(self) -> tuple[int, int]:
@@ -111,10 +111,10 @@ class Truncations:
         )
 
 
-def _spectrum(side: Array, shape: KroneckerShape) -> Spectrum:
+def _spectrum(side: Array, shape: KroneckerShape) -> Triples:
     return rearranged_svd(Dense(side).rearranged(shape))
 
 
-def _terms(spectrum: Spectrum, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
+def _terms(spectrum: Triples, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
     u, sigma, vh = spectrum
     return as_separated(u, sigma, vh, shape, min(rank, shape.max_separation_rank))

@@ -63,19 +63,19 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     batch, p = tensor.shape[0], tensor.shape[1]
     rest = tuple(tensor.shape[2:])
     u, sigma, vh = leading_triples(xp.reshape(tensor, (batch, p, -1)), rank)
-    kept = int(sigma.shape[1])
+    leading = int(sigma.shape[1])
     if len(rest) == 1:
         root = xp.sqrt(sigma)[:, None, :]
         return [zero_padded(stack, 2, rank) for stack in (u * root, xp.matrix_transpose(vh) * root)]
-    inner = orthogonal_terms(xp.reshape(sigma[:, :, None] * vh, (batch * kept, *rest)), rank)
+    inner = orthogonal_terms(xp.reshape(sigma[:, :, None] * vh, (batch * leading, *rest)), rank)
     count = int(inner[0].shape[2])
-    first = xp.reshape(xp.broadcast_to(u[:, :, :, None], (batch, p, kept, count)), (batch, p, kept * count))
+    first = xp.reshape(xp.broadcast_to(u[:, :, :, None], (batch, p, leading, count)), (batch, p, leading * count))
     stacks = [first]
     for stack in inner:
         q = stack.shape[1]
-        stack = xp.permute_dims(xp.reshape(stack, (batch, kept, q, count)), (0, 2, 1, 3))
-        stacks.append(xp.reshape(stack, (batch, q, kept * count)))
-    return [zero_padded(stack, 2, rank) for stack in _largest(stacks, min(rank, kept * count))]
+        stack = xp.permute_dims(xp.reshape(stack, (batch, leading, q, count)), (0, 2, 1, 3))
+        stacks.append(xp.reshape(stack, (batch, q, leading * count)))
+    return [zero_padded(stack, 2, rank) for stack in _largest(stacks, min(rank, leading * count))]
 
 
 def _largest(stacks: Stacks, rank: int) -> Stacks:

@@ -81,8 +81,8 @@ class PartialTraces:
 def inverse(matrices: Array) -> Array:
     """Of positive definite matrices (L, n, n), symmetric; slightly damped."""
     xp = namespace(matrices)
-    found = xp.linalg.inv(damped(matrices, 1e-8))
-    return 0.5 * (found + xp.matrix_transpose(found))
+    inverses = xp.linalg.inv(damped(matrices, 1e-8))
+    return 0.5 * (inverses + xp.matrix_transpose(inverses))
 
 
 def along_rows(stacks: Stacks, matrices: Sequence[Array | None]) -> Stacks:

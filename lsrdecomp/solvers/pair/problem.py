@@ -95,13 +95,13 @@ class PairProblem:
 
     def single(self) -> PairProblem:
         """The same in single precision, targets of norm one; in the Frobenius norm, where it `fits_single`."""
-        given, xp = self.targets, namespace(self.targets.left)
-        length = xp.linalg.matrix_norm(given.triangles[0])
-        scales = safe_ratio(xp.ones_like(length), length), safe_ratio(length, xp.sqrt(given.energy))
-        left, right, *triangles = (xp.astype(x, xp.float32) for x in (given.left, given.right, *given.triangles))
+        targets, xp = self.targets, namespace(self.targets.left)
+        length = xp.linalg.matrix_norm(targets.triangles[0])
+        scales = safe_ratio(xp.ones_like(length), length), safe_ratio(length, xp.sqrt(targets.energy))
+        left, right, *triangles = (xp.astype(x, xp.float32) for x in (targets.left, targets.right, *targets.triangles))
         for array, scale in zip((left, right, *triangles), 2 * scales, strict=True):
             array *= xp.astype(scale, xp.float32)[:, None, None]  # in place: the copies are our own
-        targets = WeightedTargets.of_arrays((left, right), (triangles[0], triangles[1]), given.norms)
+        targets = WeightedTargets.of_arrays((left, right), (triangles[0], triangles[1]), targets.norms)
         return PairProblem.of(targets, self.shape, self.out_side.cg_steps, self.ridge)
 
     @property
@@ -141,8 +141,8 @@ class PairProblem:
         return [self._start(transforms, white, ranks) for transforms, white in ways[:most]]
 
     def _start(self, transforms: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
-        given = self.targets.left, namespace(self.targets.right).matrix_transpose(self.targets.right)
-        sides = zip(given, transforms, self._sides, ranks, strict=True)
+        factors = self.targets.left, namespace(self.targets.right).matrix_transpose(self.targets.right)
+        sides = zip(factors, transforms, self._sides, ranks, strict=True)
         out, into = (
             side_terms(x, transform, side.shape, k, side.traces if white else None) for x, transform, side, k in sides
         )
@@ -227,10 +227,10 @@ class PairProblem:
         """
         pair: Pair = (list(state.pair[0]), list(state.pair[1]))
         other = state.into if which == 0 else self._moments(pair, 0)
-        side, given = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
+        side, weighted = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
         # Extended 1: the gradient K − W X H, whitened by the weight's partial traces, and its orthogonal terms.
         formed = summed(pair[which], side.shape)
-        gradient = given @ other.cross - side.weight.apply(formed) @ other.gram
+        gradient = weighted @ other.cross - side.weight.apply(formed) @ other.gram
         _, inverses = side.traces.roots
         white = rearrange(kron_apply(inverses, gradient, side.shape.rows), side.shape)
         fresh, xp = along_rows(orthogonal_terms(white, more), inverses), namespace(self.targets.left)
@@ -240,7 +240,7 @@ class PairProblem:
         wider = [xp.concat([old, new], axis=2) for old, new in zip(pair[which], fresh, strict=True)]
         pair = (wider, pair[1]) if which == 0 else (pair[0], wider)
         # Extended 3: the best number for each term.
-        best = side.scaled(wider, other.gram, given @ other.cross)
+        best = side.scaled(wider, other.gram, weighted @ other.cross)
         return self.state((best, pair[1]) if which == 0 else (pair[0], best))
 
     def scaled(self, pair: Pair) -> Pair:
@@ -267,12 +267,12 @@ class PairProblem:
         return as_factors(state.pair[0], self.shape.left), [namespace(x).matrix_transpose(x) for x in into]
 
     def _moments(self, pair: Pair, which: int, inside: Array | None = None) -> SideMoments:
-        side, given = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
-        xp, formed = namespace(given), summed(pair[which], side.shape)
+        side, weighted = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
+        xp, formed = namespace(weighted), summed(pair[which], side.shape)
         gram = side.gram(pair[which], formed, inside)
         own = isinstance(side.weight, Identity)
         norm = xp.sqrt(xp.linalg.trace(gram)) if own else xp.linalg.matrix_norm(formed)
-        return SideMoments(gram, xp.matrix_transpose(given) @ formed, norm)
+        return SideMoments(gram, xp.matrix_transpose(weighted) @ formed, norm)
 
     def _joined(self, pair: Pair, outer: SideMoments, into: SideMoments) -> PairState:
         xp = namespace(self.targets.left)

@@ -26,7 +26,7 @@ class SpectralBlock:
     alike: Array  # ρ times the normal matrix without a weight, the same for every row p: (L, s·r, s·r)
     inner: Array  # H, (L, c·r, c·r), inner index of the others outermost
     sizes: tuple[int, int, int, int]  # m, r, s, c
-    place: int  # i
+    index: int  # i
     others: tuple[int, ...]  # inner sizes of the other factors
 
     @classmethod
@@ -57,7 +57,7 @@ class SpectralBlock:
         """VᵀX, (L, q, inner rank), of the side X whose block i is x (L, m·r, s)."""
         xp, (_, r, _, _), batch = namespace(x), self.sizes, int(x.shape[0])
         image = xp.reshape(self._products(self._rows(x)), (batch, *self.others, -1, r))
-        d, i = len(self.others) + 1, self.place
+        d, i = len(self.others) + 1, self.index
         order = (0, d, *(1 + j for j in range(i)), d + 1, *(1 + j for j in range(i, d - 1)))
         return xp.reshape(xp.permute_dims(image, order), (batch, -1, r * math.prod(self.others)))
 

@@ -40,21 +40,21 @@ def truncated_svds(
     require_finite(batch, "batch")
     operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    found = as_sums(*signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
+    sums = as_sums(*signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
     values = to_numpy(sigma).astype(np.float64)
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    kept, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
+    terms, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
     for i, spectrum in enumerate(values):
         tails = tail_norms(spectrum)
         enough, status = chosen_rank(tails, most, atol)
-        kept[i] = min(int(kept[i]), enough)
+        terms[i] = min(int(terms[i]), enough)
         ends.append(status)
         errors.append(tails[enough] / tails[0] if tails[0] > 0.0 else 0.0)
     progress.note(max(errors), objective=max(errors) ** 2)
-    told = progress.sweeps[-1:]
+    record = progress.sweeps[-1:]
     return [
-        Solution(x.truncate(int(k)), status, told, 0.0, ErrorKind.bounded)
-        for x, k, status in zip(found, kept, ends, strict=True)
+        Solution(x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded)
+        for x, k, status in zip(sums, terms, ends, strict=True)
     ]
 
 

@@ -85,7 +85,7 @@ class BatchedKrylov(MatrixSolver):
     seed: int = 0
     max_steps: int = 10
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """One matrix as a batch of one, formed; the method is that of `solve_batch`."""
         batch = as_batch(as_matrix(problem.target)[None, :, :])
         return self._solved(batch, problem.shape, problem.rank, problem.atol, problem.most, problem.progress)[0]
@@ -164,16 +164,16 @@ class BatchedKrylov(MatrixSolver):
         before: tuple[Sweep, ...] = (),
     ) -> Solution:
         """One matrix by `BlockGolubKahan`, its records behind the common ones ``before``."""
-        solver, told = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance), len(progress.sweeps)
+        solver, earlier = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance), len(progress.sweeps)
         event = Event.hand_over if before else Event.start
-        found = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
-        own = enumerate((*before, *progress.sweeps[told:]), 1)
-        return replace(found, sweeps=tuple(replace(sweep, index=index) for index, sweep in own))
+        solution = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
+        own = enumerate((*before, *progress.sweeps[earlier:]), 1)
+        return replace(solution, sweeps=tuple(replace(sweep, index=index) for index, sweep in own))
 
     def _together(
         self, batch: Array, shape: KroneckerShape, rank: int, block: int, progress: SolveProgress
     ) -> list[Solution]:
-        originals, told = batch, len(progress.sweeps)
+        originals, before = batch, len(progress.sweeps)
         xp = namespace(batch)
         with np.errstate(over="ignore", invalid="ignore"):
             norms = to_numpy(xp.linalg.vector_norm(batch, axis=(1, 2))).astype(np.float64)
@@ -194,10 +194,10 @@ class BatchedKrylov(MatrixSolver):
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
         good = usable & (excess <= self.tolerance) & (1.0 - captured > floor)
-        common = progress.sweeps[told:]
+        common = progress.sweeps[before:]
         solutions = {
-            i: Solution(found, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
-            for i, found in enumerate(as_sums(u, sigma, vh, shape))
+            i: Solution(separated, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
+            for i, separated in enumerate(as_sums(u, sigma, vh, shape))
             if good[i]
         }
         left = [int(i) for i in np.flatnonzero(usable & ~good)]
@@ -232,21 +232,21 @@ class BatchedKrylov(MatrixSolver):
         images, triangle = xp.linalg.qr(adjoint(rows) @ q)
         turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
         u, vh = (q @ turn)[:, :, :rank], (right @ adjoint(images))[:, :rank, :]
-        kept = xp.astype(sigma[:, :rank], u.dtype)
-        errors = to_numpy(xp.linalg.vector_norm(rows - (u * kept[:, None, :]) @ vh, axis=(1, 2)))
+        values = xp.astype(sigma[:, :rank], u.dtype)
+        errors = to_numpy(xp.linalg.vector_norm(rows - (u * values[:, None, :]) @ vh, axis=(1, 2)))
         tails = np.sqrt(np.sum(to_numpy(sigma)[:, rank:] ** 2, axis=1))
         rounding = 64.0 * unit_roundoff(operators.dtype)
         sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
         values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
-        found = as_sums(*signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
+        sums = as_sums(*signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
         solutions = {}
-        for place, i in enumerate(chosen):
-            error, tail = float(errors[place]), float(tails[place])
-            terms = int(np.sum(to_numpy(sigma[place, :rank]) > rounding))
+        for index, i in enumerate(chosen):
+            error, tail = float(errors[index]), float(tails[index])
+            terms = int(np.sum(to_numpy(sigma[index, :rank]) > rounding))
             if error <= tail * (1.0 + self.tolerance) + rounding:
                 gap = max(error / tail - 1.0, 0.0) if tail > rounding else None
                 kind = ErrorKind.estimated if gap is None else ErrorKind.bounded
-                solutions[i] = Solution(found[place].truncate(terms), Status.rank_reached, common, gap, kind)
+                solutions[i] = Solution(sums[index].truncate(terms), Status.rank_reached, common, gap, kind)
         return solutions
 
     def _steps(

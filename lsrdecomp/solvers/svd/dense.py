@@ -39,7 +39,7 @@ class SVD(MatrixSolver):
 
     order: ClassVar[int] = 2
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M), formed; the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` it computes all of them, in double precision whatever the target's, and so

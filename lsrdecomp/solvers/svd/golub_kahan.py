@@ -71,7 +71,7 @@ class BlockGolubKahan(MatrixSolver):
     tolerance: float = 1e-3
     max_steps: int = 128
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """Leading singular triples of R(M); the contract is `Solver.solve`.
 
         Unlike ``scipy.sparse.linalg.svds`` (ARPACK) it grows one space of blocks without restarts, reads R(M) once for
@@ -93,35 +93,35 @@ class BlockGolubKahan(MatrixSolver):
             raise BudgetError(f"block Golub–Kahan needs at least one step, got max_steps={self.max_steps}")
         progress, norm, side = problem.progress, target.norm, min(shape.sizes)
         if norm == 0.0 or (rank is not None and 4 * most >= side):
-            return problem.handed_to(Gram())
+            return problem.delegate_to(Gram())
         # V, whose space fills first, lies on the smaller side: then nothing of R is left when it is full.
         swapped = shape.sizes[0] < shape.sizes[1]
         block = self._columns(rank, stored=isinstance(target, Dense))
-        asked = self.tolerance, target, shape, swapped, rank, most, problem.goal
+        settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
         if fits_single(target, rank, problem.goal, self.tolerance):
             rows = in_double(target, shape)
             space = self._space(in_single(target, shape, rows), swapped, norm, block)
-            single = SingleGrowth(space, *asked, rows=rows)
+            single = SingleGrowth(space, *settings, rows=rows)
             solution = self._grown(single, progress)
             if solution is not None:
                 return solution
             if not single.blind:
-                return problem.handed_to(Gram())
+                return problem.delegate_to(Gram())
             # Single precision sees no further: a power step in double, and where that is not enough a space from there.
             block = self.block or max(block, min(2 * most, side // 6))
-            found, start = single.finished(min(max(block, most), side))
-            if found is not None:
-                progress.note(found.error, objective=found.objective)
-                return replace(found.solution(True), sweeps=progress.sweeps)
+            projection, start = single.finished(min(max(block, most), side))
+            if projection is not None:
+                progress.note(projection.error, objective=projection.objective)
+                return replace(projection.solution(True), sweeps=progress.sweeps)
             progress.mark(Event.hand_over)
             space = self._space(rows, swapped, norm, block, start[:, :block])
-            solution = self._grown(Growth(space, *asked), progress)
-            return problem.handed_to(Gram()) if solution is None else solution
+            solution = self._grown(Growth(space, *settings), progress)
+            return problem.delegate_to(Gram()) if solution is None else solution
         operator = target.rearranged(shape)
         if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
-            return problem.handed_to(Gram())
-        solution = self._grown(Growth(self._space(operator, swapped, norm, block), *asked), progress)
-        return problem.handed_to(Gram()) if solution is None else solution
+            return problem.delegate_to(Gram())
+        solution = self._grown(Growth(self._space(operator, swapped, norm, block), *settings), progress)
+        return problem.delegate_to(Gram()) if solution is None else solution
 
     def _columns(self, rank: int | None, *, stored: bool) -> int:
         widest = 16 if stored else 8
@@ -135,10 +135,10 @@ class BlockGolubKahan(MatrixSolver):
 
     def _grown(self, growth: Growth, progress: SolveProgress) -> Solution | None:
         """What a space has come to; None where it would grow too large, or sees no further."""
-        found, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
-        if found is None and ended:
+        projection, ended = iterate(growth.steps(), None, progress, most=self.max_steps)
+        if projection is None and ended:
             return None
-        if found is None:
-            found = growth.look()
-            progress.note(found.error, objective=found.objective)
-        return replace(found.solution(ended), sweeps=progress.sweeps)
+        if projection is None:
+            projection = growth.look()
+            progress.note(projection.error, objective=projection.objective)
+        return replace(projection.solution(ended), sweeps=progress.sweeps)

@@ -40,7 +40,7 @@ class Gram(MatrixSolver):
     order: ClassVar[int] = 2
     tolerance: float = 1e-6
 
-    def found(self, problem: MatrixProblem) -> Solution:
+    def _solve(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
 
         Unlike an SVD by ``eigh`` of R Rᴴ alone it knows when squaring has cost the digits that were asked for, and
@@ -56,7 +56,7 @@ class Gram(MatrixSolver):
         norm = target.norm
         finest = math.inf if goal is None else goal
         if norm == 0.0 or self._loss(1) > 2.0 * self.tolerance * finest**2:
-            return problem.handed_to(SVD())
+            return problem.delegate_to(SVD())
         # Gram 1: eigenvalues of R Rᴴ, on the smaller side, for ‖R‖ = 1.
         operator = target.rearranged(shape)
         wide = operator.shape[0] <= operator.shape[1]
@@ -68,7 +68,7 @@ class Gram(MatrixSolver):
         tails = tail_norms(np.sqrt(np.maximum(to_numpy(values)[::-1], 0.0)))
         s, status = chosen_rank(tails, problem.most, goal)
         if self._loss(s) > 2.0 * self.tolerance * min(tails[s], finest) ** 2:
-            return problem.handed_to(SVD())
+            return problem.delegate_to(SVD())
         # Gram 3: Rayleigh–Ritz with R itself gives singular values to full accuracy.
         basis = xp.flip(vectors, axis=1)[:, :s]
         u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)

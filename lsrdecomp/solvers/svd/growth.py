@@ -20,7 +20,7 @@ from lsrdecomp.targets.base import Target
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Projection:
     """What one look at a space has found."""
 
     approximation: SeparatedMatrix
@@ -37,8 +37,8 @@ class Found:
             status = Status.rank_reached
         elif settled or (self.goal is not None and self.error <= self.goal):
             status = Status.converged if self.goal is not None and self.error <= self.goal else Status.rank_exhausted
-        known = self.excess < math.inf
-        gap, kind = (self.excess, self.kind) if known else (None, ErrorKind.estimated)
+        finite = self.excess < math.inf
+        gap, kind = (self.excess, self.kind) if finite else (None, ErrorKind.estimated)
         relative_error = self.error if self.measured else None
         return Solution(self.approximation, status, (), gap, kind, relative_error)
 
@@ -58,7 +58,7 @@ class Growth:
     captured: list[np.ndarray] = field(default_factory=list)
     last: Certificate | None = None
 
-    def steps(self) -> Iterator[Step[Found | None]]:
+    def steps(self) -> Iterator[Step[Projection | None]]:
         """Steps of the space; ends without a state where it would grow to a third of the smaller side."""
         side = min(self.space.operator.shape)
         due = 1 if self.rank is None else self.most
@@ -75,19 +75,19 @@ class Growth:
             if self._hopeless(certificate, s, side):
                 return
             # BGK 3: where the certificate sees no further, the residual is formed and measured.
-            found = None
+            projection = None
             if self._settled(certificate, s):
-                found = self._found(certificate, s)
-                if not self._enough(certificate, s, found):
-                    found, due = None, self.space.size + self.space.size // 4
-            error = certificate.error(s) if found is None else found.error
-            yield Step(found, error, objective=objective, settled=found is not None)
+                projection = self._projection(certificate, s)
+                if not self._enough(certificate, s, projection):
+                    projection, due = None, self.space.size + self.space.size // 4
+            error = certificate.error(s) if projection is None else projection.error
+            yield Step(projection, error, objective=objective, settled=projection is not None)
 
-    def look(self) -> Found:
+    def look(self) -> Projection:
         """What the space has come to, settled or not."""
         seen = self.last is not None and self.last.size == self.space.size
         certificate = self.last if seen and self.last is not None else self._certificate()
-        return self._found(certificate, self._terms(certificate))
+        return self._projection(certificate, self._terms(certificate))
 
     def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
         """Whether the space would grow to half the side before it met the goal."""
@@ -117,7 +117,7 @@ class Growth:
         exhausted = rank < certificate.size and certificate.exact(certificate.error(rank))
         return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
 
-    def _found(self, certificate: Certificate, rank: int) -> Found:
+    def _projection(self, certificate: Certificate, rank: int) -> Projection:
         u, sigma, vh = self.space.triples(rank)
         triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
         approximation = as_separated(*triples, self.shape, rank)
@@ -127,11 +127,11 @@ class Growth:
             error = self.target.residual_norm(approximation) / self.target.norm
             excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
         objective = self._objective(certificate)
-        return Found(approximation, error, objective, measured, excess, kind, self.goal)
+        return Projection(approximation, error, objective, measured, excess, kind, self.goal)
 
-    def _enough(self, certificate: Certificate, rank: int, found: Found) -> bool:
+    def _enough(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
         if certificate.resolves(rank, self.goal):
             return True
-        if self.goal is not None and (found.error <= self.goal or rank < self.most):
-            return found.error <= self.goal
-        return found.excess <= self.tolerance or certificate.within_rounding(rank, found.error)
+        if self.goal is not None and (projection.error <= self.goal or rank < self.most):
+            return projection.error <= self.goal
+        return projection.excess <= self.tolerance or certificate.within_rounding(rank, projection.error)

@@ -62,8 +62,8 @@ def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
         return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
     _, sigma, vh = xp.linalg.svd(triangular_factor(matrices), full_matrices=False)
     sigma, vh = sigma[:, :rank], vh[:, :rank, :]
-    kept = sigma > q * unit_roundoff("float64") * xp.max(sigma, axis=1, keepdims=True)
-    inverse = xp.where(kept, 1.0 / xp.where(kept, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
+    above = sigma > q * unit_roundoff("float64") * xp.max(sigma, axis=1, keepdims=True)
+    inverse = xp.where(above, 1.0 / xp.where(above, sigma, xp.ones_like(sigma)), xp.zeros_like(sigma))
     return matrices @ (xp.matrix_transpose(vh) * inverse[:, None, :]), sigma, vh
 
 
@@ -83,7 +83,7 @@ def _alone(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
     xp, (p, q), kind = namespace(matrix), matrix.shape, matrix.dtype
     matrix = as_double(matrix)  # whose certificate needs no residual
     shape = KroneckerShape(((int(p), 1), (1, int(q))))  # its rearrangement is the matrix itself
-    found = BlockGolubKahan(tolerance=EXCESS).solve(Dense(matrix), shape, rank=rank).approximation
-    u, vh = (zero_padded(xp.reshape(f, (f.shape[0], -1)), 0, rank) for f in found.factors)
-    triples = xp.matrix_transpose(u), zero_padded(found.weights, 0, rank), vh
+    approximation = BlockGolubKahan(tolerance=EXCESS).solve(Dense(matrix), shape, rank=rank).approximation
+    u, vh = (zero_padded(xp.reshape(f, (f.shape[0], -1)), 0, rank) for f in approximation.factors)
+    triples = xp.matrix_transpose(u), zero_padded(approximation.weights, 0, rank), vh
     return tuple(xp.astype(each, kind) for each in triples)

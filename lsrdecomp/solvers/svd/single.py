@@ -18,7 +18,7 @@ from lsrdecomp.solvers.progress import Step
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, orthonormal
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
-from lsrdecomp.solvers.svd.growth import Found, Growth
+from lsrdecomp.solvers.svd.growth import Growth, Projection
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target
 from lsrdecomp.targets.residual import entrywise_distance
 from lsrdecomp.targets.row_stream import RearrangedRows
@@ -70,7 +70,7 @@ class SingleGrowth(Growth):
     rows: RearrangedDense | RearrangedRows = field(kw_only=True)  # R(M) in double precision
     blind: bool = False  # single precision sees no further, though more may be gained
 
-    def steps(self) -> Iterator[Step[Found | None]]:
+    def steps(self) -> Iterator[Step[Projection | None]]:
         # Where fewer directions than those of a block reach above rounding, no step in single precision tells more.
         self.blind = self.space.reach() <= 64.0 * self.space.roundoff
         return iter(()) if self.blind else Growth.steps(self)
@@ -93,10 +93,10 @@ class SingleGrowth(Growth):
         """Whether an excess of ``tolerance`` shows in squared errors."""
         return certificate.noise <= self.tolerance * float(certificate.squared_errors[rank])
 
-    def _enough(self, certificate: Certificate, rank: int, found: Found) -> bool:
-        return found.excess <= self.tolerance
+    def _enough(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
+        return projection.excess <= self.tolerance
 
-    def _found(self, certificate: Certificate, rank: int) -> Found:
+    def _projection(self, certificate: Certificate, rank: int) -> Projection:
         # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
         xp, v = namespace(self.space.right), self._vectors(rank)
         q, triangle = xp.linalg.qr(self._operator().matmat(v))
@@ -110,9 +110,9 @@ class SingleGrowth(Growth):
         if certificate.falls_to(rank) < math.inf and excess > self.tolerance and gain < error**2:
             excess, kind = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0, ErrorKind.estimated
         excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
-        return Found(approximation, error, self._objective(certificate), False, excess, kind, None)
+        return Projection(approximation, error, self._objective(certificate), False, excess, kind, None)
 
-    def finished(self, columns: int) -> tuple[Found | None, Array]:
+    def finished(self, columns: int) -> tuple[Projection | None, Array]:
         """Terms from the right vectors of the space, random ones beside them, and a power step in double precision.
 
         Where the error stands above its rounding, eight times what the last half of that step gained is the estimate of
@@ -140,16 +140,16 @@ class SingleGrowth(Growth):
             error = math.sqrt(squared)
             bound = error / seen - 1.0 if seen > 0.0 else math.inf
             if bound <= self.tolerance:
-                return Found(approximation, error, squared, False, max(bound, 0.0), ErrorKind.bounded, None), adjoint(
-                    vh
-                )
+                return Projection(
+                    approximation, error, squared, False, max(bound, 0.0), ErrorKind.bounded, None
+                ), adjoint(vh)
             excess = 1.0 / math.sqrt(1.0 - gain / squared) - 1.0 if gain < squared else math.inf
-            found = Found(approximation, error, squared, False, excess, ErrorKind.estimated, None)
-            return found if excess <= self.tolerance else None, adjoint(vh)
+            projection = Projection(approximation, error, squared, False, excess, ErrorKind.estimated, None)
+            return projection if excess <= self.tolerance else None, adjoint(vh)
         error = entrywise_distance(self.rows.pieces(), approximation) / norm
         excess = max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
-        found = Found(approximation, error, error**2, True, excess, ErrorKind.bounded, None)
-        return found if excess <= self.tolerance or error - tail <= roundoff else None, adjoint(vh)
+        projection = Projection(approximation, error, error**2, True, excess, ErrorKind.bounded, None)
+        return projection if excess <= self.tolerance or error - tail <= roundoff else None, adjoint(vh)
 
     def _vectors(self, columns: int) -> Array:
         """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
