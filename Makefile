@@ -79,4 +79,4 @@ check: lint types test
 	touch $@
 
 clean:
-	rm -rf .venv docs/_build docs/auto_examples demo-output build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv docs/_build docs/auto_examples docs/api/generated demo-output build dist .pytest_cache .mypy_cache .ruff_cache

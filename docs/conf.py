@@ -5,6 +5,8 @@ import warnings
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
+import lsrdecomp
+
 # numpydoc reads docstrings of what a module imports, before autodoc leaves them out.
 warnings.filterwarnings("ignore", message="Unknown section", module="numpydoc")
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
@@ -17,6 +19,8 @@ version = release
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",  # a page for each public name, from the rooms' faces
+    "sphinx.ext.viewcode",
     "sphinx.ext.mathjax",
     "sphinx-mathjax-offline",  # formulas are readable without a network
     "numpydoc",
@@ -31,6 +35,11 @@ exclude_patterns = ["_build", "_extensions", "conftest.py"]
 root_doc = "index"
 language = "en"
 nitpicky = False
+default_role = "py:obj"  # `decompose` in a docstring leads to its page
+templates_path = ["_templates"]
+autosummary_imported_members = True
+autosummary_ignore_module_all = False
+autosummary_context = {"at_the_top": lsrdecomp.__all__}  # documented once, under their short names
 
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -10,8 +10,7 @@ A matrix
 
 A LoRA adapter
     `open_checkpoint`  a directory or file of PEFT, kohya, diffusers, LyCORIS, … as layers
-    `compress`         all its layers under one `CompressionPlan`: so many times smaller, so many bytes, such an error;
-                       with a base and texts, the smallest form that keeps such a share of what it does
+    `compress`         the smallest that keeps such a share of what it does; or a `CompressionPlan` for every layer
     `distil`           a compressed adapter trained, without labels, on the answers of its LoRA
     `read_statistics`  what ``lsrdecomp calibrate`` measured, so that errors count what the network does
 

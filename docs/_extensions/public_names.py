@@ -1,48 +1,31 @@
-"""The directive ``names``: the public names of a room, each with the first sentence of its docstring and a link."""
+"""Names in docstrings lead to the page of the public name, in whichever room they are written."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
 from typing import Any
 
-from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
 
 
-def sentences(room: str) -> list[tuple[str, str, str]]:
-    """(name, where it is defined, what it is) of every class and function that a room offers, in the room's order."""
-    module = importlib.import_module(room)
-    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-    offered = ((name, getattr(module, name)) for name in names)
-    objects = ((name, value) for name, value in offered if inspect.isclass(value) or inspect.isroutine(value))
-    return [(name, f"{value.__module__}.{value.__name__}", first_sentence(value)) for name, value in objects]
+def documented(domain: Any, name: str) -> list[str]:
+    """Full names of documented objects that end in these parts; of several the one nearest to the top, if it is one."""
+    full = [known for known in domain.objects if known == name or known.endswith(f".{name}")]
+    least = min((known.count(".") for known in full), default=0)
+    return [known for known in full if known.count(".") == least]
 
 
-def first_sentence(value: Any) -> str:
-    paragraph = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-    sentence = re.split(r"\.\s+(?=[A-Z])", paragraph)[0]
-    return re.sub(r"\s*\[\d+\]_", "", sentence).rstrip(".:").replace("``", "`")
-
-
-class NamesDirective(SphinxDirective):
-    required_arguments = 1
-    final_argument_whitespace = True
-
-    def run(self) -> list[nodes.Node]:
-        lines = ["| name | what it is |", "|---|---|"]
-        for room in self.arguments[0].split():
-            for name, where, what in sentences(room):
-                lines.append(f"| {{py:obj}}`{name} <{where}>` | {what.replace('|', chr(92) + '|')} |")
-        block = nodes.Element()
-        self.state.nested_parse(StringList(lines), self.content_offset, block)
-        for table in block.findall(nodes.table):
-            table["classes"].append("names")
-        return block.children
+def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """A reference to its page; a name that has none is code, not a link that leads nowhere."""
+    if node.get("refdomain") != "py" or node.get("reftype") != "obj":
+        return None
+    domain, name = env.get_domain("py"), node["reftarget"].removeprefix("~").removesuffix("()")
+    matches = documented(domain, name) or documented(domain, name.rpartition(".")[2])
+    if len(matches) != 1:
+        return None
+    entry = domain.objects[matches[0]]
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, matches[0])
 
 
 def setup(app: Any) -> dict[str, Any]:
-    app.add_directive("names", NamesDirective)
+    app.connect("missing-reference", resolve)
     return {"version": "1", "parallel_read_safe": True}
