@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # Rooms whose numbers go through torch or BLAS
-ROOMS := solvers operators kronecker targets analysis compression fleet promise calibration adapters training
+ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
 .PHONY: demo llm test test-cpus test-lab servers docs lint format types check clean
 

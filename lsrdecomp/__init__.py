@@ -28,7 +28,7 @@ Rooms
     `errors`       `ShapeError`, `BudgetError`, `CheckpointError`, …, each an `LsrError`
 
 To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LSR inside PEFT), `lsrdecomp.calibration`,
-`lsrdecomp.training`, `lsrdecomp.promise` (torch), `lsrdecomp.testing` (tests; hypothesis),
+`lsrdecomp.training`, `lsrdecomp.fidelity` (torch), `lsrdecomp.testing` (tests; hypothesis),
 `lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's files).
 """
 

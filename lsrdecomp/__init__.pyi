@@ -18,13 +18,13 @@ from .decompose import decompose as decompose
 from .decompose import decompose_each as decompose_each
 from .decompose import recompress as recompress
 from .errors import LsrError as LsrError
+from .fidelity.compress import compress as compress
+from .fidelity.distil import distil as distil
 from .kronecker.separated import SeparatedMatrix as SeparatedMatrix
 from .kronecker.shape import KroneckerShape as KroneckerShape
 from .kronecker.shape import ProductShape as ProductShape
 from .precision import ErrorBudget as ErrorBudget
 from .precision import unit_roundoff as unit_roundoff
-from .promise.api import compress as compress
-from .promise.api import distil as distil
 from .shape_search import best_shape as best_shape
 from .solvers import ALS as ALS
 from .solvers import SVD as SVD

@@ -22,7 +22,7 @@ ROOMS = (
     "lsrdecomp.adapters",
     "lsrdecomp.calibration",
     "lsrdecomp.training",
-    "lsrdecomp.promise",
+    "lsrdecomp.fidelity",
     "lsrdecomp.serving",
     "lsrdecomp.testing",
 )
@@ -56,10 +56,9 @@ WITHOUT = {
         "finetune",
         "read_record",
     },
-    "lsrdecomp.promise": {
-        "Bench",
-        "Promised",
-        "distil",
+    "lsrdecomp.fidelity": {
+        "Evaluator",
+        "MeasuredCompression",
     },
     "lsrdecomp.serving": {
         "ask_server",
@@ -67,7 +66,7 @@ WITHOUT = {
     },
 }
 """Names still without an example; this may only shrink. Exceptions and protocols need none. Those of calibration,
-training and promise need a model, those of serving a server, one of fleet a cluster."""
+training and fidelity need a model, those of serving a server, one of fleet a cluster."""
 
 
 def offered(room):

@@ -26,7 +26,7 @@ LAYERS = (
     ("analysis", "adapters"),
     ("compression", "calibration", "plots"),
     ("training",),
-    ("promise", "serving"),
+    ("fidelity", "serving"),
     ("fleet",),
     ("cli",),
 )
@@ -85,7 +85,7 @@ def test_kernels_never_import_peft():
 
 def test_only_the_torch_side_imports_torch_at_the_top():
     for path in files():
-        if path.relative_to(PACKAGE).parts[0] in ("adapters", "calibration", "training", "promise"):
+        if path.relative_to(PACKAGE).parts[0] in ("adapters", "calibration", "training", "fidelity"):
             continue
         for node in ast.parse(path.read_text()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -38,12 +38,11 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.divergence import Behaviour, Reference, ratio_error, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.promise.bench import Bench
-from lsrdecomp.promise.distil import distil
-from lsrdecomp.promise.front import compress_measured
+from lsrdecomp.fidelity.compress import compress
+from lsrdecomp.fidelity.distil import distil
+from lsrdecomp.fidelity.evaluate import Evaluator
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores
 from lsrdecomp.training.scoring import judge
@@ -174,8 +173,8 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
 class Judge:
     """The dev split: divergence from the LoRA's answers, and the labels."""
 
-    def __init__(self, data: Path, subject: Subject, bench: Bench) -> None:
-        self.task, self.bench = TASKS[subject.task], bench
+    def __init__(self, data: Path, subject: Subject, evaluator: Evaluator) -> None:
+        self.task, self.evaluator = TASKS[subject.task], evaluator
         examples = sorted(self.task.read(data, "dev"), key=lambda example: len(example.choices[0][0]))
         texts = task_texts(examples)
         self.labels = np.array([example.label for example in examples])
@@ -183,12 +182,12 @@ class Judge:
         for start in range(0, len(texts), 64):
             first, second = zip(*texts[start : start + 64], strict=True)
             settings = {"padding": True, "truncation": True, "max_length": subject.max_length, "return_tensors": "pt"}
-            read = bench.source.tokenizer(list(first), None if second[0] is None else list(second), **settings)
+            read = evaluator.source.tokenizer(list(first), None if second[0] is None else list(second), **settings)
             self.batches.append(dict(read))
-        self.reference = Reference(bench.source, self.batches)
-        self.lora = self._scores(bench.source)
-        with without_delta(bench.source.model):
-            self.none = self._scores(bench.source)
+        self.reference = Reference(evaluator.source, self.batches)
+        self.lora = self._scores(evaluator.source)
+        with without_delta(evaluator.source.model):
+            self.none = self._scores(evaluator.source)
 
     def _scores(self, base: Base) -> Scores:
         with torch.no_grad():
@@ -196,7 +195,7 @@ class Judge:
         return judge(self.task, logits.numpy(), self.labels)
 
     def judge(self, written: Path) -> dict[str, Any]:
-        opened = self.bench.open(written)
+        opened = self.evaluator.open(written)
         found: Behaviour = self.reference.compare(opened)
         scores = self._scores(opened)
         share = (self.none.loss - scores.loss) / (self.none.loss - self.lora.loss)
@@ -232,7 +231,7 @@ def opened(task: str, seed: int, arguments: argparse.Namespace) -> tuple[Subject
     data, work = arguments.data, arguments.work
     subject = demo(data, work) if task == DEMO else trained(task, seed, data, work)
     some = random.Random(0).sample(subject.texts, 512)
-    return subject, Judge(data, subject, Bench(subject.base, subject.lora, some))
+    return subject, Judge(data, subject, Evaluator(subject.base, subject.lora, some))
 
 
 def distilled_form(
@@ -254,7 +253,7 @@ def distilled_form(
         seed=seed,
         force=True,
     )
-    facts, training = done.trial.to_json(), done.trial.training
+    facts, training = done.form.to_json(), done.form.training
     return {
         "cpu_seconds": round(time.process_time() - begin, 1),
         "rate": training.rate,
@@ -277,7 +276,7 @@ def passes(arguments: argparse.Namespace, record: Record) -> None:
     for seed in arguments.seeds:
         for ratio in RATIOS:
             given: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
-            result = compress_measured(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **given)
+            result = compress(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **given)
             kept = [one.kept for one in result.tried]
             record.add({"task": DEMO, "ratio": ratio, "seed": seed, "kept": kept}, "passes")
 
@@ -286,10 +285,10 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     """Forty draws of the texts that a promise is made by, for several shares to keep."""
     subject = demo(arguments.data, arguments.work)
     sample = random.Random(100).sample(subject.texts, FRESH + 64)
-    bench = Bench(subject.base, subject.lora, sample, held_out=8)
+    evaluator = Evaluator(subject.base, subject.lora, sample, held_out=8)
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
-    reference = Reference(bench.source, bench.batches(order, 64))
-    losses = {ratio: reference.losses(bench.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}
+    reference = Reference(evaluator.source, evaluator.batches(order, 64))
+    losses = {ratio: reference.losses(evaluator.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}
     effects = reference.effects
     record.value["draws"] = []
     held = 0

@@ -31,7 +31,7 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.progress import Counter, OnStep
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.promise.distil import distil
+from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate
 from lsrdecomp.training.record import ADAPTER, Record

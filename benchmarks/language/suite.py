@@ -41,7 +41,7 @@ from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import read_jsonl, token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.promise.distil import distil
+from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings
@@ -291,7 +291,7 @@ class Driver:
                 known = read_json(made / forms.FORM)
                 facts = {"parameters": known["parameters"], "number_bytes": known["number_bytes"]}
                 facts |= {"cpu_seconds": round(time.process_time() - begin, 1)}
-                facts |= {"distillation": done.trial.to_json()}
+                facts |= {"distillation": done.form.to_json()}
                 forms.write_form(out, f"{structure}, distilled", kind, budget, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:

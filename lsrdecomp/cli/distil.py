@@ -46,7 +46,7 @@ def distil(
     goes on where it was; the adapter stays as it is until the end.
     """
     try:
-        from lsrdecomp.promise.distil import distil as run
+        from lsrdecomp.fidelity.distil import distil as run
     except ImportError as error:
         raise LsrError(f"distillation runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet(), follow(quiet=quiet) as show:
@@ -70,8 +70,8 @@ def distil(
             force=force,
             on_step=show,
         )
-    before, after, training = done.trial.before, done.trial.after, done.trial.training
-    verdict = "" if done.trial.steps else "; no better, so the old form stays"
+    before, after, training = done.form.before, done.form.after, done.form.training
+    verdict = "" if done.form.steps else "; no better, so the old form stays"
     tables.show(
         json,
         f"{training.steps} steps at a rate of {training.rate:g}: {_percent(before.kept)} before, "

@@ -18,8 +18,7 @@ from lsrdecomp.errors import BudgetError, LsrError
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.compression import Compression, CompressionPlan
-    from lsrdecomp.promise import Promised
-    from lsrdecomp.promise.record import Tried
+    from lsrdecomp.fidelity import MeasuredCompression, Measurement
 
 Base = Annotated[
     str | None, Input(), typer.Option("--base", help="Measure what is kept on this base: a name or a directory.")
@@ -93,19 +92,19 @@ def drawer(
     storage: str,
     max_rank: int | None,
     out: Path | None,
-) -> Callable[[CompressionPlan | None], Compression | Promised]:
+) -> Callable[[CompressionPlan | None], Compression | MeasuredCompression]:
     """What makes the result of each plan: a search shared by all, or, with a base, one that is measured."""
     if measuring.base is None:
         given = [plan for plan in plans if plan is not None]
         searched = compression.search_adapter(checkpoint, given, statistics=statistics, resources=resources)
         return lambda plan: searched.compress(given[0] if plan is None else plan)
-    from lsrdecomp.promise.api import compress
+    from lsrdecomp.fidelity.compress import compress
 
     workspace = None if out is None else out.absolute().parent / f".{out.name}.statistics"
 
-    def draw(plan: CompressionPlan | None) -> Compression | Promised:
+    def draw(plan: CompressionPlan | None) -> Compression | MeasuredCompression:
         with tables.quiet(), _kept_for_another_try(workspace):
-            measured: Compression | Promised = compress(
+            measured: Compression | MeasuredCompression = compress(
                 checkpoint,
                 plan,
                 **asdict(measuring),
@@ -133,7 +132,7 @@ def _kept_for_another_try(workspace: Path | None) -> Iterator[None]:
         raise BudgetError(f"{error}. What was measured waits in {workspace.stem}.* for another try") from error
 
 
-def words(result: Compression | Promised) -> Iterator[str]:
+def words(result: Compression | MeasuredCompression) -> Iterator[str]:
     """The promise, if there is one."""
     promise, tried = getattr(result, "promise", None), getattr(result, "tried", ())
     if promise is not None:
@@ -141,11 +140,11 @@ def words(result: Compression | Promised) -> Iterator[str]:
         yield f"{forms}It {promise.sentence()}."
 
 
-def _tried(tried: Sequence[Tried]) -> str:
+def _tried(tried: Sequence[Measurement]) -> str:
     """How many forms were measured, and which of them were trained, with what each kept.
 
-    >>> from lsrdecomp.promise.record import Tried
-    >>> print(_tried([Tried(30_000, 7_400, 0.951), Tried(12_100, 2_900, 0.87, 0.943, 60)]))
+    >>> from lsrdecomp.fidelity import Measurement
+    >>> print(_tried([Measurement(30_000, 7_400, 0.951), Measurement(12_100, 2_900, 0.87, 0.943, 60)]))
     2 forms were measured, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
     """
     trained = [one for one in tried if one.steps]

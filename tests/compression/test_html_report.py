@@ -12,7 +12,7 @@ from lsrdecomp.compression.html_report import html_report, summary_html
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, totals
 from lsrdecomp.compression.svg_curves import svg_curves
-from lsrdecomp.promise.record import Promise
+from lsrdecomp.fidelity import Fidelity
 
 LAYER = LayerReport(
     name="model.layers.0.q", kind="linear", rows=384, columns=384, source_rank=8, structure="LSR",
@@ -46,7 +46,7 @@ class Record:
 
 @dataclass(frozen=True)
 class PromisedRecord(Record):
-    promise: Promise | None = None
+    promise: Fidelity | None = None
 
 
 def record(count=3):
@@ -113,7 +113,7 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     layers = (replace(LAYER, functional_norm=1.0, functional_error=0.125),)
     assert "estimated KL, nats per example" in Page(html_report(Record(layers))).texts
     assert "estimated KL, nats per token" in Page(html_report(Record(layers), unit="token")).texts
-    promise = Promise(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
+    promise = Fidelity(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
     measured = Page(html_report(PromisedRecord(layers, promise=promise), unit="token")).texts
     assert "90.0 %" in measured
     assert not any("estimated" in text for text in measured)

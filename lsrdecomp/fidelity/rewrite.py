@@ -1,18 +1,20 @@
-"""A compressed directory with other numbers in the same shapes and storages, its errors measured anew."""
+"""A compressed directory written again: with other numbers in the same shapes and storages, or with what it keeps."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
-from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed import codes_in
 from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.compress import REPORT
 from lsrdecomp.compression.layer import layer_pair, layer_product, stored_factors
 from lsrdecomp.compression.layers import HasWeights, Layer
@@ -20,12 +22,14 @@ from lsrdecomp.compression.quantize import quantized_product, refitted_product, 
 from lsrdecomp.compression.report import LayerReport, to_json, totals
 from lsrdecomp.compression.water_filling import spectral_code
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
-Statistics = Mapping[str, HasWeights | NormWeights]
+LayerStatistics = Mapping[str, HasWeights | NormWeights]
+CARD = "README.md"
 
 
 def check_pair(written: Checkpoint, source: Checkpoint) -> None:
@@ -47,7 +51,7 @@ def rewrite(
     source: Checkpoint,
     forms: Mapping[str, SeparatedProduct],
     *,
-    statistics: Statistics | None = None,
+    statistics: LayerStatistics | None = None,
 ) -> Path:
     """Write the directory ``written`` again with other factors, rounded as the old ones were.
 
@@ -92,6 +96,49 @@ def rewrite(
     )
 
 
+def publish(
+    written: Path,
+    out: str | Path,
+    fidelity: Fidelity,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    inputs: Iterable[Path] = (),
+    force: bool = False,
+    every_layer: bool = True,
+) -> Path:
+    """Copy the directory ``written`` to ``out``, whole or not at all, with what it keeps in its record and on its card.
+
+    Parameters
+    ----------
+    written : Path
+        What `Compression.save` wrote.
+    out : path
+        Must not exist, unless ``force``.
+    fidelity : Fidelity
+    facts : Mapping, optional
+        Further JSON values of the record, such as how it was distilled.
+    inputs : iterable of Path
+        What ``out`` must not overwrite.
+    every_layer : bool
+        Whether the record keeps what it says of each layer, if it does; else sums alone.
+    """
+    out = Path(out)
+    with new_directory(out, inputs=inputs, force=force) as part:
+        for file in written.iterdir():
+            if file.is_file() and file.name != SUMS:
+                shutil.copyfile(file, part / file.name)
+        path = part / REPORT
+        record = read_json(path) if path.is_file() else {}
+        if not every_layer:
+            record.pop("layers", None)
+        record = {**record, **(facts or {}), "promise": fidelity.to_json()}
+        path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        card = part / CARD
+        text = card.read_text(encoding="utf-8") if card.is_file() else ""
+        card.write_text(f"{text.rstrip()}\n\nThis adapter {fidelity.sentence()}.\n", encoding="utf-8")
+    return out
+
+
 def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
     """The reports of layers in a written directory's record, in its order."""
     path = directory / REPORT
@@ -116,7 +163,7 @@ def _record(
     source: Checkpoint,
     floats: Mapping[str, SeparatedProduct],
     codes: Mapping[str, CodedProduct],
-    statistics: Statistics | None,
+    statistics: LayerStatistics | None,
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
     path = old.weights.parent / REPORT
@@ -198,7 +245,7 @@ def _row(row: Mapping[str, Any], path: Path) -> LayerReport:
         raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
 
 
-def _norms(statistics: Statistics | None, name: str) -> NormWeights | None:
+def _norms(statistics: LayerStatistics | None, name: str) -> NormWeights | None:
     if statistics is None:
         return None
     found = statistics[name]

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from lsrdecomp.calibration.divergence import Behaviour  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.promise.keep import CLOSE, MOST_MEASURED, Measured, _error_at, loss_at, smallest  # noqa: E402
+from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, MeasuredSize, _error_at, loss_at, smallest  # noqa: E402
 
 WHOLE = 1e6
 
@@ -84,7 +84,7 @@ def test_three_trainings_find_a_smaller_form_or_leave_the_untrained_one(factor, 
 def trainings(kept, error):
     """The sizes of three trainings that keep what is said, with .8 asked and a standard error."""
     expected, _ = curve(1.0, 1.0)
-    plain = Measured(40_000.0, Behaviour(128, 128, "example", 0.19, 0.9, 1.0, error))
+    plain = MeasuredSize(40_000.0, Behaviour(128, 128, "example", 0.19, 0.9, 1.0, error))
     shares = iter(kept)
 
     def trained(size):
@@ -109,13 +109,13 @@ def test_the_last_of_trainings_that_all_kept_too_little_goes_half_of_the_way():
 
 @pytest.mark.parametrize(("lost", "aimed"), [(0.21, 0.5**0.5 * 0.2 / (0.23 * 0.21) ** 0.5), (0.115, 0.5 * 0.2 / 0.115)])
 def test_two_forms_that_differ_by_less_than_a_standard_error_are_luck_which_they_share(lost, aimed):
-    seen = [Measured(size, Behaviour(9, 9, "x", loss, 0.9, 1.0, 0.03)) for size, loss in ((1.0, 0.23), (2.0, lost))]
+    seen = [MeasuredSize(size, Behaviour(9, 9, "x", loss, 0.9, 1.0, 0.03)) for size, loss in ((1.0, 0.23), (2.0, lost))]
     assert _error_at(0.2, seen, lambda size: 1.0 / size, 1.0) == pytest.approx(aimed)
 
 
 def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     expected, measure = curve(0.5, 1.2)
-    seen = [Measured(size, measure(size)) for size in (2e5, 1e3, 2e4)]  # in any order
+    seen = [MeasuredSize(size, measure(size)) for size in (2e5, 1e3, 2e4)]  # in any order
     for size in (1e3, 5e3, 2e4, 1e5):
         assert loss_at(size, seen, expected) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
     beyond = loss_at(2e5, seen, expected) * expected(4e5) / expected(2e5)

@@ -21,9 +21,11 @@ from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.tables import summary  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
-from lsrdecomp.promise.bench import Bench  # noqa: E402
-from lsrdecomp.promise.distil import Trial  # noqa: E402
-from lsrdecomp.promise.keep import MOST_MEASURED  # noqa: E402
+from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
+from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
+from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
+from lsrdecomp.fidelity.forms import DistilledForm  # noqa: E402
+from lsrdecomp.fidelity.keep import MOST_MEASURED  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -56,7 +58,7 @@ def test_the_form_found_keeps_what_was_asked_as_written(folder, tmp_path, keep):
     assert result.promise.measurements <= 2 * MOST_MEASURED
     assert result.totals.parameters <= lora.adapter_parameters
     result.save(tmp_path / "out")
-    again = Bench(folder / "base", folder / "lora", TEXTS, **SETTINGS).measure(tmp_path / "out")
+    again = Evaluator(folder / "base", folder / "lora", TEXTS, **SETTINGS).measure(tmp_path / "out")
     assert again.kept == pytest.approx(result.promise.kept, abs=1e-6)
     assert again.standard_error == pytest.approx(result.promise.standard_error, rel=1e-4)
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
@@ -106,7 +108,7 @@ def test_the_better_of_untrained_and_trained_is_promised(folder, left, tmp_path,
 
 def test_a_measured_divergence_is_a_goal(folder):
     lora = lsr.open_checkpoint(folder / "lora")
-    effect = Bench(folder / "base", folder / "lora", TEXTS, **SETTINGS).reference.effect
+    effect = Evaluator(folder / "base", folder / "lora", TEXTS, **SETTINGS).reference.effect
     plan = lsr.CompressionPlan(kl=0.3 * effect)
     result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
     assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
@@ -118,12 +120,14 @@ def pretend_to_distil(monkeypatch, left):
     """In place of training: every form then loses so much of what it lost; the list tells what was trained."""
     done = []
 
-    def distilled(bench, made, source, out, *, steps, before, **_):
+    def distilled(evaluator, made, source, out, *, steps, before, **_):
         shutil.copytree(made, out)
         done.append(made)
-        return Trial(out, before, replace(before, kl=left * before.kl), Distillation(steps, 0.03, 0.0, 0.0, 0.0))
+        return DistilledForm(
+            out, before, replace(before, kl=left * before.kl), Distillation(steps, 0.03, 0.0, 0.0, 0.0)
+        )
 
-    monkeypatch.setattr("lsrdecomp.promise.forms.distil_form", distilled)
+    monkeypatch.setattr("lsrdecomp.fidelity.forms.distil_form", distilled)
     return done
 
 
@@ -157,10 +161,7 @@ def test_where_no_training_brings_enough_the_smallest_untrained_form_stays(folde
 
 
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
-    import lsrdecomp.promise.forms as forms
-    import lsrdecomp.promise.front as front
-
-    place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, front.promised
+    place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, Evaluator.fidelity
     settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, "storage": "float32", **SETTINGS}
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (counted.append(1), plain(*given, **named))[1])
     told = []
@@ -183,13 +184,13 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     with pytest.raises(Killed):  # in the first training
         lsr.compress(folder / "lora", **settings, workspace=place, on_step=stop)
     steps = []
-    monkeypatch.setattr(front, "promised", killed)
+    monkeypatch.setattr(Evaluator, "fidelity", killed)
     with pytest.raises(Killed):  # when all of them are done
         lsr.compress(folder / "lora", **settings, workspace=place, on_step=steps.append)
     assert next(step.done for step in steps if step.unit == "steps") > 10  # not from its beginning
     counted.clear()
-    monkeypatch.setattr(forms.Bench, "measure", killed)  # nothing is measured again either
-    monkeypatch.setattr(front, "promised", end)
+    monkeypatch.setattr(Evaluator, "measure", killed)  # nothing is measured again either
+    monkeypatch.setattr(Evaluator, "fidelity", end)
     result = lsr.compress(folder / "lora", **settings, workspace=place)
     assert not counted
     assert len([one for one in result.tried if one.steps]) == trainings
@@ -274,36 +275,32 @@ def test_base_and_texts_go_together(folder, tmp_path):
 def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
     lora = lsr.open_checkpoint(folder / "lora")
     place = tmp_path / "statistics"
-    from lsrdecomp.promise import front, norms
-
-    plain = front.search_adapter
+    plain = compress_module.search_adapter
 
     def killed(*given, **named):
         raise KeyboardInterrupt
 
     settings = {"base": folder / "base", "data": TEXTS, "workspace": place, "passes": 1, **SETTINGS}
     with monkeypatch.context() as patch:
-        patch.setattr(front, "search_adapter", killed)
+        patch.setattr(compress_module, "search_adapter", killed)
         with pytest.raises(KeyboardInterrupt):
             lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings)
     assert (place / "statistics.json").exists()
-    monkeypatch.setattr(norms, "calibrate", killed)  # it is not done again
-    monkeypatch.setattr(front, "search_adapter", plain)
+    monkeypatch.setattr(evaluate, "calibrate", killed)  # it is not done again
+    monkeypatch.setattr(compress_module, "search_adapter", plain)
     assert lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings).promise.kept > 0
     assert not place.exists()
 
 
 @pytest.mark.parametrize("goal", [{"ratio": 12}, {"keep": 0.7}])
 def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(folder, goal, monkeypatch):
-    from lsrdecomp.promise import norms
-
-    active, plain = [], norms.calibrate
+    active, plain = [], evaluate.calibrate
 
     def watched(model, *given, **named):
         active.append((named["adapter"], tuple(named["modules"])))
         return plain(model, *given, **named)
 
-    monkeypatch.setattr(norms, "calibrate", watched)
+    monkeypatch.setattr(evaluate, "calibrate", watched)
     lora = lsr.open_checkpoint(folder / "lora")
     once, twice = (
         lsr.compress(lora, base=folder / "base", data=TEXTS, passes=passes, **goal, **SETTINGS) for passes in (1, 2)
@@ -320,24 +317,22 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
 
 
 def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(folder, tmp_path, monkeypatch):
-    from lsrdecomp.promise import norms
-
-    calls, plain, measure = [], norms.calibrate, Bench.measure
+    calls, plain, measure = [], evaluate.calibrate, Evaluator.measure
 
     def counted(*given, **named):
         calls.append(named["out"])
         return plain(*given, **named)
 
-    def killed(bench, path):
+    def killed(evaluator, path):
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(bench, path)
+        return measure(evaluator, path)
 
-    monkeypatch.setattr(norms, "calibrate", counted)
+    monkeypatch.setattr(evaluate, "calibrate", counted)
     settings = {"base": folder / "base", "data": TEXTS, "workspace": tmp_path / "statistics", **SETTINGS}
     lora, plan = lsr.open_checkpoint(folder / "lora"), lsr.CompressionPlan(ratio=12)
     with monkeypatch.context() as patch:
-        patch.setattr(Bench, "measure", killed)
+        patch.setattr(Evaluator, "measure", killed)
         with pytest.raises(KeyboardInterrupt):
             lsr.compress(lora, plan, **settings)
     assert [out.name for out in calls] == ["statistics", "statistics-2"]

@@ -27,10 +27,10 @@ from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, compress, export_lora, verify  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.promise import bench as bench_module  # noqa: E402
-from lsrdecomp.promise.bench import Bench  # noqa: E402
-from lsrdecomp.promise.distil import distil, forms_of  # noqa: E402
-from lsrdecomp.promise.texts import split  # noqa: E402
+from lsrdecomp.fidelity import evaluate  # noqa: E402
+from lsrdecomp.fidelity.distil import distil  # noqa: E402
+from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
+from lsrdecomp.fidelity.forms import products_of  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -56,9 +56,9 @@ def run(folder, directory, **settings):
 def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_path):
     folder = request.getfixturevalue(kind)
     done = run(folder, folder / "lsr", out=tmp_path / "distilled")
-    assert done.trial.after.kept > done.trial.before.kept + 0.02
-    assert done.promise.kept == done.trial.after.kept
-    again = Bench(folder / "base", folder / "lora", TEXTS, batch=8, max_length=16).measure(tmp_path / "distilled")
+    assert done.form.after.kept > done.form.before.kept + 0.02
+    assert done.promise.kept == done.form.after.kept
+    again = Evaluator(folder / "base", folder / "lora", TEXTS, batch=8, max_length=16).measure(tmp_path / "distilled")
     assert again.kept == pytest.approx(done.promise.kept, abs=1e-6)  # of the files, not of the training run
     record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
     assert record["promise"]["kept"] == done.promise.kept
@@ -75,7 +75,7 @@ def test_a_distilled_form_keeps_its_storage_and_its_size(classifier, tmp_path, s
     before = open_checkpoint(tmp_path / "made")
     done = run(classifier, tmp_path / "made")
     after = open_checkpoint(tmp_path / "made")
-    assert done.trial.steps > 0
+    assert done.form.steps > 0
     assert [layer.dtype for layer in after.layers] == [layer.dtype for layer in before.layers] != []
     assert after.adapter_parameters == before.adapter_parameters
     assert verify(lora, after).passed
@@ -86,9 +86,9 @@ def test_a_form_that_cannot_become_better_stays_as_it_is(classifier, tmp_path):
     compress(lora, CompressionPlan(separation_rank=8)).save(tmp_path / "whole")
     before = (tmp_path / "whole" / "adapter_model.safetensors").read_bytes()
     done = run(classifier, tmp_path / "whole", rate=0.5, steps=6)  # far too fast
-    assert done.trial.after.kl >= done.trial.before.kl
-    assert done.trial.steps == 0
-    assert done.promise.kept == done.trial.before.kept
+    assert done.form.after.kl >= done.form.before.kl
+    assert done.form.steps == 0
+    assert done.promise.kept == done.form.before.kept
     assert (tmp_path / "whole" / "adapter_model.safetensors").read_bytes() == before
 
 
@@ -111,7 +111,7 @@ def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path)
     seen = []
     done = run(classifier, tmp_path / "mine", on_step=seen.append)
     assert steps_told(seen)[0] > 5
-    checks = [dict(each.trial.training.checks) for each in (done, whole)]
+    checks = [dict(each.form.training.checks) for each in (done, whole)]
     assert checks[0] == pytest.approx(checks[1], abs=1e-5)
     assert done.promise.kept == pytest.approx(whole.promise.kept, abs=1e-6)
 
@@ -137,21 +137,22 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
         plain = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, plain=plain: (asked.append(1), plain(*given))[1])
     done = run(model, model / "lsr", out=tmp_path / "out", steps=60, rate=None)
-    training = done.trial.training
+    training = done.form.training
     lessons = training.passes - 2 * training.steps - 4 * len(training.checks)
     assert len(asked) == training.steps + lessons
     assert training.passes <= 1.2 * 2 * 60 + 8  # so small a run has eight lessons at least
 
 
 def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tmp_path, monkeypatch):
-    bench, away = Bench(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16), []
+    evaluator, away = Evaluator(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16), []
     for weight in (0.0, 4.0):
         monkeypatch.setattr(sys.modules[distil_factors.__module__], "FEATURES", weight)
         run(classifier, classifier / "lsr", out=tmp_path / f"{weight}")
-        student = bench.open(tmp_path / f"{weight}")
+        student = evaluator.open(tmp_path / f"{weight}")
         with torch.no_grad():
             pairs = [
-                [ask_with_features(b, batch)[1] for b in (student, bench.source)] for batch in bench.batches(TEXTS)
+                [ask_with_features(b, batch)[1] for b in (student, evaluator.source)]
+                for batch in evaluator.batches(TEXTS)
             ]
         away.append(sum(float((mine - its).square().sum()) for mine, its in pairs))
     assert away[1] < 0.9 * away[0]
@@ -160,7 +161,7 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tm
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
     one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=10)
     two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=10, micro=3)
-    for (_, first), (_, second) in zip(one.trial.training.checks, two.trial.training.checks, strict=True):
+    for (_, first), (_, second) in zip(one.form.training.checks, two.form.training.checks, strict=True):
         assert first == pytest.approx(second, abs=1e-4)
 
 
@@ -176,8 +177,8 @@ def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
     checks = [share for _, share in record["checks"]]
-    assert checks == pytest.approx([share for _, share in alone.trial.training.checks], abs=1e-4)
-    assert record["after"]["kept"] == pytest.approx(alone.trial.after.kept, abs=1e-4)
+    assert checks == pytest.approx([share for _, share in alone.form.training.checks], abs=1e-4)
+    assert record["after"]["kept"] == pytest.approx(alone.form.after.kept, abs=1e-4)
 
 
 def test_the_training_loss_is_the_divergence(classifier):
@@ -193,8 +194,8 @@ def test_the_training_loss_is_the_divergence(classifier):
 
 
 def test_factors_of_an_open_model_are_those_of_its_file(language_model):
-    bench = Bench(language_model / "base", language_model / "lora", TEXTS, batch=8, max_length=16)
-    found = forms_of(bench.open(language_model / "lsr"))
+    evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, batch=8, max_length=16)
+    found = products_of(evaluator.open(language_model / "lsr"))
     written = open_checkpoint(language_model / "lsr")
     assert set(found) == {layer.name for layer in written.layers}
     for layer in written.layers:
@@ -206,13 +207,13 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
 
 
 def test_only_lsr_factors_are_trained(classifier):
-    bench = Bench(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16)
-    student = bench.open(classifier / "lsr")
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16)
+    student = evaluator.open(classifier / "lsr")
     count = sum(p.numel() for p in trained(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
     assert sum(p.numel() for p in student.model.parameters() if p.requires_grad) == count
     with pytest.raises(CalibrationError, match="no LSR factors to train"):
-        trained(bench.source.model)
+        trained(evaluator.source.model)
 
 
 def test_texts_that_begin_alike_are_held_out_together():
@@ -231,18 +232,18 @@ def test_only_completions_of_json_lines_are_answers(language_model, tmp_path):
     done = run(language_model, language_model / "lsr", data=file, out=tmp_path / "out", max_length=32)
     assert done.promise.answers == 2 * done.promise.examples
     assert done.promise.unit == "token"
-    assert done.trial.after.kept > done.trial.before.kept
+    assert done.form.after.kept > done.form.before.kept
 
 
 def test_all_lengths_are_told_once_before_anything_is_answered(language_model, monkeypatch):
     rows = [PromptExample(text, f" w{i % 7}", f"line {i}") for i, (text, _) in enumerate(TEXTS)]
     rows[70:72] = [PromptExample(f"{i} " + "w1 " * n, " w2", f"line {i}") for i, n in ((70, 40), (71, 50))]
     with monkeypatch.context() as patch:
-        patch.setattr(bench_module, "Reference", None)  # nothing is answered
+        patch.setattr(evaluate, "Reference", None)  # nothing is answered
         with pytest.raises(DataError, match=r"line 71: .*\(2 of 96 examples are.*--truncate"):
-            Bench(language_model / "base", language_model / "lora", rows, max_length=40)
-    bench = Bench(language_model / "base", language_model / "lora", rows, max_length=40, truncate=True)
-    widths = [batch["input_ids"].shape[1] for batch in bench.batches(rows)]
+            Evaluator(language_model / "base", language_model / "lora", rows, max_length=40)
+    evaluator = Evaluator(language_model / "base", language_model / "lora", rows, max_length=40, truncate=True)
+    widths = [batch["input_ids"].shape[1] for batch in evaluator.batches(rows)]
     assert max(widths) == 40
 
 
@@ -259,7 +260,7 @@ def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):
     still = {name: value * (0.0 if "lora_B" in name else 1.0) for name, value in tensors.items()}
     save_file(still, tmp_path / "idle" / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(LsrError, match="there is no effect to keep"):
-        Bench(classifier / "base", tmp_path / "idle", TEXTS, batch=8, max_length=16)
+        Evaluator(classifier / "base", tmp_path / "idle", TEXTS, batch=8, max_length=16)
 
 
 def test_an_adapter_of_another_model_is_refused(classifier, language_model):

@@ -1,4 +1,4 @@
-"""What a compressed adapter keeps of what its source does, as measured on a base: the record and the sentence."""
+"""What a compressed adapter keeps of what its source does, as measured on a base: the record and its sentence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Measurement:
     """A form that was measured while one was looked for: shares kept, untrained and after so many steps of training.
 
     Examples
     --------
-    >>> print(Tried(bytes=12_100, parameters=2_900, kept=0.87, distilled=0.943, steps=60))
+    >>> print(Measurement(bytes=12_100, parameters=2_900, kept=0.87, distilled=0.943, steps=60))
     12 kB 87.0 → 94.3 %
     """
 
@@ -34,7 +34,7 @@ LITTLE = 0.5
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Promise:
+class Fidelity:
     """The measured share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter) of an adapter as written.
 
     Attributes
@@ -64,7 +64,7 @@ class Promise:
 
     Examples
     --------
-    >>> Promise(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
+    >>> Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
     Promise: keeps 95.2 ± 0.8 % of what the adapter does
        divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %
        file 3.7 MB → 12 kB
@@ -97,8 +97,8 @@ class Promise:
     def sentence(self) -> str:
         """The promise in words.
 
-        >>> told = Promise(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
-        >>> print(told.sentence().replace(" (", "\\n(").replace(" · m", "\\n· m"))
+        >>> fidelity = Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
+        >>> print(fidelity.sentence().replace(" (", "\\n(").replace(" · m", "\\n· m"))
         keeps 95.2 ± 0.8 % of what the adapter does
         (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · file 3.7 MB → 12 kB
         · measured on 128 held-out examples of a.jsonl

@@ -1,0 +1,290 @@
+"""Evaluator: a base with a LoRA on it, and texts: what written forms of the LoRA keep, and what its layers do."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from lsrdecomp.calibration.base_model import (
+    Base,
+    Text,
+    adapted_modules,
+    batches,
+    load_base,
+    prompt_batches,
+    read_lines,
+    task_texts,
+)
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import PromptExample, read_jsonl, tokenize
+from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.fisher import Head
+from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
+from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.progress import OnStep, Step
+from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.fidelity.fidelity import Fidelity
+from lsrdecomp.training.tasks import find_task
+
+Item = Text | PromptExample
+Texts = Sequence[Item]
+
+NO_EFFECT = 1e-9
+"""Nats: a divergence below this is rounding."""
+SAMPLES = 512
+"""Examples that calibration reads at most, and half of that where each asks for many tokens."""
+LEAST = 32
+"""Texts a promise needs: eight to measure on, the others to learn from."""
+LEAST_HELD_OUT = 8
+
+
+class Evaluator:
+    """A base with a LoRA on it, the LoRA's answers to held-out texts, and the texts that calibration may see.
+
+    Parameters
+    ----------
+    base : str or path
+        As `load_base` takes it.
+    lora : path
+        The adapter whose behaviour is to be kept: a PEFT directory.
+    texts : sequence of texts
+        Split by seed; texts with the same first part fall on the same side.
+    held_out : int
+        Examples the promise is measured on; at most a quarter of all.
+    batch : int, optional
+        Examples at a time; absent, 8 for language models and 32 otherwise.
+    max_length : int, optional
+        Tokens of an example; absent, as `prompt_batches` and `batches` take it.
+    truncate : bool
+        Cut longer prompts at their beginning.
+    dtype, device : str
+        Precision and place of the base.
+    seed : int
+    on_step : callable, optional
+        Called with a `Step` before and during each part of the work.
+
+    Raises
+    ------
+    LsrError
+        If the texts are too few or too long, or the LoRA does nothing on them.
+    CheckpointError
+        If base and adapter do not fit.
+
+    Notes
+    -----
+    Costs two forward passes over the held-out texts; each `measure` costs one.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        lora: str | Path,
+        texts: Texts,
+        *,
+        held_out: int = 128,
+        batch: int | None = None,
+        max_length: int | None = None,
+        truncate: bool = False,
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.on_step = on_step
+        self.held_out, self.calibration = split(texts, held_out, seed)
+        self.say("opening the base")
+        try:
+            self.source = load_base(base, lora, dtype=dtype, device=device)
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, LsrError):
+                raise
+            words = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"does not open on the base {base}: {words}", path=lora) from error
+        self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
+        self.max_length, self.truncate, self.device, self.seed = max_length, truncate, device, seed
+        if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
+            tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
+        self.say(f"the LoRA's own answers to {len(self.held_out)} held-out examples")
+        self.reference = Reference(self.source, self.batches(self.held_out))
+        if not self.reference.effect > NO_EFFECT:
+            raise LsrError(
+                f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
+                "no effect to keep; give texts of the task it was trained for"
+            )
+
+    def say(self, stage: str, done: int = 0, total: int = 0, unit: str = "") -> None:
+        """What is done now, and how much of it."""
+        if self.on_step is not None:
+            self.on_step(Step(stage, done, total, unit))
+
+    def batches(self, texts: Texts, size: int | None = None) -> Iterator[Batch]:
+        """Texts of like length together, as the model reads them; the same texts give the same batches."""
+        size = size or self.size
+        order = sorted(texts, key=_letters)
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            prompts = [item for item in some if isinstance(item, PromptExample)]
+            pairs = [item for item in some if not isinstance(item, PromptExample)]
+            settings: dict[str, Any] = {"size": size, "seed": self.seed}
+            if prompts:
+                yield from prompt_batches(self.source, prompts, **settings, **self._cut)
+            if pairs:
+                yield from batches(self.source, pairs, **settings, max_length=self.max_length)
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        return {"max_length": self.max_length, "truncate": self.truncate}
+
+    def open(self, written: Path) -> Base:
+        """The base with another adapter of the same task; its large weights are shared with the LoRA's."""
+        shared = {
+            id(p): p for name, p in self.source.model.named_parameters() if p.ndim > 1 and "modules_to_save" not in name
+        }
+        copied = copy.deepcopy(self.source.model, shared)
+        plain = copied.unload()  # type: ignore[operator]
+        model = PeftModel.from_pretrained(plain, str(written)).to(self.device).eval()
+        return Base(self.source.name, model, self.source.tokenizer, self.source.head, adapted_modules(model))
+
+    def measure(self, written: Path) -> Behaviour:
+        """How a written form answers the held-out texts."""
+        return self.reference.compare(self.open(written))
+
+    def statistics(self, out: Path, written: Path | None = None) -> Statistics:
+        """Statistics of the adapted layers, on texts that are not held out: the norm in which forms are searched.
+
+        With the LoRA active, or with a compressed form of it, as ``written``. Those that a run before finished in
+        ``out`` are read.
+        """
+        many_tokens = self.source.head in TOKEN_HEADS
+        texts = self.calibration[: SAMPLES // 2 if many_tokens else SAMPLES]
+        digest = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
+        wanted = {"seed": self.seed, "samples": len(texts), "base": self.source.name, "adapter": digest}
+        wanted["modules"] = list(self.source.modules)
+        if (out / METADATA).exists():
+            settings = read_statistics(out).metadata.get("settings", {})
+            if any(settings.get(name) != value for name, value in wanted.items()):
+                shutil.rmtree(out)
+        if not (out / METADATA).exists():
+            stage = "calibrating" if written is None else "calibrating with the compressed adapter"
+            self.say(stage)
+            calibrate(
+                (self.source if written is None else self.open(written)).model,
+                self.batches(texts),
+                modules=self.source.modules,
+                out=out,
+                seed=self.seed,
+                samples=len(texts),
+                head=self.source.head,
+                base=self.source.name,
+                adapter_base=self.source.adapter_base,
+                adapter=digest,
+                on_batch=lambda now: self.say(stage, now.examples, now.samples, "examples"),
+            )
+        return read_statistics(out)
+
+    def fidelity(
+        self,
+        behaviour: Behaviour,
+        written: Path,
+        source: Checkpoint,
+        data: str,
+        *,
+        distilled: int = 0,
+        measurements: int = 1,
+        asked: float | None = None,
+    ) -> Fidelity:
+        """The record of a measured form of ``source``."""
+        assert behaviour.kept is not None  # the LoRA has an effect
+        return Fidelity(
+            kept=behaviour.kept,
+            standard_error=behaviour.standard_error,
+            kl=behaviour.kl,
+            effect=behaviour.effect,
+            agreement=behaviour.agreement,
+            unit=behaviour.unit,
+            examples=behaviour.examples,
+            answers=behaviour.answers,
+            data=data,
+            base=Path(self.source.name).name,
+            bytes_before=source.weights.stat().st_size,
+            bytes_after=(written / WEIGHTS).stat().st_size,
+            head_bytes=sum(tensor.nbytes for tensor in source.extras.values()),
+            distilled=distilled,
+            measurements=measurements,
+            asked=asked,
+            throughout=behaviour.throughout,
+        )
+
+
+def share_kept(behaviour: Behaviour) -> float:
+    """The share kept, to compare by: −∞ where it is no number."""
+    return behaviour.kept if behaviour.kept is not None and math.isfinite(behaviour.kept) else -math.inf
+
+
+def read_data(data: str | Path | Texts) -> list[Item]:
+    """The texts of a file, of a GLUE directory (its train split), or as given.
+
+    A file whose name ends in .jsonl holds prompts and completions, conversations or texts, see
+    `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a line, a tab between pairs.
+    Raises `CheckpointError`, `DataError` or `TaskError` for what cannot be read.
+    """
+    if not isinstance(data, str | Path):
+        return list(data)
+    path = Path(data)
+    if path.is_dir():
+        return list(task_texts(find_task(path).read(path, "train")))
+    return list(read_jsonl(path) if path.suffix == ".jsonl" else read_lines(path))
+
+
+def data_name(data: str | Path | Texts) -> str:
+    """What the texts are called in a sentence."""
+    return Path(data).name if isinstance(data, str | Path) else f"{len(data):,} texts"
+
+
+def split(texts: Texts, held_out: int, seed: int) -> tuple[list[Item], list[Item]]:
+    """Held-out texts, at most ``held_out`` and a quarter of all, and the others, both in an order drawn from ``seed``.
+
+    Texts that begin alike (the references of one prompt) stay on one side.
+
+    Raises
+    ------
+    LsrError
+        If the texts are too few.
+    """
+    groups: dict[str, list[Item]] = {}
+    for text in texts:
+        groups.setdefault(_beginning(text), []).append(text)
+    if len(groups) < LEAST:
+        raise LsrError(f"{len(groups)} different texts are too few: a promise needs {LEAST}, a few hundred are better")
+    most = max(LEAST_HELD_OUT, min(held_out, len(texts) // 4))
+    keys = list(groups)
+    random.Random(seed).shuffle(keys)
+    measured: list[Item] = []
+    rest: list[Item] = []
+    for key in keys:
+        (measured if len(measured) + len(groups[key]) <= most else rest).extend(groups[key])
+    return measured, rest
+
+
+def _letters(item: Item) -> int:
+    """Letters of a text, for sorting."""
+    if isinstance(item, PromptExample):
+        return len(item.prompt) + len(item.completion) + sum(len(each["content"]) for each in item.messages)
+    return len(item[0]) + len(item[1] or "")
+
+
+def _beginning(item: Item) -> str:
+    """What two texts that belong together have in common: the prompt, or the first text of a pair."""
+    if not isinstance(item, PromptExample):
+        return item[0]
+    return item.messages[0]["content"] if item.messages else item.prompt or item.completion

@@ -1,0 +1,259 @@
+"""Forms of an adapter, written, measured and distilled, each once: what a killed run has done is not done again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.arrays import to_numpy
+from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.distil import Distillation, distil_factors
+from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
+from lsrdecomp.compression.compress import Compression
+from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
+from lsrdecomp.fidelity.fidelity import Measurement
+from lsrdecomp.fidelity.rewrite import LayerStatistics, recorded_layers, rewrite
+from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedMatrix
+
+TEACHER_SHARE = 0.2
+"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""
+FEWEST_LESSONS = 8
+CHECK_BATCHES = 4
+"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on others."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistilledForm:
+    """A form before and after distillation; the better of the two is kept."""
+
+    path: Path  # where the better one is written
+    before: Behaviour
+    after: Behaviour
+    training: Distillation
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Of the form that is kept."""
+        return self.after if share_kept(self.after) > share_kept(self.before) else self.before
+
+    @property
+    def steps(self) -> int:
+        """Of the form that is kept."""
+        return self.training.steps if self.behaviour is self.after else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """How it was trained, and the two behaviours."""
+        behaviours = {"before": self.before, "after": self.after}
+        shares = {name: {**asdict(behaviour), "kept": behaviour.kept} for name, behaviour in behaviours.items()}
+        return {**asdict(self.training), **shares, "kept_steps": self.steps}
+
+
+@dataclass(frozen=True)
+class CompressedForm:
+    """A form on disk, measured."""
+
+    compression: Compression
+    path: Path
+    behaviour: Behaviour
+    distilled: DistilledForm | None = None
+
+    @property
+    def steps(self) -> int:
+        """Of training in what is kept of it."""
+        return 0 if self.distilled is None else self.distilled.steps
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record says of it beside the compression."""
+        return {} if self.distilled is None else {"distillation": self.distilled.to_json()}
+
+
+class CompressedFormCache:
+    """Writes forms to a directory, measures and distils them, each once.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+    source : Checkpoint
+        The LoRA.
+    statistics : mapping
+        That integer codes are solved by after distillation.
+    steps : int
+        Of distillation; 0: none.
+    folder : Path
+        Where forms are kept under the hash of their numbers, with what was measured. The same folder in another run on
+        the same texts, base and settings spares what is there already, and a distillation goes on from its last look.
+    settings : mapping
+        Of the evaluator, beyond those that it tells itself.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        source: Checkpoint,
+        statistics: LayerStatistics,
+        steps: int,
+        folder: Path,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.evaluator, self.source, self.statistics, self.steps = evaluator, source, statistics, steps
+        about = [evaluator.source.adapter_sha256, evaluator.source.name, evaluator.size, evaluator.max_length]
+        texts = repr((evaluator.held_out, evaluator.calibration))
+        key = json.dumps([*about, evaluator.seed, dict(settings)])
+        self.folder = folder / _digest(key.encode(), texts.encode())
+        self._measurements: dict[str, Measurement] = {}
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Every form that was measured, in that order."""
+        return tuple(self._measurements.values())
+
+    def untrained(self, compression: Compression) -> CompressedForm:
+        """The form as compressed."""
+        new = compression.save(self.folder / "new", force=True, record=bool(self.steps))
+        path = self.folder / _digest(*((new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")))
+        if path.exists():
+            shutil.rmtree(new)
+        else:
+            os.replace(new, path)
+        done = path.with_suffix(".json")
+        if done.exists():
+            behaviour = Behaviour(**_read(done))
+        else:
+            number, ratio = len(self._measurements) + 1, compression.totals.ratio
+            self.evaluator.say(f"measuring form {number}, {ratio:.3g} times fewer numbers")
+            behaviour = self.evaluator.measure(path)
+            _write(done, asdict(behaviour))
+        size = (path / WEIGHTS).stat().st_size
+        measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
+        self._measurements.setdefault(path.name, measurement)
+        return CompressedForm(compression, path, behaviour)
+
+    def distilled(self, form: CompressedForm, words: str = "") -> CompressedForm:
+        """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is."""
+        out = form.path.with_name(f"{form.path.name}-{self.steps}")
+        done = out.with_suffix(".json")
+        if done.exists():
+            trained = _distilled_form(_read(done), form.path, out)
+        else:
+            shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
+            trained = distil_form(
+                self.evaluator,
+                form.path,
+                self.source,
+                out,
+                steps=self.steps,
+                before=form.behaviour,
+                statistics=self.statistics,
+                state=out.with_suffix(".state"),
+                words=words,
+            )
+            behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
+            _write(done, {**behaviours, "training": asdict(trained.training)})
+        measurement = self._measurements[form.path.name]
+        measurement = replace(measurement, distilled=trained.behaviour.kept, steps=trained.training.steps)
+        self._measurements[form.path.name] = measurement
+        layers = recorded_layers(trained.path) if trained.steps else form.compression.layers
+        return CompressedForm(replace(form.compression, layers=layers), trained.path, trained.behaviour, trained)
+
+
+def distil_form(
+    evaluator: Evaluator,
+    form: Path,
+    source: Checkpoint,
+    out: Path,
+    *,
+    steps: int,
+    rate: float | None = None,
+    micro: int | None = None,
+    before: Behaviour | None = None,
+    statistics: LayerStatistics | None = None,
+    state: Path | None = None,
+    settings: dict[str, Any] | None = None,
+    words: str = "",
+) -> DistilledForm:
+    """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
+
+    ``before`` is what it keeps, if that was measured; ``words`` go before those on each part of the work.
+    """
+    # 1. What it keeps as it is.
+    student = evaluator.open(form)
+    if before is None:
+        evaluator.say(f"{words}measuring")
+        before = evaluator.reference.compare(student)
+    # 2. Of the texts that are not held out, some say when to stop, the others are learned from.
+    size, texts = evaluator.size, evaluator.calibration
+    check, rest = texts[: CHECK_BATCHES * size], texts[CHECK_BATCHES * size :]
+    if len(rest) < size:
+        check, rest = texts[::4], [text for index, text in enumerate(texts) if index % 4]
+    lessons = [
+        list(evaluator.batches(rest[start : start + size], micro or size))
+        for start in range(0, len(rest), size)[: max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))]
+    ]
+    # 3. Training.
+    stage = f"{words}distilling, at most {steps} steps of {size} examples"
+    evaluator.say(stage)
+    training = distil_factors(
+        evaluator.source,
+        student,
+        lessons,
+        Reference(evaluator.source, evaluator.batches(check)),
+        steps=steps,
+        rate=rate,
+        seed=evaluator.seed,
+        settings=settings,
+        state=state,
+        on_step=lambda step, all_steps, _: evaluator.say(stage, step, all_steps, "steps"),
+    )
+    # 4. What the new numbers keep as written: rounded as the old ones were.
+    evaluator.say(f"{words}writing and measuring again")
+    rewrite(out, form, source, products_of(student), statistics=statistics)
+    trained = DistilledForm(out, before, evaluator.measure(out), training)
+    return trained if trained.behaviour is trained.after else replace(trained, path=form)
+
+
+def products_of(student: Base, adapter: str = "default") -> dict[str, SeparatedProduct]:
+    """The products in the LSR layers of an open model, by the names of the modules in the plain base."""
+    products = {}
+    for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
+        if isinstance(module, LsrLayer) and adapter in module.lsr_A:
+            left, right = (_arrays(side[adapter]) for side in (module.lsr_B, module.lsr_A))
+            left[0] = left[0] * module.scaling[adapter]
+            products[name] = SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))
+    return products
+
+
+def _distilled_form(facts: Mapping[str, Any], form: Path, out: Path) -> DistilledForm:
+    """As it was written."""
+    before, after = (Behaviour(**facts[name]) for name in ("before", "after"))
+    training = dict(facts["training"])
+    checks = tuple((int(step), float(share)) for step, share in training.pop("checks"))
+    trained = DistilledForm(out, before, after, Distillation(**training, checks=checks))
+    return trained if trained.behaviour is trained.after else replace(trained, path=form)
+
+
+def _arrays(side: Any) -> list[Any]:
+    return [to_numpy(factor.detach().double().cpu()) for factor in side.factors]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    with new_file(path, force=True) as part:
+        part.write_text(json.dumps(value), encoding="utf-8")
+
+
+def _digest(*parts: bytes) -> str:
+    return sha256(b"\0".join(parts)).hexdigest()[:24]
