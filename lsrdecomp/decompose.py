@@ -225,6 +225,21 @@ def recompress(
     Two factors: the SVD of the rearrangement from QR factors of the terms, exact in O((p + q)·s²). More factors:
     `ALS` on the core that the terms span, whose error is measured from QR factors of the difference.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix
+    rtol : float, optional
+        Allowed ‖M − M̂‖_F / ‖M‖_F.
+    rank : int, optional
+        Number of terms; one of the two goals is given.
+    solver : Solver, optional
+        Instead of those named above.
+
+    Returns
+    -------
+    SeparatedMatrix
+        In the same Kronecker shape.
+
     Raises
     ------
     BudgetError

@@ -84,6 +84,22 @@ def precision(dtype: Any) -> Precision:
 def unit_roundoff(dtype: Any) -> float:
     """μ, the largest relative error of rounding a normal number to nearest.
 
+    Parameters
+    ----------
+    dtype : str or dtype
+        ``"bfloat16"``, a NumPy or a torch type; complex types by their parts.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    PrecisionError
+        For types it does not know.
+
+    Examples
+    --------
     >>> unit_roundoff("float16") == 2**-11, unit_roundoff("bfloat16") == 2**-8
     (True, True)
     """

@@ -155,7 +155,16 @@ def error_curve(
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
     """`error_curve` for many shapes of one matrix; the matrix is read and checked once.
 
-    Cost: one SVD of a rearrangement a shape.
+    Parameters
+    ----------
+    matrix : array_like (m, n) or Target
+    shapes : iterable of KroneckerShape or sizes
+        Of two factors.
+
+    Returns
+    -------
+    tuple of ErrorCurve
+        One a shape, at the cost of one SVD of a rearrangement.
 
     Examples
     --------
@@ -225,6 +234,15 @@ def solver_curve(
 
 def low_rank_curve(matrix: Any) -> ErrorCurve:
     """The reference: truncated SVD of the matrix itself, m + n parameters a rank.
+
+    Parameters
+    ----------
+    matrix : array_like (m, n) or Target
+
+    Returns
+    -------
+    ErrorCurve
+        Cost: one SVD of the matrix, of a `LowRank` pair one of its core.
 
     Examples
     --------

@@ -15,7 +15,18 @@ class Record(Protocol):
 def to_frame(records: Record | Iterable[Record]) -> Any:
     """One pandas DataFrame of the rows of a record, or of many records of one kind one below the other.
 
-    Raises `ImportError` where pandas is not installed; ``to_json`` and ``to_rows`` need nothing.
+    Parameters
+    ----------
+    records : object with ``to_rows``, or an iterable of them
+
+    Returns
+    -------
+    pandas.DataFrame
+
+    Raises
+    ------
+    ImportError
+        Where pandas is not installed; ``to_json`` and ``to_rows`` need nothing.
 
     Examples
     --------

@@ -56,7 +56,18 @@ class LayerGrid:
 def layer_grid(values: Mapping[str, float], quantity: str = "relative error") -> LayerGrid:
     """Lay out values by layer name: the first number in a name is the block, what follows it the module.
 
-    Names without a number form a block of their own, in front. Order is that of the mapping, blocks by number.
+    Names without a number form a block of their own, in front.
+
+    Parameters
+    ----------
+    values : mapping from names of layers to numbers
+    quantity : str
+        What the numbers are: a label.
+
+    Returns
+    -------
+    LayerGrid
+        Blocks by number, modules in the order of the mapping.
 
     Examples
     --------

@@ -40,7 +40,15 @@ class ParetoPoint:
 def pareto_front(curves: Iterable[ErrorCurve], *, storage: str | None = None) -> tuple[ParetoPoint, ...]:
     """Points of the curves with no other of at most their size and at most their error, ascending in size.
 
-    Size is parameters, or bytes of the factors with ``storage``.
+    Parameters
+    ----------
+    curves : iterable of ErrorCurve
+    storage : str, optional
+        Number format: size is then bytes of the factors, else parameters.
+
+    Returns
+    -------
+    tuple of ParetoPoint
 
     Examples
     --------

@@ -71,6 +71,16 @@ class Spectrum:
 def rearranged_spectrum(matrix: Any, shape: KroneckerShape | None = None) -> Spectrum:
     """The singular values of R(M) for a shape of two factors, the balanced one if absent.
 
+    Parameters
+    ----------
+    matrix : array_like (m, n) or Target
+    shape : KroneckerShape or sizes, optional
+
+    Returns
+    -------
+    Spectrum
+        Cost: one SVD of R(M), formed, without vectors.
+
     Examples
     --------
     >>> import numpy as np

@@ -32,6 +32,7 @@ class Format:
     scales: tuple[float, ...]  # tried scales, relative to the one that brings the largest entry to the top
 
     def bytes(self, entries: int) -> int:
+        """Those of so many numbers, packed."""
         return packed_size(entries, self.bits)
 
     @property
@@ -73,7 +74,18 @@ CLIPPED = 2**17
 def storage_format(storage: Any) -> Format:
     """The row of the table for a name or a dtype: ``"float16"``, ``"fp16"``, ``numpy.float16``, ``torch.float16``.
 
-    Raises `PrecisionError`, which names the formats, for any other.
+    Parameters
+    ----------
+    storage : str or dtype
+
+    Returns
+    -------
+    Format
+
+    Raises
+    ------
+    PrecisionError
+        For any other; the message names the formats.
 
     Examples
     --------

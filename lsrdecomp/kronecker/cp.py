@@ -17,6 +17,15 @@ def to_cp(matrix: SeparatedMatrix) -> Any:
 
     Its factor matrices are (m_i·n_i, s): column k of factor i holds the entries of M_k⁽ⁱ⁾ row by row.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix
+
+    Returns
+    -------
+    CPTensor
+        Copies, in NumPy.
+
     Examples
     --------
     >>> import numpy as np
@@ -39,6 +48,10 @@ def from_cp(cp: Any, shape: KroneckerShape) -> SeparatedMatrix:
     cp : CPTensor or (weights, factors)
         Factor i of shape (m_i·n_i, s); ``weights`` may be None.
     shape : KroneckerShape
+
+    Returns
+    -------
+    SeparatedMatrix
 
     Raises
     ------

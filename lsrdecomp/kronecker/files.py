@@ -95,6 +95,20 @@ class Files(Terms):
 def read_provenance(path: str | Path) -> dict[str, Any]:
     """What `SeparatedMatrix.save` was told about where the matrix came from.
 
+    Parameters
+    ----------
+    path : str or Path
+        A file of `SeparatedMatrix.save`.
+
+    Returns
+    -------
+    dict
+
+    Raises
+    ------
+    CheckpointError
+        If the file is damaged or not of this kind.
+
     Examples
     --------
     >>> import tempfile

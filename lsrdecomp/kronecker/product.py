@@ -105,6 +105,14 @@ class SeparatedProduct:
 def low_rank_product(left: Array, right: Array) -> SeparatedProduct:
     """Plain factors (m, r) and (r, n) as a separated product of one term of one factor a side: exact.
 
+    Parameters
+    ----------
+    left, right : Array, shapes (m, r) and (r, n)
+
+    Returns
+    -------
+    SeparatedProduct, shape (m, n)
+
     Examples
     --------
     >>> import numpy as np

@@ -23,6 +23,11 @@ def kron(*factors: Array) -> Array:
     -------
     Array, shape (…, Π m_i, Π n_i)
 
+    Raises
+    ------
+    ShapeError
+        Without factors.
+
     Examples
     --------
     >>> import numpy as np
@@ -94,6 +99,11 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
     -------
     Array, shape (…, Π m_i, Π n_i)
 
+    Raises
+    ------
+    ShapeError
+        If the tensor does not have the sizes of the shape.
+
     Examples
     --------
     >>> import numpy as np
@@ -114,6 +124,16 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
 def khatri_rao(left: Array, right: Array) -> Array:
     """Column-wise Kronecker product: (…, p, s) and (…, q, s) to (…, p·q, s), the left index slow.
 
+    Parameters
+    ----------
+    left, right : Array, shapes (…, p, s) and (…, q, s)
+
+    Returns
+    -------
+    Array, shape (…, p·q, s)
+
+    Examples
+    --------
     >>> import numpy as np
     >>> khatri_rao(np.array([[1, 2]]), np.array([[3, 4], [5, 6]]))
     array([[ 3,  8],
@@ -186,6 +206,11 @@ def apply_sum_of_kroneckers(factors: Sequence[Array], weights: Array | None, x: 
     Array, shape (Π m_i,) or (Π m_i, b)
         One batched matrix product per factor, the last factor first; the sum over terms is part of the last one.
 
+    Raises
+    ------
+    ShapeError
+        If x does not have as many rows as the matrix has columns.
+
     Examples
     --------
     >>> import numpy as np
@@ -234,6 +259,16 @@ def commutation_matrix(m: int, n: int, xp: Namespace = np) -> Array:
     """The permutation K with K vec(X) = vec(Xᵀ) for X of shape (m, n); vec stacks columns.
 
     K_{p,m} (A ⊗ B) K_{n,q} = B ⊗ A for A (m, n) and B (p, q) [1]_.
+
+    Parameters
+    ----------
+    m, n : int
+    xp : namespace
+        The array library of the result.
+
+    Returns
+    -------
+    Array, shape (m·n, m·n)
 
     Examples
     --------

@@ -17,6 +17,21 @@ SIZES = re.compile(r"\s*\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?\s*")
 def divisors(n: int) -> tuple[int, ...]:
     """All positive divisors of ``n``, ascending.
 
+    Parameters
+    ----------
+    n : int
+
+    Returns
+    -------
+    tuple of int
+
+    Raises
+    ------
+    ShapeError
+        If n is not positive.
+
+    Examples
+    --------
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
     """
@@ -31,6 +46,22 @@ def balanced_split(n: int, order: int = 2) -> tuple[int, ...]:
 
     Each factor in turn is the divisor nearest above the geometric mean of what is left.
 
+    Parameters
+    ----------
+    n : int
+    order : int
+
+    Returns
+    -------
+    tuple of int, of length ``order``
+
+    Raises
+    ------
+    ShapeError
+        If n or the order is not positive.
+
+    Examples
+    --------
     >>> balanced_split(768), balanced_split(8), balanced_split(7), balanced_split(768, 3)
     ((32, 24), (4, 2), (7, 1), (12, 8, 8))
     """
@@ -223,6 +254,17 @@ class ProductShape:
 def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
     """Every two-factor shape of a matrix, plain low rank ``(m×1) ⊗ (1×n)`` and its mirror among them.
 
+    Parameters
+    ----------
+    matrix_shape : (m, n)
+
+    Returns
+    -------
+    iterator of KroneckerShape
+        As many as m has divisors times as many as n has.
+
+    Examples
+    --------
     >>> [shape.factors for shape in kronecker_shapes((2, 2))][:2]
     [((1, 1), (2, 2)), ((1, 2), (2, 1))]
     """
@@ -234,6 +276,16 @@ def kronecker_shapes(matrix_shape: tuple[int, int]) -> Iterator[KroneckerShape]:
 def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
     """Every ordered way to write ``n`` as a product of ``order`` positive integers.
 
+    Parameters
+    ----------
+    n, order : int
+
+    Returns
+    -------
+    iterator of tuples of int, of length ``order``
+
+    Examples
+    --------
     >>> list(splits(6, 2))
     [(1, 6), (2, 3), (3, 2), (6, 1)]
     """

@@ -65,7 +65,17 @@ class Diagonalized:
 def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonalized | None:
     """Common bases of the factors, or None where there are none.
 
-    Cost a few m_i³ for each factor and term. With ``unitary`` only orthonormal bases serve.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        NumPy, in double precision.
+    unitary : bool
+        Only orthonormal bases serve.
+
+    Returns
+    -------
+    Diagonalized or None
+        Cost a few m_i³ for each factor and term.
 
     Examples
     --------

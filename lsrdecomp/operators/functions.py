@@ -18,6 +18,24 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
     Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their eigenvalues, other sums by
     ``scipy.sparse.linalg.expm_multiply``, whose error is of the size of rounding as well.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+    x : array, shape (n,) or (n, b)
+    t : float
+
+    Returns
+    -------
+    Array, shape of x
+        In the library of x, which must not require a gradient.
+
+    Raises
+    ------
+    ShapeError
+        If the matrix is not square or x does not fit.
+    MatrixError
+        For tensors that require a gradient.
+
     Examples
     --------
     >>> import numpy as np

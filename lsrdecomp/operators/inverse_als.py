@@ -93,6 +93,10 @@ def approximate_inverse(
     on_sweep : callable, optional
         Called with the number of the sweep and the relative residual.
 
+    Returns
+    -------
+    ApproximateInverse
+
     Raises
     ------
     ShapeError

@@ -93,6 +93,10 @@ def solve(
     on_iteration : callable, optional
         Called with the number of products with A so far.
 
+    Returns
+    -------
+    LinearSolution
+
     Raises
     ------
     MatrixError

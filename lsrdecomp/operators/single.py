@@ -57,6 +57,16 @@ class Svd(NamedTuple):
 def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The inverse, (A ⊗ B)⁻¹ = A⁻¹ ⊗ B⁻¹.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
+
+    Returns
+    -------
+    SeparatedMatrix, shape (n, n)
+        One term, in the library and type of the factors.
+
     Raises
     ------
     ShapeError
@@ -83,7 +93,21 @@ def inv(matrix: SeparatedMatrix) -> SeparatedMatrix:
 def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatrix:
     """The pseudo-inverse, (A ⊗ B)⁺ = A⁺ ⊗ B⁺; factors of any shape.
 
-    ``rtol`` is relative to the largest singular value of each factor; absent, twice max(m, n) unit roundoffs.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (m, n)
+        One term.
+    rtol : float, optional
+        Relative to the largest singular value of each factor; absent, twice max(m, n) unit roundoffs.
+
+    Returns
+    -------
+    SeparatedMatrix, shape (n, m)
+
+    Raises
+    ------
+    ShapeError
+        For more than one term.
 
     Examples
     --------
@@ -101,6 +125,21 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
 
 def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """(sign, log|det|) of one term, det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix (0, −∞).
+
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
+
+    Returns
+    -------
+    (sign, float)
+        A complex phase for complex factors.
+
+    Raises
+    ------
+    ShapeError
+        For more than one term, or factors that are not square.
 
     Examples
     --------
@@ -127,6 +166,22 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
 def det(matrix: SeparatedMatrix) -> Any:
     """The determinant of one term; it over- and underflows early, `slogdet` does not.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
+
+    Returns
+    -------
+    float or complex
+
+    Raises
+    ------
+    ShapeError
+        As `slogdet`.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from lsrdecomp import decompose
     >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
@@ -142,7 +197,20 @@ def det(matrix: SeparatedMatrix) -> Any:
 def eigh(matrix: SeparatedMatrix) -> Eigen:
     """Eigenvalues and orthonormal eigenvectors of one Hermitian term: products of those of the factors.
 
-    Raises `MatrixError`, naming the factor, unless every factor is Hermitian.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
+
+    Returns
+    -------
+    Eigen
+        Values (n,) and one unitary term.
+
+    Raises
+    ------
+    MatrixError
+        Unless every factor is Hermitian; the message names it.
 
     Examples
     --------
@@ -163,6 +231,21 @@ def eigh(matrix: SeparatedMatrix) -> Eigen:
 def svd(matrix: SeparatedMatrix) -> Svd:
     """The thin singular value decomposition of one term: products of those of the factors, of any shape.
 
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (m, n)
+        One term.
+
+    Returns
+    -------
+    Svd
+        U, σ and Vᴴ, thin in every factor.
+
+    Raises
+    ------
+    ShapeError
+        For more than one term.
+
     Examples
     --------
     >>> import numpy as np
@@ -180,8 +263,23 @@ def svd(matrix: SeparatedMatrix) -> Svd:
 def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """L lower triangular with L Lᴴ = A, for one positive definite term: ⊗ of the Cholesky factors.
 
-    Raises `MatrixError` where the term is not Hermitian positive definite.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
 
+    Returns
+    -------
+    SeparatedMatrix, shape (n, n)
+        One term of triangular factors.
+
+    Raises
+    ------
+    MatrixError
+        Where the term is not Hermitian positive definite.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> from lsrdecomp import decompose
     >>> matrix = decompose(np.kron(np.diag([1.0, 2.0]), np.diag([3.0, 5.0])), "2x2, 2x2", rank=1).approximation
@@ -195,6 +293,21 @@ def cholesky(matrix: SeparatedMatrix) -> SeparatedMatrix:
 
 def sqrtm(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The positive semidefinite square root of one positive semidefinite term: ⊗ of those of the factors.
+
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+        One term.
+
+    Returns
+    -------
+    SeparatedMatrix, shape (n, n)
+        One term of semidefinite factors.
+
+    Raises
+    ------
+    MatrixError
+        Where the term is not Hermitian positive semidefinite.
 
     Examples
     --------

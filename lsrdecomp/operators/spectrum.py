@@ -18,7 +18,18 @@ from lsrdecomp.operators.triangular import triangularize
 def logdet(matrix: SeparatedMatrix) -> tuple[Any, float]:
     """(sign, log|det A|) of any sum that `solve` solves exactly; the sign is a complex phase for complex factors.
 
-    Raises `MatrixError` for other sums.
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+
+    Returns
+    -------
+    (sign, float)
+
+    Raises
+    ------
+    MatrixError
+        For sums without common bases.
 
     Examples
     --------
@@ -46,6 +57,16 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     Kronecker sums of any number of factors, a covariance plus noise, finite elements with their mass matrix; A₁ ⊗ B₁ +
     A₂ ⊗ B₂ with ``mass`` A₂ ⊗ B₁. Real and ascending where the factors are Hermitian (and the mass positive definite),
     else complex in no order. Cost a few Σ m_i³ + s·n.
+
+    Parameters
+    ----------
+    matrix : SeparatedMatrix, shape (n, n)
+    mass : SeparatedMatrix, shape (n, n), optional
+        B, one term of the same Kronecker shape.
+
+    Returns
+    -------
+    Array, shape (n,)
 
     Raises
     ------

@@ -23,6 +23,19 @@ Boundary = Literal["zero", "periodic", "reflective"]
 def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     """A₁ ⊕ A₂ ⊕ … = A₁ ⊗ I ⊗ … + I ⊗ A₂ ⊗ … + …, one term for each square matrix (dense or sparse).
 
+    Parameters
+    ----------
+    *parts : arrays or sparse matrices, shapes (m_i, m_i)
+
+    Returns
+    -------
+    SeparatedMatrix, shape (Π m_i, Π m_i)
+
+    Raises
+    ------
+    ShapeError
+        If a part is not square.
+
     Examples
     --------
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
@@ -58,6 +71,11 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
     -------
     SeparatedMatrix, shape (n, n) with n = rows·columns
         Acts on images flattened row by row, with factors of the sizes of the image's sides.
+
+    Raises
+    ------
+    ShapeError, BudgetError
+        For kernels of even sides or larger than the image, and unknown boundaries.
 
     Examples
     --------
@@ -97,6 +115,11 @@ def covariance_on_grid(kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], a
 
     A product of covariances along the axes needs no target: it is one term,
     ``SeparatedMatrix.from_factors([K1[None], K2[None]])``.
+
+    Returns
+    -------
+    RowStream, shape (n, n)
+        Rows are computed when they are read: once for each product.
 
     Examples
     --------

@@ -113,6 +113,7 @@ class Dense:
         return rearrange(self.matrix, shape)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedDense:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         return RearrangedDense(self.tensor(shape))
 
@@ -286,6 +287,7 @@ class LowRank:
         return self.left @ self.right
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedLowRank:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         shape.check(self.shape)
         xp = namespace(self.left, self.right)

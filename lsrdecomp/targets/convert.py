@@ -21,6 +21,14 @@ def as_target(matrix: Any) -> Target:
     ``numpy.memmap`` a `RowStream`, anything that offers ``matmat`` or ``matvec`` (a scipy ``LinearOperator``) an
     `Operator`, and anything else `Dense`.
 
+    Parameters
+    ----------
+    matrix : anything `decompose` takes
+
+    Returns
+    -------
+    Target
+
     Examples
     --------
     >>> import numpy as np

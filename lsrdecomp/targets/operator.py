@@ -87,6 +87,7 @@ class Operator:
         return self._transpose.norm
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedTranspose:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         shape.check(self.shape)
         return RearrangedTranspose(self._transpose.rearranged(shape.transposed), shape)
@@ -98,6 +99,7 @@ class Operator:
         return rearrange(np.concatenate(list(self._columns())).T, shape)
 
     def residual_norm(self, approximation: Approximation) -> float:
+        """‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
         return self._transpose.residual_norm(_Transposed(approximation))
 

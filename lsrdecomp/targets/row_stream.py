@@ -78,6 +78,7 @@ class RowStream:
         return finite_norm(np.asarray([block_norm(start, part) for start, part in self.parts()]))
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedRows:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         shape.check(self.shape)
         self.norm  # noqa: B018 - the pass that refuses entries that are not finite, kept for the solver
@@ -92,6 +93,7 @@ class RowStream:
         return rearrange(namespace(*parts).concat(parts, axis=0), shape)
 
     def residual_norm(self, approximation: Approximation) -> float:
+        """‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
         block = rows_of(approximation)
         return norm_of_parts(

@@ -68,6 +68,7 @@ class Separated:
         return self.matrix.norm
 
     def rearranged(self, shape: KroneckerShape) -> Rearranged:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         shape.check(self.shape)
         factors = self.matrix.factors

@@ -65,6 +65,7 @@ class Sparse:
         return finite_norm(self.matrix.data)
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedSparse:
+        """R(M) for two factors, as an operator: `Target.rearranged`."""
         require_two_factors(shape)
         shape.check(self.shape)
         from scipy.sparse import csr_array

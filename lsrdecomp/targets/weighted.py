@@ -13,6 +13,15 @@ from lsrdecomp.targets.weights import NormWeights
 def weighted_norm(target: LowRank, weights: NormWeights) -> float:
     """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision.
 
+    Parameters
+    ----------
+    target : LowRank, shape (m, n)
+    weights : NormWeights
+
+    Returns
+    -------
+    float
+
     Examples
     --------
     >>> import numpy as np
@@ -83,6 +92,16 @@ def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, A
     ‖(σ_{k+1}, …)‖. Roots are never inverted: with G^½B = Q_P R_P, C^½Aᵀ = Q_A R_A and R_P R_Aᵀ = u σ vᵀ it is
     U = B R_Aᵀ v σ⁻¹ and Vᵀ = σ⁻¹ uᵀ R_P A, so singular weights do no harm.
 
+    Parameters
+    ----------
+    target : LowRank, shape (m, n)
+    weights : NormWeights
+
+    Returns
+    -------
+    (Array, Array, Array), shapes (m, r), (r,) and (r, n)
+        In double precision; cost O((m + n)·r²) and products with the roots.
+
     Examples
     --------
     >>> import numpy as np
@@ -103,6 +122,17 @@ def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, A
 
 def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> LowRank:
     """The best approximation of rank ``rank`` in the weighted norm, as a balanced pair U√σ, √σ Vᵀ.
+
+    Parameters
+    ----------
+    target : LowRank, shape (m, n)
+    weights : NormWeights
+    rank : int
+
+    Returns
+    -------
+    LowRank
+        A balanced pair.
 
     Examples
     --------

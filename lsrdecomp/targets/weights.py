@@ -176,9 +176,11 @@ class LowRankPlusIdentity:
         return self.size * self.rest + xp.sum(lengths * (self.values - self.rest[..., None]), axis=-1)
 
     def apply(self, x: Array) -> Array:
+        """W X for X of shape (…, n, b)."""
         return self._act(self.values, self.rest, x)
 
     def root(self, x: Array) -> Array:
+        """A square root times X: ‖root(X)‖² = tr(XᴴWX)."""
         xp = namespace(self.basis)
         return self._act(xp.sqrt(self.values), xp.sqrt(self.rest), x)
 
@@ -218,11 +220,13 @@ class KroneckerWeight:
         return math.prod(factor.trace for factor in self.factors)
 
     def apply(self, x: Array) -> Array:
+        """W X for X of shape (…, n, b)."""
         for i, factor in enumerate(self.factors):
             x = self._along(i, factor.apply, x)
         return x
 
     def root(self, x: Array) -> Array:
+        """A square root times X: ‖root(X)‖² = tr(XᴴWX)."""
         for i, factor in enumerate(self.factors):
             x = self._along(i, factor.root, x)
         return x

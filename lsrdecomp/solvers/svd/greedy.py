@@ -57,6 +57,7 @@ class MixedSum:
         return sum(part.separation_rank for part in self.parts)
 
     def to_matrix(self) -> Array:
+        """The sum, formed; shape (m, n)."""
         total = self.parts[0].to_matrix()
         for part in self.parts[1:]:
             total = total + part.to_matrix()
