@@ -5,9 +5,6 @@ from .bundle import CONFIG as CONFIG
 from .format import Format as Format
 from .format_table import FORMATS as FORMATS
 from .format_table import open_checkpoint as open_checkpoint
-from .output_paths import check_file as check_file
-from .output_paths import check_output as check_output
-from .output_paths import check_place as check_place
 from .records import Checkpoint as Checkpoint
 from .records import LoraLayer as LoraLayer
 from .records import LsrLayer as LsrLayer
@@ -24,4 +21,7 @@ from .writers.same import check_same as check_same
 from .writers.same import same_is_directory as same_is_directory
 from .writers.same import write_same as write_same
 from .writing import WEIGHTS as WEIGHTS
+from .writing import check_file as check_file
+from .writing import check_output as check_output
+from .writing import check_place as check_place
 from .writing import new_file as new_file

@@ -31,7 +31,6 @@ class Bundle:
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
     config: Mapping[str, Any] | None = None
-    listed: bool = False  # a pickled list without names: the tensors are called "0", "1", …
 
     @property
     def config_path(self) -> Path:
@@ -98,5 +97,4 @@ def _read(path: Path, weights: Path, config: Mapping[str, Any] | None, max_memor
         return Bundle(path, weights, header.tensors, header.metadata, config)
     if regular_file_size(weights) == 0:
         raise CheckpointError("the file is empty", path=weights)
-    tensors, listed = read_pickle(weights, max_memory)
-    return Bundle(path, weights, tensors, {}, config, listed)
+    return Bundle(path, weights, read_pickle(weights, max_memory), {}, config)

@@ -8,9 +8,10 @@ from pathlib import Path
 from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
 from lsrdecomp.checkpoints.format import Format
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
-from lsrdecomp.checkpoints.readers import cloneofsimo, lsr, lycoris, peft
+from lsrdecomp.checkpoints.readers import cloneofsimo, lsr, lycoris
+from lsrdecomp.checkpoints.readers.lycoris import loha, lokr
 from lsrdecomp.checkpoints.readers.pairs import diffusers, kohya, loralib, mlx, torchtune
-from lsrdecomp.checkpoints.readers.peft_lycoris import loha, lokr
+from lsrdecomp.checkpoints.readers.peft import lora
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -20,13 +21,13 @@ WAY_OUT = "raise max_memory (--max-memory)"
 
 # The first format that matches reads, so whoever knows a file best stands before whoever would take it too:
 FORMATS: tuple[Format, ...] = (
-    # with a config, told by its peft_type, which mlx-lm's has not; `peft` takes every type that is left, and refuses by
+    # with a config, told by its peft_type, which mlx-lm's has not; `lora` takes every type that is left, and refuses by
     # name what is not LoRA
     lsr,
     loha,
     lokr,
     mlx,
-    peft,
+    lora,
     # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under kohya's keys
     lycoris,
     kohya,

@@ -17,9 +17,12 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
+LISTED = "layer"
+"""What the layers of a list without names are called, with their number: it does not say of which model they are."""
 
-def read_pickle(path: Path, max_memory: int | None = None) -> tuple[dict[str, StoredTensor], bool]:
-    """Tensors of a torch file by name, and whether it was a bare list (its names are then "0", "1", …).
+
+def read_pickle(path: Path, max_memory: int | None = None) -> dict[str, StoredTensor]:
+    """Tensors of a torch file by name; a bare list is one of cloneofsimo's: ``layer:0:up``, ``layer:0:down``, ….
 
     Torch maps zip files into memory, so a tensor is read when asked for; older files are read whole.
 
@@ -39,12 +42,11 @@ def read_pickle(path: Path, max_memory: int | None = None) -> tuple[dict[str, St
         )
         raise CheckpointError(text, path=path)
     content = _load(path, zipped)
-    listed = isinstance(content, list)
-    if listed:
-        content = {str(position): value for position, value in enumerate(content)}
+    if isinstance(content, list):
+        content = {f"{LISTED}:{i // 2}:{'down' if i % 2 else 'up'}": value for i, value in enumerate(content)}
     if not isinstance(content, dict):
         raise CheckpointError(f"holds a {type(content).__name__}, expected named tensors", path=path)
-    return {name: _tensor(name, value, path) for name, value in content.items()}, listed
+    return {name: _tensor(name, value, path) for name, value in content.items()}
 
 
 def _check_zip(path: Path, size: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from lsrdecomp.checkpoints.base_modules import BaseModules
+from lsrdecomp.checkpoints.pickles import LISTED
 from lsrdecomp.checkpoints.records import Checkpoint, Layer
 from lsrdecomp.errors import CheckpointError
 
@@ -29,8 +30,6 @@ TEXT = re.compile(
 )
 TEXT_WORDS = ("k_proj", "v_proj", "q_proj", "out_proj")
 """As transformers' CLIPAttention makes them."""
-BARE = "layer"
-"""What a list without names calls its layers: of which part of the pipeline they are is not known either."""
 
 
 def resolve_positions(checkpoint: Checkpoint, base: BaseModules) -> dict[str, str]:
@@ -62,11 +61,11 @@ def resolve_positions(checkpoint: Checkpoint, base: BaseModules) -> dict[str, st
 
 def _orders(part: str, base: BaseModules) -> Iterator[tuple[str, ...]]:
     """Names of a part in every order that they may have been numbered in."""
-    if part in ("unet", BARE):
+    if part in ("unet", LISTED):
         for sides, parts in product(SIDES, PARTS):
             yield _sorted_unet(base, sides, parts)
     for encoder in ("text_encoder", "text_encoder_2"):
-        if part in (encoder, BARE):
+        if part in (encoder, LISTED):
             yield _sorted_text(base, encoder)
 
 

@@ -1,4 +1,4 @@
-"""Writing whole or not at all: a temporary directory beside the output, fsync, one atomic rename."""
+"""Writing whole or not at all: asked before any work begins, then a hidden path beside it and one atomic rename."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.files import write_sums
-from lsrdecomp.checkpoints.output_paths import check_file, check_output
 from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
 from lsrdecomp.errors import CheckpointError
@@ -35,6 +35,113 @@ except ImportError:  # no such locks outside POSIX: leftovers of killed runs the
 WEIGHTS = "adapter_model.safetensors"
 IN_MEMORY = 8 * 2**20
 LEFTOVER_AGE = 60.0  # seconds
+
+
+def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse an output that is a symbolic link, touches an input, or lies where nothing can be written.
+
+    The writers ask the same again.
+
+    Parameters
+    ----------
+    out : Path
+        What shall be written; directories above it that do not exist yet will be made.
+    inputs : iterable of Path
+        Files and directories that are read: an output equals none, holds none, and lies in none.
+
+    Raises
+    ------
+    CheckpointError
+        Saying which.
+
+    Examples
+    --------
+    >>> with tempfile.TemporaryDirectory() as lora:
+    ...     check_place(Path(lora) / "small", inputs=[Path(lora)])
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: the output is, holds or lies inside the input ...; choose another
+    """
+    if out.is_symlink():
+        raise CheckpointError("the output is a symbolic link; name what it leads to", path=out)
+    target = out.resolve()
+    for path in inputs:
+        source = path.resolve()
+        if target == source or target in source.parents or (source in target.parents and source.is_dir()):
+            raise CheckpointError(f"the output is, holds or lies inside the input {path}; choose another", path=out)
+    above = next(parent for parent in out.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise CheckpointError(f"cannot be written: {above} is a file, not a directory; choose another output", path=out)
+    try:
+        with tempfile.TemporaryFile(dir=above):  # it has no name, so that a kill leaves nothing
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CheckpointError(f"cannot be written: {above} takes no files ({reason})", path=out) from None
+
+
+def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -> None:
+    """Refuse now what `new_file` would later: `check_place`, and what is there already.
+
+    Parameters
+    ----------
+    out, inputs
+        As for `check_place`.
+    force : bool
+        Whether a regular file may be replaced; nothing else ever is.
+
+    Raises
+    ------
+    CheckpointError
+        Saying what is there.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile() as there:
+    ...     check_file(Path(there.name))
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace the file
+    """
+    check_place(out, inputs)
+    if out.exists() and not out.is_file():
+        kind = "a directory" if out.is_dir() else "no regular file"
+        raise CheckpointError(f"is {kind}: not replaced even by force; choose another output", path=out)
+    if out.exists() and not force:
+        raise CheckpointError("already exists; choose another output, or force to replace the file", path=out)
+
+
+def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
+    """Refuse now what `new_directory` would later: `check_place`, and what is there already.
+
+    Parameters
+    ----------
+    out, inputs
+        As for `check_place`.
+    force : bool
+        Whether a directory that holds an adapter may be replaced; no other ever is.
+
+    Raises
+    ------
+    CheckpointError
+        Saying what is there.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as there:
+    ...     check_output(Path(there))
+    Traceback (most recent call last):
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace it as a whole
+    """
+    check_place(out, inputs)
+    if not out.exists():
+        return
+    if not force:
+        raise CheckpointError("already exists; choose another output, or force to replace it as a whole", path=out)
+    entries = list(out.iterdir()) if out.is_dir() else None
+    if entries is None or (entries and not (out / CONFIG).is_file()) or any(entry.is_dir() for entry in entries):
+        text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
+        raise CheckpointError(f"{text}; remove it yourself", path=out)
 
 
 @contextmanager
@@ -52,36 +159,37 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
     """
     out = Path(out)
     check_output(out, inputs, force)
-    made = _make_parents(out.absolute().parent)
-    part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
-    lock = None
-    try:
+    with ExitStack() as locks, _beside(out) as part:  # the lock goes last: until then the leftovers are ours
         remove_leftovers(out.absolute())
         part.mkdir()
         lock = _lock(part)
+        if lock is not None:
+            locks.callback(os.close, lock)
         yield part
         write_sums(part)
         for file in part.iterdir():
             _fsync(file)
         _fsync(part)
         _put_in_place(part, out.absolute(), force)
-        _fsync(out.absolute().parent)
-        made = []
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise CheckpointError(f"could not be written: {reason}; nothing was left behind", path=out) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # the failed output, or the one that was replaced
-        for parent in reversed(made):
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
 def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = False) -> Iterator[Path]:
     """As `new_directory`, for one file: ``out`` appears whole when the block ends, or not at all.
+
+    Parameters
+    ----------
+    out : str or Path
+        Directories above it are made.
+    inputs : iterable of Path
+        What is read to write it.
+    force : bool
+        Replace a regular file.
+
+    Yields
+    ------
+    Path
+        The file to fill, hidden beside ``out``.
 
     Raises
     ------
@@ -99,20 +207,33 @@ def new_file(out: str | Path, *, inputs: Iterable[Path] = (), force: bool = Fals
     """
     out = Path(out)
     check_file(out, inputs, force=force)
-    made = _make_parents(out.absolute().parent)
-    part = out.absolute().with_name(f".{out.name[:180]}.{secrets.token_hex(6)}.partial")
-    try:
+    with _beside(out) as part:
         part.touch(exist_ok=False)
         yield part
         _fsync(part)
         os.replace(part, out)
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A hidden path beside ``out``; what is left there when the block ends goes, and parents that it was made for.
+
+    What is left is a failed output, or a directory that was replaced.
+    """
+    made = _make_parents(out.absolute().parent)
+    part = out.absolute().parent / f".{out.absolute().name[:180]}.{secrets.token_hex(6)}.partial"
+    try:
+        yield part
         _fsync(out.absolute().parent)
         made = []
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CheckpointError(f"could not be written: {reason}; nothing was left behind", path=out) from error
     finally:
-        part.unlink(missing_ok=True)
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
         for parent in reversed(made):
             with contextlib.suppress(OSError):
                 parent.rmdir()

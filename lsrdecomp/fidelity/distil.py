@@ -10,8 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.output_paths import check_output
+from lsrdecomp.checkpoints import check_output, open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.errors import LsrError

@@ -471,7 +471,7 @@ def test_loralib_and_cloneofsimo_faults(tmp_path: Path) -> None:
         },
         "without up": {"q.lora_A": normal(4, 6)},
         "rank 4 in shape": {"unet:0:down": normal(4, 6), "unet:0:up": normal(8, 4)},
-        "one of up and down": {"unet:0:down": normal(4, 6)},
+        "has down without up": {"unet:0:down": normal(4, 6)},
     }
     for word, tensors in faults.items():
         save_file(tensors, tmp_path / "x.safetensors", metadata={"unet:0:rank": "3"})

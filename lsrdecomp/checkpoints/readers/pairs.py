@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.config import Config, Patterns
+from lsrdecomp.checkpoints.config import Config
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import PREFIX, Roles, finish, grouped, need, refuse_alpha, scalar
-from lsrdecomp.checkpoints.readers.peft import check_supported
+from lsrdecomp.checkpoints.readers.peft import Scales, check_supported
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -75,12 +75,14 @@ class Pairs:
         if not self.scaled_outside or scale is not None:
             refuse_alpha(bundle, alpha, None if scale is not None else "the file decides its scale, 1 without an alpha")
         modules, extras = grouped(bundle, self.roles)
-        configs = HeaderConfigs(bundle)
+        headers = _header_scales(bundle)
         layers: list[LoraLayer] = []
         for stored, roles in modules.items():
             layer = pair_layer(_module(stored, roles), roles, transposed=self.transposed)
             if "alpha" not in roles:
-                layer = replace(layer, scale=configs.scale(layer.name, layer.rank) if scale is None else scale)
+                component, _, module = layer.name.partition(".")
+                own = headers[component].of(module, layer.rank) if component in headers else 1.0
+                layer = replace(layer, scale=own if scale is None else scale)
             layers.append(layer)
         names = [layer.name for layer in layers]
         if len(set(names)) != len(names):
@@ -131,33 +133,19 @@ def pair_layer(name: str, roles: Roles, *, transposed: bool = False) -> LoraLaye
     return replace(layer, scale=scalar(roles["alpha"]) / layer.rank, alpha=roles["alpha"])
 
 
-class HeaderConfigs:
-    """LoRA configs of the components, as newer diffusers keeps them in the header: ``{"unet.r": 8, …}``."""
-
-    def __init__(self, bundle: Bundle) -> None:
-        self.path = bundle.weights
-        self.by_component: dict[str, Config] = {}
-        text = bundle.metadata.get(METADATA)
-        if text is None:
-            return
-        packed = parse_json(text.encode(), bundle.weights, what=METADATA)
-        fields: dict[str, dict[str, Any]] = {}
-        for key, value in packed.items():
-            component, _, field = key.partition(".")
-            fields.setdefault(component, {})[field] = value
-        for component, raw in fields.items():
-            self.by_component[component] = Config({"peft_type": "LORA", **raw}, bundle.weights)
-            check_supported(self.by_component[component])
-
-    def scale(self, name: str, rank: int) -> float:
-        """Of a module of this name, 1 where the header says nothing of its component."""
-        component, _, rest = name.partition(".")
-        config = self.by_component.get(component)
-        if config is None:
-            return 1.0
-        alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", self.path)
-        alpha = alphas.get(rest, config.number("lora_alpha", 8))
-        return alpha / (math.sqrt(rank) if config.flag("use_rslora") else rank)
+def _header_scales(bundle: Bundle) -> dict[str, Scales]:
+    """By component, from the configs that newer diffusers keeps in the header: ``{"unet.r": 8, …}``."""
+    text = bundle.metadata.get(METADATA)
+    if text is None:
+        return {}
+    fields: dict[str, dict[str, Any]] = {}
+    for key, value in parse_json(text.encode(), bundle.weights, what=METADATA).items():
+        component, _, field = key.partition(".")
+        fields.setdefault(component, {})[field] = value
+    configs = {component: Config({"peft_type": "LORA", **raw}, bundle.weights) for component, raw in fields.items()}
+    for config in configs.values():
+        check_supported(config)
+    return {component: Scales(config) for component, config in configs.items()}
 
 
 def _mlx_scale(bundle: Bundle) -> float | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
-from lsrdecomp.checkpoints.format import finish, needed_config, refuse_alpha, refuse_fields, without_prefix
+from lsrdecomp.checkpoints.format import Roles, finish, need, needed_config, refuse_alpha, refuse_fields, without_prefix
 from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
 from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.errors import UnsupportedError
-
-name = "peft-lora"
 
 # What else changes the forward pass or the base weights, so that scale·B·A would not be the update.
 REFUSED = {
@@ -30,7 +29,7 @@ REFUSED = {
     "ensure_weight_tying": "it ties adapters of different modules",
 }
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
-KNOWN = {
+FIELDS = {
     *REFUSED,
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
     *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
@@ -39,37 +38,65 @@ KNOWN = {
     *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "task_type", "trainable_token_indices", "use_rslora", "velora_config"),
 }
-LORA_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(?P<weight>\.weight)?")
+LORA_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<half>[AB]\.weight|embedding_[AB])")
+HALVES = ("A.weight", "B.weight")
+EMBEDDING = ("embedding_A", "embedding_B")
 
 
-def matches(bundle: Bundle) -> bool:
-    """Any adapter_config.json that no other format claims; what is not LoRA is then refused by its name."""
-    return bundle.config is not None and bundle.config.get("peft_type") != "LSR"
+class PeftLora:
+    """LoRA, and by name whatever else has a config that no other format claims."""
+
+    name = "peft-lora"
+
+    def matches(self, bundle: Bundle) -> bool:
+        """Any adapter_config.json but an LSR adapter's; what is not LoRA is then refused by its name."""
+        return bundle.config is not None and bundle.config.get("peft_type") != "LSR"
+
+    def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
+        """Layers with the rank and scale PEFT gives them; what is not ``scale·B·A`` is refused by name."""
+        config = needed_config(bundle)
+        refuse_alpha(bundle, alpha)
+        notes = check_supported(config)
+        check_carried(config)
+        rank_of, scales = ranks_of(config), Scales(config)
+        linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
+        modules, extras = _halves(bundle)
+        layers = []
+        for module, roles in modules.items():
+            embedding = not roles.keys().isdisjoint(EMBEDDING)
+            down, up = EMBEDDING if embedding else HALVES
+            need(module, roles, (down, up))
+            rank = rank_of(module)
+            kind = "embedding" if embedding else linear
+            layer = low_rank_layer(module, roles[up], roles[down], scales.of(module, rank), kind=kind)
+            if layer.rank != rank:
+                text = f"rank {layer.rank} in shape {roles[down].shape}, but the config says r = {rank}"
+                raise roles[down].error(f"{text}; correct r or rank_pattern in {bundle.config_path.name}")
+            layers.append(layer)
+        notes += missing_modules(config.raw, extras)
+        return finish(bundle, self.name, layers, extras, notes, parts="lora_A and lora_B")
 
 
-def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-    """Layers with the rank and scale PEFT gives them; what is not ``scale·B·A`` is refused by name."""
-    config = needed_config(bundle)
-    refuse_alpha(bundle, alpha)
-    notes = check_supported(config)
-    check_carried(config)
-    default_rank, default_alpha = config.integer("r", 8), config.number("lora_alpha", 8)
+lora = PeftLora()
+
+
+class Scales:
+    """alpha / r or alpha / √r of every module, by the patterns of a config or its common value."""
+
+    def __init__(self, config: Config, alpha: str = "lora_alpha") -> None:
+        self.alpha = config.number(alpha, 8)
+        self.alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)
+        self.root = math.sqrt if config.flag("use_rslora") else float
+
+    def of(self, module: str, rank: int) -> float:
+        return self.alphas.get(module, self.alpha) / self.root(rank)
+
+
+def ranks_of(config: Config) -> Callable[[str], int]:
+    """The rank of every module, likewise."""
+    common = config.integer("r", 8)
     ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", config.path)
-    alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)
-    root = math.sqrt if config.flag("use_rslora") else float
-    linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
-
-    pairs, extras = split_pairs(bundle)
-    layers = []
-    for module, (up, down, embedding) in pairs.items():
-        rank, scale_alpha = ranks.get(module, default_rank), alphas.get(module, default_alpha)
-        layer = low_rank_layer(module, up, down, scale_alpha / root(rank), kind="embedding" if embedding else linear)
-        if layer.rank != rank:
-            text = f"rank {layer.rank} in shape {down.shape}, but the config says r = {rank}"
-            raise down.error(f"{text}; correct r or rank_pattern in {bundle.config_path.name}")
-        layers.append(layer)
-    notes += missing_modules(config.raw, extras)
-    return finish(bundle, name, layers, extras, notes, parts="lora_A and lora_B")
+    return lambda module: ranks.get(module, common)
 
 
 def check_supported(config: Config) -> tuple[str, ...]:
@@ -86,7 +113,7 @@ def check_supported(config: Config) -> tuple[str, ...]:
             "save again with path_initial_model_for_weight_conversion",
             path=config.path,
         )
-    unknown = sorted(field for field, value in config.raw.items() if value and field not in KNOWN)
+    unknown = sorted(field for field, value in config.raw.items() if value and field not in FIELDS)
     switches = [field for field in unknown if field.startswith("use_")]
     if switches:
         text = f"{switches[0][:60]!r} is set, which this version does not know; such an adapter is not read"
@@ -95,31 +122,17 @@ def check_supported(config: Config) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def split_pairs(
-    bundle: Bundle,
-) -> tuple[dict[str, tuple[StoredTensor, StoredTensor, bool]], dict[str, StoredTensor]]:
-    """``{module: (up, down, is embedding)}`` and everything else; `CheckpointError` for a half alone."""
-    halves: dict[str, dict[str, StoredTensor]] = {}
-    embeddings: set[str] = set()
+def _halves(bundle: Bundle) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
+    """The halves of each module, and everything else under its own key."""
+    modules: dict[str, Roles] = {}
     extras: dict[str, StoredTensor] = {}
     for key, tensor in bundle.tensors.items():
-        found = LORA_KEY.fullmatch(without_prefix(tensor))
-        if found is None or bool(found["embedding"]) == bool(found["weight"]):
-            if re.search(r"\.lora_[A-Za-z_]+(\.|$)", key):
-                known = "only lora_A and lora_B weights (and lora_embedding_A and _B) are read"
-                raise UnsupportedError(f"is not plain LoRA; {known}", path=tensor.path, tensor=key)
+        match = LORA_KEY.fullmatch(without_prefix(tensor))
+        if match is not None:
+            modules.setdefault(match["name"], {})[match["half"]] = tensor
+        elif re.search(r"\.lora_[A-Za-z_]+(\.|$)", key):
+            readable = "only lora_A and lora_B weights (and lora_embedding_A and _B) are read"
+            raise UnsupportedError(f"is not plain LoRA; {readable}", path=tensor.path, tensor=key)
+        else:
             extras[key] = tensor
-            continue
-        module = found["name"]
-        if found["half"] in halves.setdefault(module, {}):
-            raise tensor.error("the module has both lora_ and lora_embedding_ weights")
-        halves[module][found["half"]] = tensor
-        if found["embedding"]:
-            embeddings.add(module)
-    pairs = {}
-    for module, both in halves.items():
-        if len(both) == 1:
-            (half, tensor), other = next(iter(both.items())), "B" if "A" in both else "A"
-            raise tensor.error(f"lora_{half} without its lora_{other}; the file is incomplete")
-        pairs[module] = (both["B"], both["A"], module in embeddings)
-    return pairs, extras
+    return modules, extras

@@ -13,6 +13,7 @@ from lsrdecomp.checkpoints.bundle import CONFIG, MLX_WEIGHTS
 from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.format import scalar
+from lsrdecomp.checkpoints.pickles import LISTED
 from lsrdecomp.checkpoints.readers import pairs
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
@@ -35,7 +36,7 @@ def check_same(like: Checkpoint) -> None:
     if odd is not None or like.format not in (*FORMATS, "peft-lora"):
         text = f"{like.format} holds more than plain pairs, so that it cannot be given back as it came"
         raise UnsupportedError(f"{text}; write lora, kohya or diffusers", path=like.path)
-    if like.layers[0].up.name.isdecimal():
+    if like.layers[0].up.name.startswith(f"{LISTED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
 
 
