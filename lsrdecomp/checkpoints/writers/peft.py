@@ -64,10 +64,11 @@ def write_lora(
     Examples
     --------
     >>> import tempfile
+    >>> import numpy as np
     >>> from lsrdecomp.checkpoints import open_checkpoint
-    >>> with tempfile.TemporaryDirectory() as place:
+    >>> with tempfile.TemporaryDirectory() as directory:
     ...     up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
-    ...     written = open_checkpoint(write_lora(Path(place) / "lora", layers=[("model.q_proj", up, down)]))
+    ...     written = open_checkpoint(write_lora(Path(directory) / "lora", layers=[("model.q_proj", up, down)]))
     >>> [(layer.name, layer.shape) for layer in written.layers]
     [('model.q_proj', (4, 6))]
     """
