@@ -4,7 +4,7 @@
 
 On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA each seed has a LoRA
 of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
-LSR and truncated SVD in the K-FAC norm at each ratio, is distilled on texts of the train split and judged on the dev
+LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of the train split and judged on the dev
 split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
 promise, on SST-2, every form answers 2,000 texts of the train split once; forty times 128 of them are drawn to promise
 by, the smallest form that keeps a share is chosen on those, and the others say what it keeps. Rows are added to the

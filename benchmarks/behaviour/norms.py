@@ -6,7 +6,7 @@
 Results of one adapter are kept beside it and not measured again.
 
 For each adapter: calibrate on examples it was trained on, compress all layers under one budget by truncated SVD in the
-Frobenius norm, truncated SVD in the K-FAC norm and LSR in the K-FAC norm, put each result in place of the adapter, and
+Frobenius norm, truncated SVD and LSR in the Fisher norm, put each result in place of the adapter, and
 measure on held-out examples. No retraining. Writes ``results/functional.json``.
 """
 

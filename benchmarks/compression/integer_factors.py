@@ -3,7 +3,7 @@
     python -m benchmarks.compression.integer_factors --statistics DIR [--adapter DIR] [--out FILE]
 
 ``--statistics`` is what `lsrdecomp calibrate` wrote for the adapter, by default that of the demo. LSR products in the
-K-FAC norm by a light search, at several budgets over all layers; errors over all layers in that norm, measured on the
+Fisher norm by a light search, at several budgets over all layers; errors over all layers in that norm, measured on the
 factors as a reader gets them. CPU seconds of the solving beside those of the search.
 """
 

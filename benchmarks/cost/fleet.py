@@ -7,7 +7,7 @@ Each worker has one linear-algebra thread. Throughput is counted from the first 
 as the best of several rounds that take turns; the same jobs in this process are the reference. Then the command is
 killed three times on its way, with its workers, and what it left is compared byte by byte with the undisturbed run.
 With ``--shared`` the adapters below a directory, all of one base, are searched each on its own and then with the shapes
-of the first: CPU seconds in one process, and errors in the K-FAC norm of the statistics, which lie at the same places.
+of the first: CPU seconds in one process, and errors in the Fisher norm of the statistics, which lie at the same places.
 """
 
 from __future__ import annotations

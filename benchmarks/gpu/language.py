@@ -7,7 +7,7 @@ with rank-stabilized scaling, by truncated SVD to several sizes, and tells the a
 Here are the same steps in bfloat16 on one device:
 
 1. such a LoRA is trained, or ``--adapter`` names one;
-2. K-FAC statistics are measured on ``--samples`` training examples;
+2. Fisher statistics are measured on ``--samples`` training examples;
 3. it is compressed to each of the table's sizes, and to 24, 48 and 96 times fewer numbers, as LSR and by truncated SVD
    in both norms;
 4. each form answers the held-out prompts by greedy decoding: right if its last number is the last number of the file's

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu.script --small --out small.json            # the embedded task on a CPU, under a minute
 
 1. A LoRA and its head are trained in bfloat16.
-2. K-FAC statistics are measured and the LoRA is compressed by ``--ratio`` times to LSR.
+2. Fisher statistics are measured and the LoRA is compressed by ``--ratio`` times to LSR.
 3. The LSR adapter is trained on for ``--recover`` steps with the head fixed, on the kernels that suit the device; so is
    the LoRA, for a comparison at equal steps, and an LSR adapter of the default shape from scratch beside them.
 

@@ -54,7 +54,7 @@ class CompressedPoint:
     file_bytes: int
     structures: Mapping[str, int]  # what the layers became
     relative_error: float | None  # in the Frobenius norm, over all layers
-    functional_error: float | None  # in the K-FAC norm, where that was asked for
+    functional_error: float | None  # in the Fisher norm, where that was asked for
     cpu_seconds: float
     scores: Scores | None = None
 

@@ -10,6 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from benchmarks.lab.pictures import Point, plot_stages
 from lsrdecomp import plots
 
 STAGES = ("compressed", "recovered", "scratch")
@@ -21,15 +22,16 @@ def main(source: Path, folder: Path) -> None:
         zip(STAGES, ("as compressed", f"after {results['recover']['steps']} steps", "from scratch"), strict=True)
     )
     for task in dict.fromkeys(line["task"] for line in results["lines"]):
-        paths: dict[str, dict[str, list[plots.Point]]] = {}
+        paths: dict[str, dict[str, list[Point]]] = {}
         for line in results["lines"]:
+            label = line["label"].replace("K-FAC", "Fisher")  # its name in the oldest records
             for stage, title in titles.items():
                 shares = line[stage]["share"]
                 if line["task"] == task and line["structure"] != "lora" and shares:
                     spread = statistics.stdev(shares) if len(shares) > 1 else None
-                    point = plots.Point(line["label"], line["parameters"], statistics.fmean(shares), spread)
-                    paths.setdefault(line["label"], {}).setdefault(title, []).append(point)
-        panels = plots.plot_stages(
+                    point = Point(label, line["parameters"], statistics.fmean(shares), spread)
+                    paths.setdefault(label, {}).setdefault(title, []).append(point)
+        panels = plot_stages(
             paths,
             size="parameters of the adapter",
             quality="share of the LoRA's gain (loss on dev)",

@@ -19,7 +19,7 @@ class Structure:
     """One way to compress the LoRA."""
 
     label: str
-    functional: bool = False  # errors count in the K-FAC norm
+    functional: bool = False  # errors count in the Fisher norm
     search: Search = field(default_factory=Search)
     storage: str = "float32"
     goal: Mapping[str, Any] | None = None  # of the plan of compression, in place of a budget
@@ -39,12 +39,12 @@ ALL_RANKS = {"parameters": float(2**53)}  # more than there are: every rank
 PAPER = {"separation_rank": 16, "inner_shape": (2, 2)}  # LSR-Adapt, section 4; the most even sizes
 STRUCTURES: Mapping[str, Structure] = MappingProxyType(
     {
-        "lsr": Structure("LSR, K-FAC norm", functional=True),
-        "lsr-int8": Structure("LSR in int8, K-FAC norm", functional=True, storage="int8", trained=False),
-        "lsr-int4": Structure("LSR in int4, K-FAC norm", functional=True, storage="int4", trained=False),
-        "lsr-paper": Structure("LSR, 16 terms, r = 2·2, K-FAC norm", functional=True, goal=PAPER),
+        "lsr": Structure("LSR, Fisher norm", functional=True),
+        "lsr-int8": Structure("LSR in int8, Fisher norm", functional=True, storage="int8", trained=False),
+        "lsr-int4": Structure("LSR in int4, Fisher norm", functional=True, storage="int4", trained=False),
+        "lsr-paper": Structure("LSR, 16 terms, r = 2·2, Fisher norm", functional=True, goal=PAPER),
         "svd": Structure("truncated SVD, Frobenius norm", search=ONLY_LOW_RANK),
-        "svd-kfac": Structure("truncated SVD, K-FAC norm", functional=True, search=ONLY_LOW_RANK),
+        "svd-kfac": Structure("truncated SVD, Fisher norm", functional=True, search=ONLY_LOW_RANK),
         "direct": Structure("direct Kronecker sum", functional=True, direct=True),
         "lora-int8": Structure("LoRA in int8", search=ONLY_LOW_RANK, storage="int8", goal=ALL_RANKS, trained=False),
     }

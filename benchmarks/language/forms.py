@@ -1,7 +1,7 @@
 """The forms of a LoRA that the language-model suite compares, each written as a directory that PEFT opens.
 
-Structures: LSR; truncated SVD in the Frobenius and in the K-FAC norm; both of the latter norm in a second pass, whose
-statistics were measured with the form of the first one active; SVD in the K-FAC norm with bits shared out among
+Structures: LSR; truncated SVD in the Frobenius and in the Fisher norm; both of the latter norm in a second pass, whose
+statistics were measured with the form of the first one active; SVD in the Fisher norm with bits shared out among
 its vectors; the LoRA itself rounded to nearest in 8 and 4 bits, one scale a vector. One search serves all budgets of a
 structure. A form's bytes are those of its weight file, and of its directory; of a rounded LoRA, which nothing packs,
 they are counted: bits a number and two bytes a scale.
@@ -35,7 +35,7 @@ FORM = "form.json"
 class Structure:
     """One way to write a LoRA in fewer numbers."""
 
-    functional: bool = True  # errors in the K-FAC norm
+    functional: bool = True  # errors in the Fisher norm
     low_rank: bool = False  # nothing but truncated SVD
     coded: bool = False  # numbers in few bits
 

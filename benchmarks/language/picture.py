@@ -10,9 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
+from benchmarks.lab.pictures import Point, plot_stages
 from lsrdecomp import plots
 
-LABELS = {"LSR": "LSR, K-FAC norm", "SVD, K-FAC": "truncated SVD, K-FAC norm", "SVD": "truncated SVD, Frobenius norm"}
+LABELS = {"LSR": "LSR, Fisher norm", "SVD, K-FAC": "truncated SVD, Fisher norm", "SVD": "truncated SVD, Frobenius norm"}
 
 
 def main(source: Path, task: str, lora: str, out: Path) -> None:
@@ -21,7 +22,7 @@ def main(source: Path, task: str, lora: str, out: Path) -> None:
         for form in json.loads(source.read_text(encoding="utf-8"))["forms"]
         if (form["task"], form["lora"], form["kind"]) == (task, lora, "ratio")
     ]
-    points: dict[str, list[plots.Point]] = {label: [] for label in LABELS.values()}
+    points: dict[str, list[Point]] = {label: [] for label in LABELS.values()}
     for structure, label in LABELS.items():
         for budget in sorted({form["budget"] for form in forms}):
             same = [form for form in forms if (form["structure"], form["budget"]) == (structure, budget)]
@@ -29,8 +30,8 @@ def main(source: Path, task: str, lora: str, out: Path) -> None:
                 shares = [form["loss_share"] for form in same]
                 spread = statistics.stdev(shares) if len(shares) > 1 else None
                 size = statistics.fmean(form["parameters"] for form in same)
-                points[label].append(plots.Point(label, size, statistics.fmean(shares), spread))
-    (panel,) = plots.plot_stages(
+                points[label].append(Point(label, size, statistics.fmean(shares), spread))
+    (panel,) = plot_stages(
         {label: {"": found} for label, found in points.items()},
         size="parameters of the adapter",
         quality="share of the LoRA's gain that is kept",

@@ -11,12 +11,12 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 LABELS = {
     "SVD": "truncated SVD, Frobenius norm",
-    "SVD, K-FAC": "truncated SVD, K-FAC norm",
-    "LSR": "LSR, K-FAC norm",
-    "SVD, bits": "truncated SVD, K-FAC norm, bits shared out",
-    "LSR, bits": "LSR, K-FAC norm, bits shared out",
-    "SVD, K-FAC, distilled": "truncated SVD, K-FAC norm, distilled",
-    "LSR, distilled": "LSR, K-FAC norm, distilled",
+    "SVD, K-FAC": "truncated SVD, Fisher norm",
+    "LSR": "LSR, Fisher norm",
+    "SVD, bits": "truncated SVD, Fisher norm, bits shared out",
+    "LSR, bits": "LSR, Fisher norm, bits shared out",
+    "SVD, K-FAC, distilled": "truncated SVD, Fisher norm, distilled",
+    "LSR, distilled": "LSR, Fisher norm, distilled",
     "LoRA int4": "the LoRA in int4",
 }
 

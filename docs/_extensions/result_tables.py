@@ -93,8 +93,8 @@ def function(results: dict[str, Any]) -> Table:
     """Share of the demo adapter's held-out gain that is kept, by structure and size."""
     names = {
         "svd-frobenius": "truncated SVD, Frobenius norm",
-        "svd-kfac": "truncated SVD, K-FAC norm",
-        "lsr-kfac": "LSR, K-FAC norm",
+        "svd-kfac": "truncated SVD, Fisher norm",
+        "lsr-kfac": "LSR, Fisher norm",
     }
     ratios = sorted({row["ratio"] for row in results["rows"] if "ratio" in row}, reverse=True)
     kept = {(row["method"], row.get("ratio")): (row["share"], row["accuracy"]) for row in results["rows"]}
@@ -126,7 +126,7 @@ def distilled(results: dict[str, Any]) -> Table:
         shares = (
             [row[when][share] for row in same] for share in ("dev_kept", "label_share") for when in ("before", "after")
         )
-        label = "truncated SVD, K-FAC norm" if structure == "SVD" else structure
+        label = "truncated SVD, Fisher norm" if structure == "SVD" else structure
         size = f"{fmean(row['bytes'] for row in same) / 1000:.1f} kB"
         task += f", {batch} examples a step" if batch else ""
         table.append((task, label, f"1/{-ratio:g}", size, *map(_mean_and_range, shares), str(len(same))))
@@ -197,6 +197,11 @@ def integers(results: dict[str, Any]) -> Table:
     return head, rows
 
 
+def _label(line: dict[str, Any]) -> str:
+    """The label of a record's line: the norm was called K-FAC in the oldest."""
+    return str(line["label"]).replace("K-FAC", "Fisher")
+
+
 def recovery(results: dict[str, Any]) -> Table:
     """Shares of the LoRA's gain: as compressed, after recovery, from scratch."""
     stages = ("compressed", "recovered", "scratch")
@@ -206,7 +211,7 @@ def recovery(results: dict[str, Any]) -> Table:
         shares = [line[stage]["share"] for stage in stages]
         cells = (_spread(share, 1, 2) if share else "–" for share in shares)
         sizes = (f"{line['parameters']:,.0f}", f"{line['bytes']:,.0f}")
-        rows.append((line["task"], line["label"], *sizes, *cells, str(max(map(len, shares)))))
+        rows.append((line["task"], _label(line), *sizes, *cells, str(max(map(len, shares)))))
     return head, rows
 
 
@@ -235,7 +240,7 @@ def three_tasks(results: dict[str, Any]) -> Table:
         line = next(iter(own.values()))
         size = (f"{each / matrices[line['task']]:,.0f}" for each in (line["parameters"], line["bytes"]))
         cells = (_arrow(own[task]) if task in own else "–" for task in matrices)
-        rows.append((line["label"], *size, *cells))
+        rows.append((_label(line), *size, *cells))
     for (_, budget, _), line in lines.items():
         if line["scratch"]["share"] and not any(row[0] == SCRATCH and row[1] == str(budget) for row in rows):
             own = {task: lines.get((line["structure"], budget, task)) for task in matrices}
@@ -320,7 +325,7 @@ def route_cost(results: dict[str, Any]) -> Table:
 
 
 def kfac_cost(results: dict[str, Any]) -> Table:
-    """Seconds of one layer n × n in the K-FAC norm: a sweep, and the whole search; and the lines fitted to them."""
+    """Seconds of one layer n × n in the Fisher norm: a sweep, and the whole search; and the lines fitted to them."""
     found = results["kfac"]
     names = {"seconds_sweep": ("one sweep", 1e3, "ms"), "seconds_layer": ("the whole search", 1.0, "s")}
     rows = []

@@ -211,7 +211,7 @@ def test_the_command_line_draws_what_is_there(done, tmp_path):
     arguments = ["recover", str(done[0]), "--out", str(done[2]), "--table", "--json", str(tmp_path / "figures.json")]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0, shown.output
-    assert "LSR, K-FAC norm" in shown.stdout
+    assert "LSR, Fisher norm" in shown.stdout
     assert len(json.loads((tmp_path / "figures.json").read_text())["lines"]) == 9
     assert (done[2] / "embedded-parameters.png").stat().st_size > 5000
     assert "| embedded | direct Kronecker sum |" in (done[2] / "table.md").read_text()
