@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from lsrdecomp.analysis import gaussian_limit, layer_grid
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.curves import adapter_curves
-from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.plots import plot_error_curves, plot_layer_grid
 
 lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")

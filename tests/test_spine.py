@@ -10,7 +10,7 @@ import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layer import layer_product
+from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
 

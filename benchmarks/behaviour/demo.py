@@ -27,12 +27,10 @@ from benchmarks import RESULTS
 from benchmarks.lab.fit import make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates
+from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layer import layer_pair
-from lsrdecomp.compression.materialize import materialize
+from lsrdecomp.compression.layers import SpillCache, layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.training.tasks import TASKS
 

@@ -28,12 +28,12 @@ from safetensors.numpy import load_file
 
 from benchmarks import RESULTS
 from benchmarks.behaviour.norms_model import HELD_OUT, Inputs, Subject, Upper, held_out_logits, prepare
+from benchmarks.lab.fit import lsr_candidates
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, lsr_candidates
-from lsrdecomp.compression.materialize import materialize
+from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, materialize
+from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.shapes import shape_grid
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

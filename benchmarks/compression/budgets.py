@@ -28,9 +28,9 @@ from benchmarks import RESULTS
 from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
 from benchmarks.lab.fit import Fit
-from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Candidate, Structure
 from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError

@@ -22,19 +22,18 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab.direct import direct_sums_of
+from benchmarks.lab.fit import lsr_candidates
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
     Layer,
     low_rank_candidates,
     lsr_candidate,
-    lsr_candidates,
-    solve_together,
 )
-from lsrdecomp.compression.layer import SOLVER, layer_pair
+from lsrdecomp.compression.compress import SOLVER, solve_together
+from lsrdecomp.compression.layers import SpillCache, layer_pair
 from lsrdecomp.compression.quantize import stored_product
 from lsrdecomp.compression.shapes import shape_grid
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD

@@ -23,8 +23,8 @@ from benchmarks import RESULTS
 from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.layers import layer_pair
+from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -66,7 +66,7 @@ def main() -> None:
     rows = []
     for ratio in RATIOS:
         begun = time.process_time()
-        fit = fit_layers(layers, Budget(ratio=ratio), search=SEARCH)
+        fit = fit_layers(layers, CompressionPlan(ratio=ratio).budget(layers), search=SEARCH)
         searching = time.process_time() - begun
         for storage in INTEGER_BITS:
             figures = {"ratio": ratio, "parameters": fit.parameters, "seconds_searching": searching}

@@ -26,9 +26,8 @@ import numpy as np
 from benchmarks import RESULTS
 from benchmarks.lab.fit import fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -114,7 +113,7 @@ def kfac(widths: list[int], seed: int) -> list[dict[str, Any]]:
 
         sweep = (solve(9) - solve(1)) / 8
         layers = make_layers({"layer": pair}, {"layer": norm})
-        whole = seconds(lambda layers=layers: fit_layers(layers, Budget(ratio=RATIO)))
+        whole = seconds(lambda layers=layers: fit_layers(layers, CompressionPlan(ratio=RATIO).budget(layers)))
         rows.append({"width": n, "seconds_sweep": sweep, "seconds_layer": whole})
         print(rows[-1], flush=True)
     return rows

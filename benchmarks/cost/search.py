@@ -29,9 +29,8 @@ from benchmarks import RESULTS
 from benchmarks.lab.fit import Fit
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
-from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.layer import stored_layers
-from lsrdecomp.compression.layers import Layer
+from lsrdecomp.compression.layers import Layer, open_layers
+from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.settings import Resources
 
@@ -70,9 +69,10 @@ def write_synthetic(directory: Path, count: int) -> tuple[Path, Path]:
 def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> list[dict[str, Any]]:
     """One search, every ratio; seconds since the start, of this process where it is the only one."""
     begun, wall, rows = time.process_time(), time.perf_counter(), []
-    searched = search_layers(layers, [Budget(ratio=ratio) for ratio in ratios], resources=Resources(workers))
-    for ratio in ratios:
-        fit = Fit.of(layers, searched.fit(Budget(ratio=ratio)))
+    budgets = [CompressionPlan(ratio=ratio).budget(layers) for ratio in ratios]
+    searched = search_layers(layers, budgets, resources=Resources(workers))
+    for ratio, budget in zip(ratios, budgets, strict=True):
+        fit = Fit.of(layers, searched.fit(budget))
         row = {
             "ratio": ratio,
             "parameters": fit.parameters,
@@ -106,7 +106,7 @@ def main() -> None:
                 files = other.submit(write_synthetic, options.work or Path(place), options.synthetic).result()
         else:
             name, files = options.adapter.name, (options.adapter, options.statistics)
-        layers = stored_layers(open_checkpoint(files[0]), read_statistics(files[1]))
+        layers = open_layers(open_checkpoint(files[0]), read_statistics(files[1]))
         rows = measured(layers, options.ratios, options.workers)
     versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
     record = {"of": name, "layers": len(layers), "workers": options.workers, "seed": SEED, "rows": rows}

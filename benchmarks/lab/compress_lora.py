@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.lab.direct import DirectSum, direct_sums_of
-from benchmarks.lab.fit import HasWeights, make_layers
+from benchmarks.lab.fit import make_layers
 from benchmarks.lab.recover_plan import Structure
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
@@ -22,13 +22,12 @@ from lsrdecomp.checkpoints.packed import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.layers import LayerStatistics, layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.targets.weights import NormWeights
 from lsrdecomp.training.record import Scores
 
 PEFT_PREFIX = "base_model.model."
@@ -41,8 +40,6 @@ SHAPES = {
     "direct": ("separation_rank", "separation_rank_pattern", "shape_pattern", "alpha"),
 }
 """Options of a method that say what its factors look like."""
-
-Statistics = Mapping[str, HasWeights | NormWeights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def compress_lora(
     lora: Path,
     structure: Structure,
     budget: int,
-    statistics: Statistics | None,
+    statistics: LayerStatistics | None,
     out: Path,
     search: Search | None = None,
 ) -> CompressedPoint:
@@ -106,7 +103,7 @@ def compress_lora(
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 
 
-def direct_sums(checkpoint: Checkpoint, budget: int, statistics: Statistics | None) -> dict[str, DirectSum]:
+def direct_sums(checkpoint: Checkpoint, budget: int, statistics: LayerStatistics | None) -> dict[str, DirectSum]:
     """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
 
     Raises

@@ -1,23 +1,23 @@
-"""fit_layers: what every layer becomes under one budget over all of them."""
+"""fit_layers: what every layer becomes under one budget over all of them; layers and LSR candidates in memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lsrdecomp.compression.budget import Budget as Budget
-from lsrdecomp.compression.candidates import Candidate
-from lsrdecomp.compression.layers import Form, Layer
-from lsrdecomp.compression.layers import HasWeights as HasWeights
-from lsrdecomp.compression.layers import make_layers as make_layers
-from lsrdecomp.compression.materialize import Materialized
+from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
+from lsrdecomp.compression.compress import solve_together
+from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, norm_of
+from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.search import Fitted, search_layers
 from lsrdecomp.compression.settings import Resources, Search
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.solvers.pair.joint_als import JointALS
+from lsrdecomp.targets.base import LowRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FittedLayer:
         return self.materialized.candidate
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> SeparatedProduct | None:
         """The factors as a reader gets them; None where the layer is dropped."""
         return self.materialized.form
 
@@ -44,13 +44,11 @@ class FittedLayer:
         return math.sqrt(self.candidate.squared_error / size) if size > 0.0 else 0.0
 
     def pair(self) -> tuple[Any, Any]:
-        """(B, A) of ΔŴ = B A: one zero column where the layer is dropped. Raises for a direct sum."""
+        """(B, A) of ΔŴ = B A: one zero column where the layer is dropped."""
         form = self.form
         if form is None:
             left, right = self.layer.pair.left, self.layer.pair.right
             return 0.0 * left[:, :1], 0.0 * right[:1, :]
-        if not isinstance(form, SeparatedProduct):
-            raise BudgetError(f"{self.layer.name}: a direct Kronecker sum is not a product of thin factors")
         return form.to_lora()
 
 
@@ -89,7 +87,6 @@ def fit_layers(
     *,
     search: Search | None = None,
     storages: Sequence[str] = ("float32",),
-    overhead: Callable[[Candidate], float] | None = None,
     on_step: OnStep | None = None,
 ) -> Fit:
     """Choose for every layer what it becomes, under one budget over all layers; for several, `search_layers` once.
@@ -101,8 +98,6 @@ def fit_layers(
     budget : Budget
     search, storages
         As for `search_layers`.
-    overhead : callable, optional
-        Bytes of a candidate beyond its factors, such as header entries.
     on_step : callable, optional
         Called with a `Step` as the parts of the work are done.
 
@@ -118,4 +113,24 @@ def fit_layers(
         If the budget cannot be met; says what is reachable.
     """
     searched = search_layers(layers, [budget], search=search, storages=storages, resources=Resources(on_step=on_step))
-    return Fit.of(layers, searched.fit(budget, overhead))
+    return Fit.of(layers, searched.fit(budget))
+
+
+def make_layers(pairs: Mapping[str, LowRank], statistics: LayerStatistics | None = None) -> list[Layer]:
+    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all.
+
+    Raises `BudgetError` naming a layer that the statistics lack.
+    """
+    return [Layer(name, pair, norm_of(statistics, name)) for name, pair in pairs.items()]
+
+
+def lsr_candidates(
+    layers: Sequence[Layer], configurations: Iterable[Configuration], solver: JointALS, cache: SpillCache | None = None
+) -> list[list[Lsr]]:
+    """LSR products of the given shapes for layers of one kind, solved together; one list per layer."""
+    candidates: list[list[Lsr]] = [[] for _ in layers]
+    cache = cache or SpillCache()
+    for shape, ranks in configurations:
+        for row, solution in zip(candidates, solve_together(layers, shape, ranks, solver), strict=True):
+            row.append(lsr_candidate(solution, cache))
+    return candidates

@@ -178,7 +178,7 @@ ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fl
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     """‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
     from lsrdecomp.checkpoints import LoraLayer
-    from lsrdecomp.compression.layer import layer_pair, layer_product
+    from lsrdecomp.compression.layers import layer_pair, layer_product
     from lsrdecomp.solvers.svd.dense import tail_norms
     from lsrdecomp.targets import LowRank
 

@@ -1,23 +1,43 @@
 """What one layer can become, each with its price: nothing, itself, low rank, an LSR product.
 
-Candidates are values, many are held at once; `lsrdecomp.compression.materialize` makes the factors of those chosen.
+A `Candidate` is a value without factors: thousands are weighed against each other. `priced_as` says what one costs and
+loses in a storage type; `materialize` makes the factors of one that was chosen, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar
 
-from lsrdecomp.compression.layers import Layer, batches
+import numpy as np
+
+from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.quantize import (
+    INTEGER_BITS,
+    layer_svd,
+    pair_code,
+    refitted_product,
+    spectral_code,
+    stored_product,
+    svd_code,
+    water_fill,
+)
 from lsrdecomp.compression.shapes import Configuration
-from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.precision import precision
 from lsrdecomp.solvers.base import PairSolution
-from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.solvers.svd.dense import tail_norms
+
+POINTS = 24
+"""Most sizes of low rank in integers that a layer offers."""
+
+ALL_RANKS = 16
+"""Up to this rank each is one of them."""
 
 
 class Structure(StrEnum):
@@ -29,84 +49,64 @@ class Structure(StrEnum):
     LSR = "LSR"
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What a candidate costs and loses."""
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What a layer can become, at a price."""
 
+    structure: ClassVar[Structure]
     parameters: int
     squared_error: float  # absolute, in the layer's norm
     storage: str = "float64"  # element type of the factors
     bytes: int = 0  # of the factors as stored, without the file's header
 
-
-@dataclass(frozen=True)
-class _Priced:
-    price: Price
-    structure: ClassVar[Structure]
-
     @property
-    def parameters(self) -> int:
-        return self.price.parameters
-
-    @property
-    def squared_error(self) -> float:
-        return self.price.squared_error
-
-    @property
-    def storage(self) -> str:
-        return self.price.storage
-
-    @property
-    def bytes(self) -> int:
-        return self.price.bytes
+    def served_rank(self) -> int:
+        """The rank that a server pays for."""
+        return 0
 
 
-@dataclass(frozen=True)
-class Drop(_Priced):
+@dataclass(frozen=True, kw_only=True)
+class Drop(Candidate):
     """The layer left out: ΔW = 0."""
 
     structure = Structure.DROP
-    served_rank = 0
 
 
-@dataclass(frozen=True)
-class Keep(_Priced):
+@dataclass(frozen=True, kw_only=True)
+class Keep(Candidate):
     """The LoRA pair as it is."""
 
-    rank: int
-
     structure = Structure.KEEP
+    rank: int
 
     @property
     def served_rank(self) -> int:
         return self.rank
 
 
-@dataclass(frozen=True)
-class LowRank(_Priced):
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Candidate):
     """The truncated SVD in the layer's norm."""
 
+    structure = Structure.LOW_RANK
     rank: int
     bits: tuple[int, ...] = ()  # of each component as an integer code; empty: floating point
     unrotated: bool = False  # coded as the columns and rows that the pair has
 
-    structure = Structure.LOW_RANK
-
     @property
     def served_rank(self) -> int:
         return self.rank
 
 
-@dataclass(frozen=True)
-class Lsr(_Priced):
+@dataclass(frozen=True, kw_only=True)
+class Lsr(Candidate):
     """A product of separated matrices."""
 
+    structure = Structure.LSR
     shape: ProductShape
     ranks: tuple[int, int]
     product: Callable[[], SeparatedProduct] = field(repr=False)  # reads it from where it waits, not rounded
     refined: bool = False
-
-    structure = Structure.LSR
 
     @property
     def served_rank(self) -> int:
@@ -117,57 +117,170 @@ class Lsr(_Priced):
         return self.shape, self.ranks
 
 
-Candidate: TypeAlias = Drop | Keep | LowRank | Lsr
+# -- candidates of a layer --------------------------------------------------------------------------------------------
 
 
 def drop(layer: Layer) -> Drop:
     """The layer left out."""
-    return Drop(Price(0, layer.squared_norm))
+    return Drop(parameters=0, squared_error=layer.squared_norm)
 
 
 def keep(layer: Layer) -> Keep:
     """The LoRA pair as it is."""
-    return Keep(Price(layer.parameters, 0.0), layer.rank)
+    return Keep(parameters=layer.parameters, squared_error=0.0, rank=layer.rank)
 
 
-def low_rank_candidates(layer: Layer, most: float = float("inf")) -> list[LowRank]:
+def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """The best approximation of every rank in the layer's norm, of at most ``most`` parameters."""
     tails, step = tail_norms(layer.gauge[1]), sum(layer.shape)
     ranks = (rank for rank in range(1, len(tails)) if rank * step <= most)
-    return [LowRank(Price(rank * step, tails[rank] ** 2), rank) for rank in ranks]
+    return [LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks]
+
+
+def water_filled_candidates(layer: Layer) -> list[LowRank]:
+    """SVD with bits spread over its components, from the smallest useful size to eight bits each."""
+    filled = water_fill(layer, *layer_svd(layer))
+    counts = sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))}) if filled else []
+    return [_coded_candidate(layer, svd_code(layer, filled[n - 1]), filled[n - 1]) for n in counts]
+
+
+def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRank]:
+    """SVD with equally many bits in every component, for budgets that count parameters: of all ranks up to 16, then of
+    some more.
+    """
+    svd = layer_svd(layer)
+    rank = int(np.count_nonzero(svd[1]))
+    ranks = {*range(1, min(rank, ALL_RANKS) + 1)}
+    if rank > ALL_RANKS:
+        ranks |= {round(q) for q in np.geomspace(ALL_RANKS, rank, POINTS - ALL_RANKS)}
+    widths = ((bits,) * q for q in sorted(ranks))
+    return [_coded_candidate(layer, spectral_code(layer, svd, width), width) for width in widths]
+
+
+def unrotated_candidates(layer: Layer) -> list[LowRank]:
+    """The pair's own columns and rows as components of eight bits; nothing for a layer of zeros.
+
+    LoRA starts one side uniformly at random and most of that start is still there. In eight bits uniform numbers lose
+    about half as much as Gaussian ones, which singular vectors resemble; with fewer bits, components by size are ahead.
+    """
+    if layer.squared_norm == 0.0:
+        return []
+    code = pair_code(layer)
+    return [replace(_coded_candidate(layer, code, code.bits), unrotated=True)]
+
+
+def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRank:
+    rank = len(code.bits)
+    return LowRank(
+        parameters=rank * sum(layer.shape),
+        squared_error=layer.squared_error(code.dequantized()),
+        storage="bits",
+        bytes=code.bytes,
+        rank=rank,
+        bits=bits,
+    )
 
 
 def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
     """The price of a solution, whose factors wait in the cache."""
     product = solution.product
-    price = Price(product.parameters, solution.error**2)
-    return Lsr(price, product.product_shape, product.separation_ranks, cache.put(product))
+    return Lsr(
+        parameters=product.parameters,
+        squared_error=solution.error**2,
+        shape=product.product_shape,
+        ranks=product.separation_ranks,
+        product=cache.put(product),
+    )
 
 
-def lsr_candidates(
-    layers: Sequence[Layer], configurations: Iterable[Configuration], solver: JointALS, cache: SpillCache | None = None
-) -> list[list[Lsr]]:
-    """LSR products of the given shapes for layers of one kind, solved together; one list per layer."""
-    found: list[list[Lsr]] = [[] for _ in layers]
-    cache = cache or SpillCache()
-    for shape, ranks in configurations:
-        for place, solution in enumerate(solve_together(layers, shape, ranks, solver)):
-            found[place].append(lsr_candidate(solution, cache))
-    return found
+# -- in a storage type ------------------------------------------------------------------------------------------------
 
 
-def solve_together(
-    layers: Sequence[Layer],
-    shape: ProductShape,
-    ranks: tuple[int, int],
-    solver: JointALS,
-    starts: Sequence[SeparatedProduct] | None = None,
-) -> list[PairSolution]:
-    """Joint least squares for layers of one kind, in batches that fit in memory."""
-    solutions: list[PairSolution] = []
-    for part in batches(layers):
-        weights = None if layers[0].norms.is_frobenius else [layer.norms for layer in layers[part]]
-        begun = None if starts is None else starts[part]
-        pairs = [layer.pair for layer in layers[part]]
-        solutions += solver.solve_batch(pairs, shape, ranks, weights=weights, starts=begun)
-    return solutions
+@dataclass(frozen=True, eq=False)
+class Materialized:
+    """A candidate whose factors were made once and wait in a cache as they will be written."""
+
+    candidate: Candidate  # its price is that of the stored factors
+    coded: bool
+    stored: Callable[[], Any] | None = field(repr=False)  # None for a layer left out
+
+    @property
+    def form(self) -> SeparatedProduct | None:
+        """The factors in their storage; None for a layer left out."""
+        if self.stored is None:
+            return None
+        stored = self.stored()
+        form: SeparatedProduct = stored.dequantized() if self.coded else stored
+        return form
+
+    @property
+    def codes(self) -> CodedProduct | None:
+        """What is on disk, for integer storage."""
+        if self.stored is None or not self.coded:
+            return None
+        codes: CodedProduct = self.stored()
+        return codes
+
+    @property
+    def as_read(self) -> SeparatedProduct | None:
+        """What a reader gets: weights are spread over the factors and those rounded when they are written."""
+        form = self.form
+        return form if form is None or self.coded else form.round_to(self.candidate.storage)
+
+
+def materialize(layer: Layer, candidate: Candidate, cache: SpillCache, *, refit: bool = True) -> Materialized:
+    """Make the factors of a candidate in its storage, and measure them in the layer's norm.
+
+    An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as it is if that is
+    nearer; without ``refit`` it is only rounded.
+    """
+    form, codes, size = _factors(layer, candidate)
+    if form is None:
+        return Materialized(candidate, False, None)
+    error = layer.squared_error(form if codes is not None else form.round_to(candidate.storage))
+    if refit and codes is not None and isinstance(candidate, Lsr):
+        solved = refitted_product(layer.pair, candidate.product(), INTEGER_BITS[candidate.storage], layer.norms)
+        lost = layer.squared_error(solved.dequantized())
+        if lost < error:
+            codes, size, error = solved, solved.bytes, lost
+    priced = replace(candidate, bytes=size, squared_error=error)
+    return Materialized(priced, codes is not None, cache.put(form if codes is None else codes))
+
+
+def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True) -> Candidate:
+    """The candidate in a storage type: its bytes counted, its error measured on rounded factors.
+
+    Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
+    `water_filled_candidates`.
+    """
+    stored = replace(candidate, storage=storage)
+    if isinstance(candidate, Drop):
+        return stored
+    if storage not in INTEGER_BITS and not measured:
+        return replace(stored, bytes=_float_bytes(candidate, storage))
+    form, _, size = _factors(layer, stored)
+    assert form is not None
+    return replace(stored, bytes=size, squared_error=layer.squared_error(form))
+
+
+def _factors(layer: Layer, candidate: Candidate) -> tuple[SeparatedProduct | None, CodedProduct | None, int]:
+    """Factors in the candidate's storage, integer codes if there are any, bytes."""
+    match candidate:
+        case LowRank(bits=bits) if bits:
+            code = pair_code(layer) if candidate.unrotated else svd_code(layer, bits)
+            return code.dequantized(), code, code.bytes
+        case Lsr():
+            stored = stored_product(candidate.product(), candidate.storage)
+            return stored.product, stored.codes, stored.bytes
+        case LowRank(rank=rank):
+            product = low_rank_product(*layer.truncated(rank))
+        case Keep():
+            product = low_rank_product(layer.pair.left, layer.pair.right)
+        case _:
+            return None, None, 0
+    form = stored_product(product, candidate.storage).product
+    return form, None, _float_bytes(candidate, candidate.storage)
+
+
+def _float_bytes(candidate: Candidate, storage: str) -> int:
+    return math.ceil(candidate.parameters * precision(storage).bytes)

@@ -1,9 +1,15 @@
-"""compress: every layer of a checkpoint under one plan; what comes out can be looked at, then written."""
+"""compress: every layer of a checkpoint under one plan; what comes out can be looked at, then written.
+
+1. Open: the layers of the checkpoint, each with the norm its error counts in (`open_layers`).
+2. Fit: candidates of all layers, solved once (`search_layers`), and which of them a plan takes.
+3. Materialize: the factors of those taken, rounded to their storage and measured (`candidates.materialize`).
+4. Report: a row a layer (`report_layer`), in a `Compression` that can be saved.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,34 +19,39 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.candidates import Candidate
-from lsrdecomp.compression.layer import SOLVER, at_given_terms, stored_factors, stored_layers
-from lsrdecomp.compression.layers import HasWeights, Layer
-from lsrdecomp.compression.materialize import Materialized, as_read
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
+from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, batches, open_layers
+from lsrdecomp.compression.plan import Budget, CompressionPlan
 from lsrdecomp.compression.progress import OnStep
-from lsrdecomp.compression.report import LayerReport
-from lsrdecomp.compression.result import REPORT as REPORT
+from lsrdecomp.compression.quantize import INTEGER_BITS
+from lsrdecomp.compression.report import LayerReport, report_layer
 from lsrdecomp.compression.result import Compression as Compression
-from lsrdecomp.compression.result import product_of
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.settings import Resources, Search
-from lsrdecomp.compression.size import fill
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.errors import BudgetError, UnsupportedError
-from lsrdecomp.targets.weights import NormWeights
+from lsrdecomp.kronecker.shape import ProductShape, balanced_split
+from lsrdecomp.solvers.base import PairSolution
+from lsrdecomp.solvers.pair.joint_als import JointALS
 
 EMPTY_FILE = 512
 """Bytes of a header that says where the file comes from."""
+
+FILLS = 8
+"""Most files that are tried for a number of bytes."""
+
+FILLED = 0.99
+"""A file this full is full enough to stop."""
+
+SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
+"""Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 
 def compress(
     checkpoint: Checkpoint,
     plan: CompressionPlan,
     *,
-    statistics: Mapping[str, HasWeights | NormWeights] | None = None,
+    statistics: LayerStatistics | None = None,
     search: Search | None = None,
     device: str | None = None,
     workers: int = 1,
@@ -101,9 +112,8 @@ def compress(
     (5376, 10752)
     """
     resources = Resources(workers, device, store, on_step)
-    result = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources).compress(
-        plan
-    )
+    searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
+    result = searched.compress(plan)
     if on_layer is not None:
         for layer in result.layers:
             on_layer(layer)
@@ -114,7 +124,7 @@ def search_adapter(
     checkpoint: Checkpoint,
     plans: Sequence[CompressionPlan],
     *,
-    statistics: Mapping[str, HasWeights | NormWeights] | None = None,
+    statistics: LayerStatistics | None = None,
     search: Search | None = None,
     resources: Resources | None = None,
 ) -> SearchedAdapter:
@@ -144,24 +154,27 @@ def search_adapter(
     >>> [size * ratio <= lora.adapter_parameters for size, ratio in zip(sizes, (96, 48, 61), strict=True)]
     [True, True, True]
     """
-    if checkpoint.config.get("trainable_token_indices"):  # now, not after hours when it is written
+    # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
+    if checkpoint.config.get("trainable_token_indices"):
         text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
         raise UnsupportedError(text, path=checkpoint.path)
+    effect = None
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))
-    layers, resources, cache = stored_layers(checkpoint, statistics), resources or Resources(), SpillCache()
+        effect = statistics.effect(checkpoint.source_sha256)
+    layers, cache, resources = open_layers(checkpoint, statistics), SpillCache(), resources or Resources()
     storages = {plan.storages for plan in plans}
     if len(storages) > 1:
         raise BudgetError("plans that share a search share their storage: search once for each storage")
-    effect = statistics.effect(checkpoint.source_sha256) if isinstance(statistics, Statistics) else None
-    budgets = [plan.budget_for(effect) for plan in plans if plan.separation_rank is None]
     if any(plan.kl is not None for plan in plans) and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+    # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
+    budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     searched = None
     if budgets or not plans:
-        kinds = storages.pop() if storages else ("float32",)
-        searched = search_layers(layers, budgets, search=search, storages=kinds, cache=cache, resources=resources)
-    return SearchedAdapter(checkpoint, layers, searched, resources.device, cache, statistics is not None, effect)
+        allowed = storages.pop() if storages else ("float32",)
+        searched = search_layers(layers, budgets, search=search, storages=allowed, cache=cache, resources=resources)
+    return SearchedAdapter(checkpoint, layers, searched, resources.device, cache, effect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +196,6 @@ class SearchedAdapter:
     searched: Searched | None  # None: every layer at given terms
     device: str | None  # of torch, where joint least squares are solved
     cache: SpillCache
-    functional: bool  # errors count in the K-FAC norm
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
 
     def compress(self, plan: CompressionPlan, *, solve: bool = True) -> Compression:
@@ -203,14 +215,9 @@ class SearchedAdapter:
         BudgetError
             If the plan cannot be met; says what is reachable.
         """
-        if plan.separation_rank is not None:
-            solver = replace(SOLVER, device=self.device)
-            terms, inner, storage = plan.separation_rank, plan.inner_shape, plan.storages[0]
-            found = dict(at_given_terms(self.layers, terms, inner, storage, solver, self.cache))
-            return self._reported(plan, Fitted(tuple(found[i] for i in range(len(self.layers))), None))
         if plan.bytes is not None:
-            return self._filled(plan, solve)
-        return self._drawn(plan, plan.budget_for(self.effect), solve)
+            return self._filled(plan, plan.bytes, solve)
+        return self._reported(plan, self._fit(plan, solve))
 
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
@@ -218,45 +225,142 @@ class SearchedAdapter:
         In the norm that was searched in, before refining, so somewhat above what `compress` comes to; milliseconds.
         The plan has a number of parameters or bytes. Raises `BudgetError` as `compress`.
         """
-        searched, budget = self._searched, plan.budget_for(self.effect)
+        budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
-            budget = Budget(bytes=max(0, plan.bytes - self._fixed))
-        return searched.expected_error(budget, allowed=_allowed(plan))
+            budget = Budget(bytes=max(0, plan.bytes - self._fixed_bytes))
+        return self._table.expected_error(budget, allowed=_allowed(plan))
 
     @property
-    def _searched(self) -> Searched:
+    def _table(self) -> Searched:
         if self.searched is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.searched
 
-    @property
-    def _fixed(self) -> int:
-        """Bytes of a weight file whatever its layers are: heads and the header."""
-        return sum(tensor.nbytes for tensor in self.checkpoint.extras.values()) + EMPTY_FILE
-
-    def _drawn(self, plan: CompressionPlan, budget: Budget, solve: bool) -> Compression:
-        return self._reported(plan, self._searched.fit(budget, solve=solve, allowed=_allowed(plan)))
-
-    def _filled(self, plan: CompressionPlan, solve: bool) -> Compression:
-        """The largest file of at most so many bytes: what heads and header take goes off first."""
-        assert plan.bytes is not None
-        fixed = self._fixed
-        if plan.bytes <= fixed:
-            least = f"heads and header alone take {fixed:,} bytes"
-            raise BudgetError(f"nothing of the adapter fits into {plan.bytes:,} bytes: {least}; allow more")
-        return fill(plan.bytes, fixed, partial(self._within, plan, solve), _file_size, _error)
-
-    def _within(self, plan: CompressionPlan, solve: bool, left: float) -> Compression:
-        return self._drawn(plan, Budget(bytes=left), solve)
+    def _fit(self, plan: CompressionPlan, solve: bool, budget: Budget | None = None) -> Fitted:
+        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
+        if plan.separation_rank is not None:
+            solver = replace(SOLVER, device=self.device)
+            terms, storage = plan.separation_rank, plan.storages[0]
+            return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
+        budget = budget or plan.budget(self.layers, self.effect)
+        return self._table.fit(budget, solve=solve, allowed=_allowed(plan))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
-        rows = zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True)
-        reports = tuple(_report(source, layer, best, plan, self.functional) for source, layer, best in rows)
-        if all(chosen.stored is None for chosen in fitted.chosen):
+        """Compress 4, report: a row a layer."""
+        rows = []
+        for stored, layer, made in zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True):
+            best, codes = made.candidate, made.codes
+            error = math.sqrt(best.squared_error)
+            rows.append(
+                report_layer(
+                    stored,
+                    layer,
+                    made.as_read,
+                    structure=best.structure,
+                    storage=best.storage if codes is None else codes.storage,
+                    bytes=best.bytes,
+                    error=error,
+                    met=plan.rtol is None or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),
+                )
+            )
+        if all(made.stored is None for made in fitted.chosen):
             if not any(layer.squared_norm for layer in self.layers):
                 raise BudgetError("every layer of the adapter is zero: it does nothing, and there is nothing to keep")
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        return Compression(self.checkpoint, plan, reports, fitted.chosen, fitted.low_rank_error, self.effect)
+        return Compression(self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Bytes of a weight file whatever its layers are: heads and the header."""
+        return sum(tensor.nbytes for tensor in self.checkpoint.extras.values()) + EMPTY_FILE
+
+    def _filled(self, plan: CompressionPlan, size: int, solve: bool) -> Compression:
+        """The best adapter whose weight file has at most ``size`` bytes.
+
+        What a file holds beside its factors is known only once the factors are chosen, so files are tried.
+        """
+        fixed = self._fixed_bytes
+        if size <= fixed:
+            least = f"heads and header alone take {fixed:,} bytes"
+            raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
+        best: Compression | None = None
+        sizes: list[int] = []
+        low, high, allowed = 0.0, float(size - fixed), float(size - fixed)
+        for _ in range(FILLS):
+            # Fill 1: factors of so many bytes, and the file they make.
+            try:
+                result = self._reported(plan, self._fit(plan, solve, Budget(bytes=allowed)))
+            except BudgetError as error:
+                if best is not None:
+                    break
+                if sizes:
+                    raise _too_few(size, sizes) from error
+                raise
+            sizes.append(_file_size(result))
+            # Fill 2: the answer lies between what made a file that fits and what made one that does not.
+            if sizes[-1] <= size:
+                low = max(low, allowed)
+                best = result if best is None or result.error <= best.error else best
+                if sizes[-1] >= FILLED * size:
+                    break
+            else:
+                high = min(high, allowed)
+            # Fill 3: so many bytes more as the file had to spare; where that changed no layer's choice, nearly all that
+            # may be; where it leads out of the interval, its middle.
+            guess = allowed + size - sizes[-1]
+            if sizes.count(sizes[-1]) > 1:
+                guess = low + 0.9 * (high - low)
+            inside = guess < high and (guess > low or best is None)
+            allowed = max(guess, 0.0) if inside else 0.5 * (low + high)
+            if high - low < 4.0:
+                break
+        if best is None:
+            raise _too_few(size, sizes)
+        return best
+
+
+def at_given_terms(
+    layers: Sequence[Layer],
+    terms: int,
+    inner: tuple[int, ...] | None,
+    storage: str,
+    solver: JointALS = SOLVER,
+    cache: SpillCache | None = None,
+) -> tuple[Materialized, ...]:
+    """Every layer as an LSR product of balanced shape, of so many terms a side or as many as the shape can need.
+
+    Layers of one kind are solved together; their factors wait in the cache.
+    """
+    cache = cache or SpillCache()
+    groups: dict[Any, list[int]] = {}
+    for i, layer in enumerate(layers):
+        shape = ProductShape.balanced(layer.shape, inner or balanced_split(layer.effective_rank))
+        groups.setdefault((layer.kind, shape), []).append(i)
+    made: dict[int, Materialized] = {}
+    for (_, shape), indices in groups.items():
+        for part in batches([layers[i] for i in indices]):
+            solved = solve_together([layers[i] for i in indices[part]], shape, (terms, terms), solver)
+            for i, solution in zip(indices[part], solved, strict=True):
+                candidate: Lsr | Keep = lsr_candidate(solution, cache)
+                if candidate.parameters > layers[i].parameters and storage not in INTEGER_BITS:
+                    candidate = keep(layers[i])  # so many terms take more numbers than the pair itself, which is exact
+                made[i] = materialize(layers[i], replace(candidate, storage=storage), cache)
+    return tuple(made[i] for i in range(len(layers)))
+
+
+def solve_together(
+    layers: Sequence[Layer],
+    shape: ProductShape,
+    ranks: tuple[int, int],
+    solver: JointALS,
+) -> list[PairSolution]:
+    """Joint least squares for layers of one kind, in batches that fit in memory."""
+    solutions: list[PairSolution] = []
+    for part in batches(layers):
+        weights = None if layers[0].norms.is_frobenius else [layer.norms for layer in layers[part]]
+        pairs = [layer.pair for layer in layers[part]]
+        solutions += solver.solve_batch(pairs, shape, ranks, weights=weights)
+    return solutions
 
 
 def _allowed(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
@@ -273,36 +377,5 @@ def _file_size(result: Compression) -> int:
         return (result.save(Path(folder) / "sized") / WEIGHTS).stat().st_size
 
 
-def _error(result: Compression) -> float:
-    total = result.totals
-    return total.relative_error if total.functional_error is None else total.functional_error
-
-
-def _report(source: Any, layer: Layer, chosen: Materialized, plan: CompressionPlan, functional: bool) -> LayerReport:
-    best, norm, size = chosen.candidate, layer.pair.norm, math.sqrt(layer.squared_norm)
-    product = None if chosen.stored is None else as_read(product_of(chosen), best.storage, coded=chosen.coded)
-    error = math.sqrt(best.squared_error)
-    frobenius = error
-    if functional:
-        frobenius = norm if product is None else layer.pair.residual_norm(product)
-    in_norm = error / size if size > 0.0 else error
-    return LayerReport(
-        name=layer.name,
-        kind=source.kind,
-        rows=source.out_features,
-        columns=source.in_features,
-        source_rank=source.rank,
-        structure=best.structure,
-        shape="–" if product is None else str(product.product_shape),
-        separation_ranks=(0, 0) if product is None else product.separation_ranks,
-        parameters_before=source.parameters,
-        parameters=0 if product is None else sum(f.size for side in stored_factors(product) for f in side),
-        bytes=best.bytes,
-        norm=norm,
-        relative_error=frobenius / norm if norm > 0.0 else frobenius,
-        functional_norm=size if functional else None,
-        functional_error=in_norm if functional else None,
-        condition=1.0 if product is None else product.condition,
-        storage=best.storage if (codes := chosen.codes) is None else codes.storage,
-        met=plan.rtol is None or error <= plan.rtol * size * (1.0 + 1e-12),
-    )
+def _too_few(size: int, sizes: Sequence[int]) -> BudgetError:
+    return BudgetError(f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints import Checkpoint
-from lsrdecomp.compression.layer import effective_rank, layer_pair
+from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.solvers.svd.dense import tail_norms
@@ -56,7 +56,7 @@ def _low_rank(pair: LowRank) -> Points:
 
 
 def _factorwise(pair: LowRank) -> Points:
-    shape = ProductShape.balanced(pair.shape, balanced_split(effective_rank(pair)))
+    shape = ProductShape.balanced(pair.shape, balanced_split(min(pair.rank, *pair.shape)))
     sides = FactorwiseSVD().truncations(pair, shape)
     points: Points = {0: (0, pair.norm)}
     for rank in _terms(max(sides.max_ranks)):

@@ -25,8 +25,8 @@ from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.compression.layer import layer_product
-from lsrdecomp.compression.recorded import recorded_errors
+from lsrdecomp.compression.layers import layer_product
+from lsrdecomp.compression.report import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 

@@ -10,7 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from lsrdecomp import markup
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.compression.report import LayerReport, Totals
@@ -84,25 +83,11 @@ def html_report(
     )
 
 
-def summary_html(compression: Reported) -> str:
-    """A few lines for a notebook: the totals of a compression, and where its error is largest."""
-    total = compression.totals
-    pairs = (
-        ("layers", f"{total.layers}"),
-        ("parameters", f"{total.parameters:,} of {total.parameters_before:,}"),
-        ("times fewer", f"{total.ratio:.2f}"),
-        ("relative error", f"{total.relative_error:.3g}"),
-        ("worst layer", f"{total.worst_layer}, {total.worst_error:.3g}"),
-        ("bytes", f"{total.bytes:,}"),
-    )
-    return markup.facts(f"Compression of {compression.source.path}", pairs, _verdict(total))
-
-
 def _sentence(total: Totals) -> str:
     functional = "" if total.functional_error is None else f" ({total.functional_error:.3g} in the K-FAC norm)"
     return (
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer, at "
-        f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {_verdict(total)}"
+        f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {total.verdict}"
     )
 
 
@@ -110,12 +95,6 @@ def _promise(compression: Reported) -> str:
     """What is kept, of a result that was measured on its base."""
     promise = getattr(compression, "promise", None)
     return "" if promise is None else f"It {promise.sentence()}."
-
-
-def _verdict(total: Totals) -> str:
-    if total.missed:
-        return f"{total.missed} of {total.layers} layers miss the tolerance."
-    return "Every layer meets the plan."
 
 
 def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:

@@ -1,24 +1,52 @@
-"""Layers to compress, each with the norm its error counts in, and how many fit in memory together."""
+"""The layers of an adapter: ΔW of each, the norm its error counts in, and how many of them fit in memory together.
+
+The numbers of a stored layer are read when they are asked for and forgotten when those of others are, so that an
+adapter of any length takes a few layers' memory. What is small and wanted often waits in a `SpillCache`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Protocol
+import pickle
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
-from lsrdecomp.errors import BudgetError
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.checkpoints import Checkpoint, LoraLayer
+from lsrdecomp.errors import BudgetError, CheckpointError
+from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_gauge, weighted_norm, weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
-Form = SeparatedProduct | SeparatedMatrix
+T = TypeVar("T")
+
+PAIR_ENTRIES = 2**20
+"""Numbers of the pairs solved together, and of those that stay read: 8 MiB in float64, or one layer if it is larger."""
+
+DENSE_ENTRIES = 2**23
+"""The same for the weights of their norms."""
+
+LEADING_ENTRIES = 2**19
+"""The same for the weights in their leading coordinates, which every step of a solve reads: about what a processor has
+at hand without going to memory."""
+
+SMALL = 2
+"""Leading coordinates of a stored layer that are this many times fewer than the norm's wait in the `SpillCache`."""
+
+IN_MEMORY = 8 * 2**20
+"""Bytes that a `SpillCache` holds before it moves to disk."""
+
+LARGEST_NORM = 1e140
+"""Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
 
 
 class HasWeights(Protocol):
@@ -27,15 +55,11 @@ class HasWeights(Protocol):
     def weights(self) -> NormWeights: ...
 
 
-PAIR_ENTRIES = 2**20
-"""Numbers of the pairs solved together, and of those kept open: 8 MiB in float64, or one layer if that is larger."""
+LayerStatistics = Mapping[str, HasWeights | NormWeights]
+"""Statistics by the name of a layer."""
 
-DENSE_ENTRIES = 2**23
-"""The same for the weights of their norms."""
 
-LEADING_ENTRIES = 2**19
-"""The same for the weights in their leading coordinates, which every step of a solve reads: about what a processor has
-at hand without going to memory."""
+# -- a layer ----------------------------------------------------------------------------------------------------------
 
 
 class Layer:
@@ -51,45 +75,43 @@ class Layer:
     """
 
     def __init__(self, name: str, pair: LowRank, weights: NormWeights | None = None) -> None:
-        self.name = name
-        self._pair = pair
-        self._weights = weights
+        norms = NormWeights.frobenius(pair.shape) if weights is None else weights
+        self.name, self.shape, self.rank = name, pair.shape, pair.rank
+        self.is_frobenius = norms.is_frobenius
+        self._read_pair, self._read_norms = _in_memory(pair), _in_memory(norms)
+
+    # What the numbers are read from when they are asked for, where a value waits, and what waits there.
+    _read_pair: Callable[[], LowRank]
+    _read_norms: Callable[[], NormWeights]
+    _cache: SpillCache | None = None
+    _gauge: Callable[[], tuple[Array, Array, Array]] | None = None
+    _leading: Callable[[], NormWeights] | None = None
 
     @property
     def pair(self) -> LowRank:
-        return self._pair
+        return self._read_pair()
 
     @property
-    def weights(self) -> NormWeights | None:
-        return self._weights
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.pair.shape
-
-    @property
-    def rank(self) -> int:
-        """Inner size of the pair."""
-        return self.pair.rank
-
-    @cached_property
     def norms(self) -> NormWeights:
-        return self.weights if self.weights is not None else NormWeights.frobenius(self.shape)
+        return self._read_norms()
 
     @property
-    def is_frobenius(self) -> bool:
-        """Whether its norm is the plain one."""
-        return self.norms.is_frobenius
-
-    @cached_property
     def leading(self) -> NormWeights:
         """The norm in its leading coordinates: what solves use; see `leading_norms`."""
-        return leading_norms(self.norms)
+        if self._leading is None:
+            leading = leading_norms(self.norms)
+            if self._cache is not None and SMALL * norm_entries(leading) > self.dense_entries:
+                return leading  # hardly smaller than the norm itself
+            self._leading = self._keep(leading)
+        return self._leading()
 
-    @cached_property
+    @property
     def gauge(self) -> tuple[Array, Array, Array]:
         """S, σ, T of the SVD (B S, σ, T A) in the layer's norm: small, where U and V are as large as the pair."""
-        return weighted_gauge(as_double(self.pair.left), as_double(self.pair.right), self.norms)
+        if self._gauge is None:
+            pair = self.pair
+            self._gauge = self._keep(weighted_gauge(as_double(pair.left), as_double(pair.right), self.norms))
+        return self._gauge()
 
     def truncated(self, rank: int) -> tuple[Array, Array]:
         """U√σ (m, rank) and √σ Vᵀ (rank, n): the best approximation of that rank in the layer's norm."""
@@ -103,7 +125,7 @@ class Layer:
         """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
         return self.pair.norm**2 if self.norms.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
 
-    def squared_error(self, form: Form) -> float:
+    def squared_error(self, form: SeparatedProduct | SeparatedMatrix) -> float:
         """‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
         if self.norms.is_frobenius:
             return self.pair.residual_norm(form) ** 2
@@ -113,6 +135,11 @@ class Layer:
     def parameters(self) -> int:
         """Numbers in the LoRA pair."""
         return self.rank * sum(self.shape)
+
+    @property
+    def effective_rank(self) -> int:
+        """The inner rank that the layer can use: r, or the smaller side of the matrix where r exceeds it."""
+        return min(self.rank, *self.shape)
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -125,38 +152,71 @@ class Layer:
         return norm_entries(self.norms)
 
     @cached_property
-    def is_leading(self) -> bool:
-        """Whether the leading coordinates are all there are."""
-        return norm_entries(self.leading) == norm_entries(self.norms)
-
-    @cached_property
     def leading_entries(self) -> int:
         """The same of `leading`."""
         return norm_entries(self.leading)
 
+    def _keep(self, value: T) -> Callable[[], T]:
+        return _in_memory(value) if self._cache is None else self._cache.put(value)
 
-def make_layers(
-    pairs: Mapping[str, LowRank], statistics: Mapping[str, HasWeights | NormWeights] | None = None
-) -> list[Layer]:
-    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all.
 
-    Raises `BudgetError` naming a layer that the statistics lack: errors in different norms cannot share a budget.
+class StoredLayer(Layer):
+    """A layer in a file: known by its sizes, its numbers read when they are asked for.
+
+    Parameters
+    ----------
+    name : str
+    shape : (m, n)
+    rank : int
+    read_pair : callable
+    read_norms : callable, optional
+        Absent: the Frobenius norm.
+    cache : SpillCache
+        Where its leading norm and its gauge wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rank: int,
+        read_pair: Callable[[], LowRank],
+        read_norms: Callable[[], NormWeights] | None,
+        cache: SpillCache,
+    ) -> None:
+        self.name, self.shape, self.rank = name, shape, rank
+        self.is_frobenius = read_norms is None
+        self._read_pair = read_pair
+        self._read_norms = _in_memory(NormWeights.frobenius(shape)) if read_norms is None else read_norms
+        self._cache = cache
+
+
+def _in_memory(value: T) -> Callable[[], T]:
+    return lambda: value
+
+
+def norm_of(statistics: LayerStatistics | None, name: str) -> NormWeights | None:
+    """The norm of a layer's statistics; None, the Frobenius norm, if there are no statistics at all.
+
+    Raises `BudgetError` for a layer that the statistics lack: errors in different norms cannot share a budget.
     """
     if statistics is None:
-        return [Layer(name, pair) for name, pair in pairs.items()]
-    layers = []
-    for name, pair in pairs.items():
-        try:
-            found = statistics[name]
-        except KeyError:
-            raise missing_statistics(name) from None
-        layers.append(Layer(name, pair, found if isinstance(found, NormWeights) else found.weights()))
-    return layers
+        return None
+    try:
+        entry = statistics[name]
+    except KeyError:
+        raise _missing_statistics(name) from None
+    return entry if isinstance(entry, NormWeights) else entry.weights()
 
 
-def missing_statistics(name: str) -> BudgetError:
-    """The error for a layer without statistics among others that have some."""
+def _missing_statistics(name: str) -> BudgetError:
     return BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
+
+
+def norm_entries(norms: NormWeights) -> int:
+    """Numbers in the weights of both sides."""
+    arrays = (getattr(side, "matrix", getattr(side, "basis", None)) for side in (norms.output, norms.input))
+    return sum(math.prod(array.shape) for array in arrays if array is not None)
 
 
 def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
@@ -175,15 +235,140 @@ def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
     return [*runs, slice(start, len(layers))] if layers else []
 
 
-def fits(pairs: int, dense: int) -> bool:
-    """Whether layers with so many numbers in their pairs and in their norms are held at once."""
-    return pairs <= PAIR_ENTRIES and dense <= DENSE_ENTRIES
+# -- in and out of files ----------------------------------------------------------------------------------------------
 
 
-def norm_entries(norms: NormWeights) -> int:
-    """Numbers in the weights of both sides."""
-    sides = norms.output, norms.input
-    return sum(math.prod(getattr(side, "matrix", getattr(side, "basis", _NOTHING)).shape) for side in sides)
+def open_layers(checkpoint: Checkpoint, statistics: LayerStatistics | None = None) -> list[Layer]:
+    """The layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
+
+    Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
+    """
+    named = None if statistics is None else set(statistics)
+    for layer in checkpoint.layers:
+        _require_lora(checkpoint, layer)
+        if named is not None and layer.name not in named:
+            raise _missing_statistics(layer.name)
+
+    def read_norms(name: str) -> NormWeights:
+        norms = norm_of(statistics, name)
+        assert norms is not None
+        return norms
+
+    cache, pairs, norms = SpillCache(), Recent[LowRank](PAIR_ENTRIES), Recent[NormWeights](DENSE_ENTRIES)
+    return [
+        StoredLayer(
+            layer.name,
+            layer.shape,
+            layer.rank,
+            partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer), pair_entries),
+            None if named is None else partial(norms.get, layer.name, partial(read_norms, layer.name), norm_entries),
+            cache,
+        )
+        for layer in checkpoint.layers
+    ]
 
 
-_NOTHING = np.empty(0)
+def pair_entries(pair: LowRank) -> int:
+    """Numbers in both halves of a pair."""
+    return pair.rank * sum(pair.shape)
+
+
+def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
+    """ΔW of a LoRA layer with its scale folded into B, in double precision.
+
+    Raises `CheckpointError` naming the layer if the size of ΔW leaves the range in which norms can be computed.
+    """
+    _require_lora(checkpoint, layer)
+    left, right = layer.load()
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    with np.errstate(over="ignore"):
+        size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
+    if not size <= LARGEST_NORM:
+        text = (
+            f"‖B‖·‖A‖ times the scale {layer.scale:.3g} is {size:.3g}, above {LARGEST_NORM:g}, where squares overflow; "
+            "correct lora_alpha or the numbers"
+        )
+        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+    left *= layer.scale
+    return LowRank(left, right)
+
+
+def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
+    if not isinstance(layer, LoraLayer):
+        text = "is an LSR layer already; compress the LoRA it came from"
+        if checkpoint.format != "lsr":
+            text = (
+                "is LoKr, a Kronecker product, which no truncation makes smaller without losing much: it stays as it is"
+            )
+        raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
+
+
+def layer_product(layer: Any) -> SeparatedProduct:
+    """ΔW of any layer as a separated product: an LSR layer as stored, a LoRA layer as one term a side."""
+    first, second = layer.load()
+    if isinstance(layer, LoraLayer):
+        return low_rank_product(first.astype(np.float64) * layer.scale, second.astype(np.float64))
+    left, right = ([factor.astype(np.float64) for factor in side] for side in (first, second))
+    return SeparatedProduct(
+        SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]), SeparatedMatrix.from_factors(right)
+    )
+
+
+def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Factors with the weights folded in, at least one term a side: a zero matrix is written as one zero term."""
+    sides = []
+    for side, folded in zip((product.left, product.right), product.folded(), strict=True):
+        if side.separation_rank == 0:
+            folded = tuple(np.zeros((1, *factor.shape[1:])) for factor in folded)
+        sides.append(folded)
+    return sides[0], sides[1]
+
+
+# -- what waits, and where --------------------------------------------------------------------------------------------
+
+
+class Recent(Generic[T]):
+    """Values as they were last read, up to ``most`` numbers in all; those not used for longest are forgotten first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._values: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, name: str, read: Callable[[], T], entries: Callable[[T], int]) -> T:
+        """The value of this name; ``entries`` counts the numbers of one."""
+        value = self._values.pop(name, None)
+        if value is None:
+            value = read()
+            while self._values and entries(value) + sum(map(entries, self._values.values())) > self.most:
+                self._values.popitem(last=False)
+        self._values[name] = value
+        return value
+
+
+class SpillCache:
+    """Values put away and read back with the same bits: in memory while they are few, else in a temporary file.
+
+    The file has no name (it vanishes with the process, also when that is killed) and nobody else can write to it: that
+    is why it may hold pickles. It lies where ``TMPDIR`` says.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - closed when collected
+        self._end = 0
+        weakref.finalize(self, self._file.close)
+
+    def put(self, value: T) -> Callable[[], T]:
+        """Store a value; the answer reads it back. Raises `CheckpointError` if the disk is full."""
+        start = self._end
+        try:
+            self._file.seek(start)
+            pickle.dump(value, self._file, protocol=pickle.HIGHEST_PROTOCOL)
+            self._end = self._file.tell()
+        except OSError as error:
+            text = f"factors that wait cannot be kept: {error.strerror}; point TMPDIR to a larger disk"
+            raise CheckpointError(text, path=tempfile.gettempdir()) from error
+        return partial(self._read, start)
+
+    def _read(self, start: int) -> Any:
+        self._file.seek(start)
+        return pickle.load(self._file)

@@ -1,18 +1,51 @@
-"""CompressionPlan: what is asked of a compressed adapter."""
+"""CompressionPlan: what is asked of a compressed adapter; Budget: what that allows its layers to cost and to lose."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.compression.budget import Budget
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.precision import precision
+
+if TYPE_CHECKING:
+    from lsrdecomp.compression.layers import Layer
 
 GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
 STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
 """Storages that are more than one floating type: what each layer may choose from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A goal in the units of layers that are at hand: one of these is set.
+
+    Examples
+    --------
+    >>> Budget(bytes=6000.0).counts_bytes
+    True
+    """
+
+    parameters: float | None = None  # numbers in the factors of all layers, at most
+    bytes: float | None = None  # of the factors of all layers as stored
+    squared_error: float | None = None  # Σ‖ΔW − ΔŴ‖² over the layers, in their norm
+    layer_rtol: float | None = None  # ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own
+
+    @property
+    def cost(self) -> float | None:
+        """The most that may be spent; None if the error is bounded instead."""
+        return self.parameters if self.bytes is None else self.bytes
+
+    @property
+    def counts_bytes(self) -> bool:
+        return self.bytes is not None
+
+    @property
+    def bounds_error(self) -> bool:
+        """Whether the error is bounded; it is then measured on rounded factors before it is compared."""
+        return self.squared_error is not None or self.layer_rtol is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +92,15 @@ class CompressionPlan:
     storage: str = "float32"
 
     def __post_init__(self) -> None:
-        given = [name for name in GOALS if getattr(self, name) is not None]
-        if len(given) != 1:
+        goals = [name for name in GOALS if getattr(self, name) is not None]
+        if len(goals) != 1:
             raise BudgetError(
-                f"one goal is needed, got {' and '.join(given) or 'none'}: a relative error (rtol), a number of terms "
+                f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error (rtol), a number of terms "
                 "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
             )
-        value = getattr(self, given[0])
+        value = getattr(self, goals[0])
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise BudgetError(f"{given[0]} must be a positive number, got {value}")
+            raise BudgetError(f"{goals[0]} must be a positive number, got {value}")
         if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
             raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
         if self.ratio is not None and self.ratio <= 1.0:
@@ -96,22 +129,29 @@ class CompressionPlan:
         """The type of whatever is not stored in integers."""
         return next((name for name in self.storages if name.startswith(("float", "bfloat"))), "float16")
 
-    def budget_for(self, effect: float | None = None) -> Budget:
-        """The goal over all layers; not for ``separation_rank``.
+    def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
+        """What the goal allows these layers; not for ``separation_rank``.
 
         Parameters
         ----------
+        layers : sequence of Layer
         effect : float, optional
-            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error.
+            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error. Absent, it
+            is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the K-FAC norm.
 
         Raises
         ------
         BudgetError
             If a divergence is asked for that is no less than without the adapter.
         """
-        if self.kl is not None and effect is not None:
-            return Budget(rtol=math.sqrt(share_of_effect(self.kl, effect)))
-        return Budget(parameters=self.parameters, ratio=self.ratio, bytes=self.bytes, kl=self.kl, layer_rtol=self.rtol)
+        if self.kl is not None:
+            if effect is None:
+                return Budget(squared_error=2.0 * self.kl)
+            share = share_of_effect(self.kl, effect)
+            return Budget(squared_error=share * math.fsum(layer.squared_norm for layer in layers))
+        if self.ratio is not None:
+            return Budget(parameters=math.fsum(layer.parameters for layer in layers) / self.ratio)
+        return Budget(parameters=self.parameters, bytes=self.bytes, layer_rtol=self.rtol)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""

@@ -1,19 +1,32 @@
-"""Factors in few bits: integer codes, one float16 scale a term; their bytes, and what a reader gets back."""
+"""Factors in few bits: integer codes of the sides of a product, and of the components of a truncated SVD.
+
+An LSR product has codes of one width and a float16 scale a term, rounded one factor after the other while the others
+are solved again. Truncated SVD is stored by reverse water-filling [1]_: component k, a column and a row, in b_k-bit
+codes with one float16 scale. Bits go where they lower the expected error most; components below the water level get
+none. The pair itself, unrotated, can be coded in the same way.
+
+References
+----------
+.. [1] T. M. Cover and J. A. Thomas, Elements of Information Theory, 2nd ed., section 10.3.3.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import as_double, to_numpy
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.number_formats import FORMATS
 from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
-from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import INTEGERS, PRECISIONS
@@ -24,52 +37,15 @@ from lsrdecomp.targets.weights import NormWeights
 INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
 
+MOST_BITS = 8
+GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558}
+"""Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of
+`nearest_codes`."""
 
 Doubles = NDArray[np.float64]
 
 
-def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
-    """Round each factor to the nearest integers at the scale of least squared error; terms in their given order.
-
-    Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
-    """
-    if not 2 <= bits <= 8:
-        raise PrecisionError(f"codes have 2 to 8 bits, got {bits}")
-    scale = to_numpy(matrix.weights).astype(np.float64)
-    codes = []
-    for factor in matrix.factors:
-        values = to_numpy(factor).astype(np.float64)
-        code, steps = nearest_codes(values.reshape(len(values), math.prod(values.shape[1:])), bits)
-        codes.append(code.reshape(values.shape))
-        scale = scale * steps
-    return _with_scales(tuple(codes), scale, bits)
-
-
-def _with_scales(codes: tuple[Codes, ...], scale: Doubles, bits: int) -> QuantizedMatrix:
-    exponent = math.frexp(float(np.abs(scale).max(initial=0.0)))[1]
-    return QuantizedMatrix(codes, np.ldexp(scale, -exponent).astype(np.float16), exponent, bits)
-
-
-def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms: NormWeights) -> QuantizedProduct:
-    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again.
-
-    By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
-    """
-    if 0 in product.separation_ranks:
-        return quantized_product(product, bits)
-    if product.left.order == 2:
-        product = product.canonical()
-    weights = None if norms.is_frobenius else norms
-    sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
-    left, right = (_with_scales(side.codes, side.scales, bits) for side in sides)
-    return QuantizedProduct(left, right)
-
-
-def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
-    """Both sides, in canonical form for two factors: orthogonal terms do not amplify rounding."""
-    if product.left.order == 2:
-        product = product.canonical()
-    return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
+# -- products ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +71,173 @@ def stored_product(product: SeparatedProduct, storage: str) -> Stored:
     if product.left.order == 2:
         product = product.canonical()
     return Stored(product.round_to(storage), math.ceil(product.parameters * PRECISIONS[storage].bytes))
+
+
+def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
+    """Both sides, in canonical form for two factors: orthogonal terms do not amplify rounding."""
+    if product.left.order == 2:
+        product = product.canonical()
+    return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
+
+
+def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms: NormWeights) -> QuantizedProduct:
+    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again.
+
+    By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
+    """
+    if 0 in product.separation_ranks:
+        return quantized_product(product, bits)
+    if product.left.order == 2:
+        product = product.canonical()
+    weights = None if norms.is_frobenius else norms
+    sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
+    left, right = (QuantizedMatrix(side.codes, *_float16(side.scales), bits) for side in sides)
+    return QuantizedProduct(left, right)
+
+
+def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:
+    """Round each factor to the nearest integers at the scale of least squared error; terms in their given order.
+
+    Raises `PrecisionError` unless 2 ≤ bits ≤ 8.
+    """
+    if not 2 <= bits <= MOST_BITS:
+        raise PrecisionError(f"codes have 2 to {MOST_BITS} bits, got {bits}")
+    scales = to_numpy(matrix.weights).astype(np.float64)
+    codes = []
+    for factor in matrix.factors:
+        values = to_numpy(factor).astype(np.float64)
+        code, steps = nearest_codes(values.reshape(len(values), math.prod(values.shape[1:])), bits)
+        codes.append(code.reshape(values.shape))
+        scales = scales * steps
+    return QuantizedMatrix(tuple(codes), *_float16(scales), bits)
+
+
+def _float16(scales: Doubles) -> tuple[NDArray[np.float16], int]:
+    """Scales as float16 times a power of two that brings the largest to between a half and one."""
+    exponent = math.frexp(float(np.max(np.abs(scales), initial=0.0)))[1]
+    return np.ldexp(scales, -exponent).astype(np.float16), exponent
+
+
+# -- low rank ---------------------------------------------------------------------------------------------------------
+
+
+def svd_code(layer: Layer, bits: Sequence[int]) -> SpectralCode:
+    """The code of the layer's SVD with these bits a component; see `spectral_code`."""
+    return spectral_code(layer, layer_svd(layer), bits)
+
+
+def pair_code(layer: Layer) -> SpectralCode:
+    """The code of the pair's own columns and rows, eight bits each."""
+    left, right = (to_numpy(side).astype(np.float64) for side in (layer.pair.left, layer.pair.right))
+    sizes = np.linalg.norm(left, axis=0), np.linalg.norm(right, axis=1)
+    nonzero = np.flatnonzero(sizes[0] * sizes[1])
+    u, v = left[:, nonzero] / sizes[0][nonzero], right[nonzero, :] / sizes[1][nonzero, None]
+    return spectral_code(layer, (u, (sizes[0] * sizes[1])[nonzero], v), (MOST_BITS,) * len(nonzero))
+
+
+def layer_svd(layer: Layer) -> tuple[Doubles, Doubles, Doubles]:
+    """U (m, r), σ, Vᵀ (r, n) of a layer in its norm."""
+    pair, (columns, sigma, rows) = layer.pair, layer.gauge
+    return to_numpy(as_double(pair.left) @ columns), to_numpy(sigma), to_numpy(rows @ as_double(pair.right))
+
+
+def water_fill(layer: Layer, u: Doubles, sigma: Doubles, vh: Doubles) -> list[tuple[int, ...]]:
+    """Bits of every component after each step of greedy reverse water-filling, from the first component on.
+
+    Returns
+    -------
+    list of tuple of int
+        One width a component, 0 where it is left out; each entry spends more bits than the one before.
+
+    Notes
+    -----
+    O(r log r) steps of a heap. The noise of a code of b bits in u_k counts ‖u_k‖² · tr G / m · D(b) against
+    u_kᵀ G u_k = 1, likewise for v_k: in the Frobenius norm both factors are one.
+    """
+    # Water 1: what noise in a component weighs beside the component itself.
+    mean_out, mean_in = (float(w.trace) / w.size for w in (layer.norms.output, layer.norms.input))
+    noise = np.sum(u * u, axis=0) * mean_out + np.sum(vh * vh, axis=1) * mean_in
+    # Water 2: the best next width of every component, by loss removed per bit.
+    widths = [0] * len(sigma)
+    heap = [step for k in range(len(sigma)) if (step := _next_width(k, 0, sigma, noise))]
+    heapq.heapify(heap)
+    # Water 3: the steepest step first, until none lowers the loss.
+    filled: list[tuple[int, ...]] = []
+    while heap:
+        _, k, bits = heapq.heappop(heap)
+        widths[k] = bits
+        filled.append(tuple(widths))
+        step = _next_width(k, bits, sigma, noise)
+        if step:
+            heapq.heappush(heap, step)
+    return filled
+
+
+def _next_width(k: int, width: int, sigma: Doubles, noise: Doubles) -> tuple[float, int, int] | None:
+    """(−loss removed per bit, k, bits) of the best next width of component k; None if none lowers its loss.
+
+    Several bits at once where that removes more per bit than one: a first bit alone codes nothing.
+    """
+
+    def lost(bits: int) -> float:
+        return float(sigma[k] ** 2) * (1.0 if bits == 0 else min(1.0, float(noise[k]) * GAUSSIAN[bits]))
+
+    wider = range(max(width + 1, 2), MOST_BITS + 1)
+    gain, bits = max((((lost(width) - lost(more)) / (more - width), more) for more in wider), default=(0.0, 0))
+    return (-gain, k, bits) if gain > 0.0 else None
+
+
+def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rounds: int = 2) -> SpectralCode:
+    """Codes of columns and rows near the layer in its norm: rounded in turn, each side fitted to the other's codes.
+
+    Parameters
+    ----------
+    layer : Layer
+    svd : (u, sigma, vh), shapes (m, r), (r,), (r, n)
+        Where to start.
+    bits : sequence of int
+        Of each component; 0 leaves it out.
+    rounds : int
+        Times that both sides are fitted.
+
+    Notes
+    -----
+    O((m + n) r²) a round, and what the norm takes to be applied.
+    """
+    # Codes 1: σ goes to both sides alike, and both are rounded.
+    u, sigma, vh = svd
+    coded = [k for k, b in enumerate(bits) if b]
+    widths = tuple(bits[k] for k in coded)
+    root = np.sqrt(sigma[coded])
+    left_codes, left = _nearest_columns(u[:, coded] * root, widths)
+    right_codes, _ = _nearest_columns(vh[coded, :].T * root, widths)
+    # Codes 2: least squares in the norm for one side given the values of the other, rounded, and the other way round.
+    norms = layer.norms
+    b, a = to_numpy(layer.pair.left).astype(np.float64), to_numpy(layer.pair.right).astype(np.float64).T
+    for _ in range(rounds):
+        weighted = norms.output.apply(left)
+        fitted = a @ (b.T @ weighted) @ np.linalg.pinv(left.T @ weighted, hermitian=True)
+        right_codes, right = _nearest_columns(fitted, widths)
+        weighted = norms.input.apply(right)
+        fitted = b @ (a.T @ weighted) @ np.linalg.pinv(right.T @ weighted, hermitian=True)
+        left_codes, left = _nearest_columns(fitted, widths)
+    # Codes 3: the scales by least squares: Gram matrix of the rank-one codes, and their products with the layer.
+    left, right = left_codes.astype(np.float64), right_codes.astype(np.float64)
+    weighted_left, weighted_right = norms.output.apply(left), norms.input.apply(right)
+    gram = (left.T @ weighted_left) * (right.T @ weighted_right)
+    cross = np.sum((b.T @ weighted_left) * (a.T @ weighted_right), axis=0)
+    scales, exponent = _float16(np.linalg.lstsq(gram, cross, rcond=None)[0])
+    columns = tuple(left_codes.T), tuple(right_codes.T)
+    return SpectralCode(*columns, scales, exponent, widths, layer.shape)
+
+
+def _nearest_columns(columns: Doubles, widths: Sequence[int]) -> tuple[Codes, Doubles]:
+    """Codes of each column at its number of bits, and the values they stand for."""
+    codes = np.zeros(columns.shape, dtype=np.int8)
+    values = np.zeros(columns.shape)
+    for width in set(widths):
+        same = [k for k, other in enumerate(widths) if other == width]
+        nearest, steps = nearest_codes(columns[:, same].T, width)
+        codes[:, same] = nearest.T
+        values[:, same] = (nearest * steps[:, None]).T
+    return codes, values

@@ -1,4 +1,4 @@
-"""Records of a compression: what each layer became, what it cost and what it lost."""
+"""Records of a compression: what each layer became, what it cost and what it lost; and the same read back from disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.files import read_json
+from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.compression.layers import Layer, stored_factors
+from lsrdecomp.kronecker.product import SeparatedProduct
+
+REPORT = "compression.json"
+"""The report in a written directory; `verify` compares with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,65 @@ class LayerReport:
     storage: str
     met: bool = True  # the plan's tolerance
 
+    @property
+    def plan_error(self) -> float:
+        """The relative error in the norm that the plan speaks of."""
+        return self.relative_error if self.functional_error is None else self.functional_error
+
+
+def report_layer(
+    stored: Any,
+    layer: Layer,
+    product: SeparatedProduct | None,
+    *,
+    structure: str,
+    storage: str,
+    bytes: int,
+    error: float | None = None,
+    met: bool = True,
+) -> LayerReport:
+    """The row of a layer: the one place where one is made.
+
+    Parameters
+    ----------
+    stored : LoraLayer
+        As it stands in the source.
+    layer : Layer
+        The same with its norm.
+    product : SeparatedProduct, optional
+        What a reader gets of it; None if it was left out.
+    structure, storage, bytes, met
+        As in the row.
+    error : float, optional
+        ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
+    """
+    norm, size, functional = layer.pair.norm, math.sqrt(layer.squared_norm), not layer.is_frobenius
+    if error is None:
+        error = size if product is None else math.sqrt(layer.squared_error(product))
+    frobenius = error
+    if functional:
+        frobenius = norm if product is None else layer.pair.residual_norm(product)
+    return LayerReport(
+        name=layer.name,
+        kind=stored.kind,
+        rows=stored.out_features,
+        columns=stored.in_features,
+        source_rank=stored.rank,
+        structure=structure,
+        shape="–" if product is None else str(product.product_shape),
+        separation_ranks=(0, 0) if product is None else product.separation_ranks,
+        parameters_before=stored.parameters,
+        parameters=0 if product is None else sum(f.size for side in stored_factors(product) for f in side),
+        bytes=bytes,
+        norm=norm,
+        relative_error=frobenius / norm if norm > 0.0 else frobenius,
+        functional_norm=size if functional else None,
+        functional_error=(error / size if size > 0.0 else error) if functional else None,
+        condition=1.0 if product is None else product.condition,
+        storage=storage,
+        met=met,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
@@ -75,6 +143,18 @@ class Totals:
         """How many times fewer parameters."""
         return self.parameters_before / self.parameters if self.parameters else math.inf
 
+    @property
+    def plan_error(self) -> float:
+        """The relative error over all layers in the norm that the plan speaks of."""
+        return self.relative_error if self.functional_error is None else self.functional_error
+
+    @property
+    def verdict(self) -> str:
+        """Whether the plan is met, in a sentence."""
+        if self.missed:
+            return f"{self.missed} of {self.layers} layers miss the tolerance."
+        return "Every layer meets the plan."
+
 
 def totals(
     layers: Sequence[LayerReport],
@@ -89,7 +169,7 @@ def totals(
     too low where a LoRA changes much.
     """
     functional = all(layer.functional_error is not None for layer in layers)
-    worst = max(layers, key=plan_error)
+    worst = max(layers, key=lambda layer: layer.plan_error)
     lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
     error = _share(lost, [layer.functional_norm or 0.0 for layer in layers])
     kl = 0.5 * math.fsum(value**2 for value in lost) if effect is None else error**2 * effect
@@ -103,17 +183,12 @@ def totals(
         relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
         functional_error=error if functional else None,
         kl=kl if functional else None,
-        worst_error=plan_error(worst),
+        worst_error=worst.plan_error,
         worst_layer=worst.name,
         missed=sum(not layer.met for layer in layers),
         low_rank_error=low_rank_error,
         effect=effect,
     )
-
-
-def plan_error(layer: LayerReport) -> float:
-    """The relative error in the norm that the plan speaks of."""
-    return layer.relative_error if layer.functional_error is None else layer.functional_error
 
 
 def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dict[str, Any]:
@@ -125,3 +200,27 @@ def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dic
 def _share(lost: list[float], sizes: list[float]) -> float:
     size = math.hypot(*sizes)
     return math.hypot(*lost) / size if size > 0.0 else math.hypot(*lost)
+
+
+def recorded_errors(written: Checkpoint) -> dict[str, Any]:
+    """``{"total": …, "layers": {name: …}}``, relative errors as far as a written adapter records them.
+
+    The report of a directory holds them, and an export of that directory repeats them in its header.
+    """
+    path = written.weights.parent / REPORT
+    if path.is_file():
+        report = read_json(path)
+        layers = report.get("layers")
+        rows = [mapping(row) for row in layers] if isinstance(layers, list) else []
+        errors = {row["name"]: row["relative_error"] for row in rows if {"name", "relative_error"} <= row.keys()}
+        total = mapping(report.get("totals")).get("relative_error")
+    else:
+        record = mapping(provenance(written).get("recorded"))
+        errors, total = mapping(record.get("layers")), record.get("total")
+    numbers = {str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)}
+    return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object, else an empty one: files may say anything."""
+    return value if isinstance(value, dict) else {}

@@ -8,18 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
-from lsrdecomp.compression.html_report import summary_html
-from lsrdecomp.compression.layer import stored_factors
-from lsrdecomp.compression.materialize import Materialized
+from lsrdecomp.compression.candidates import Materialized
+from lsrdecomp.compression.layers import stored_factors
 from lsrdecomp.compression.plan import GOALS, CompressionPlan
-from lsrdecomp.compression.report import LayerReport, Totals, to_json, totals
-from lsrdecomp.errors import CheckpointError
+from lsrdecomp.compression.report import REPORT, LayerReport, Totals, to_json, totals
 from lsrdecomp.formats.quantized import CodedProduct
-from lsrdecomp.kronecker.product import SeparatedProduct
-
-REPORT = "compression.json"
-"""The report in a written directory; `verify` compares with it."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,6 +44,11 @@ class Compression:
         return totals(self.layers, self.source.extra_parameters, self.low_rank_error, self.effect)
 
     @property
+    def error(self) -> float:
+        """The relative error over all layers, in the norm of the plan."""
+        return self.totals.plan_error
+
+    @property
     def met(self) -> bool:
         """Whether every layer meets the plan."""
         return self.totals.missed == 0
@@ -60,22 +60,31 @@ class Compression:
     def __repr__(self) -> str:
         """Goal, sizes and errors in a few lines, and what to do next."""
         total, goal = self.totals, self.plan.to_json()
-        asked = next(name for name in GOALS if name in goal)
+        name = next(name for name in GOALS if name in goal)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
         norm = "Frobenius" if total.functional_error is None else "K-FAC"
-        error = total.relative_error if total.functional_error is None else total.functional_error
         svd = "" if total.low_rank_error is None else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (
-            f"Compression of {self.source.path.name}, {asked} = {goal[asked]:,}\n"
+            f"Compression of {self.source.path.name}, {name} = {goal[name]:,}\n"
             f"   {total.layers} layers{left_out}: {total.parameters:,} of {total.parameters_before:,} parameters "
             f"({total.ratio:.3g} times fewer), {total.bytes:,} bytes as {self.plan.storage}\n"
-            f"   relative error {error:.3g} in the {norm} norm{svd}{missed}\n"
+            f"   relative error {self.error:.3g} in the {norm} norm{svd}{missed}\n"
             "   not on disk before save(directory)"
         )
 
     def _repr_html_(self) -> str:
-        return summary_html(self)
+        """The same for a notebook."""
+        total = self.totals
+        pairs = (
+            ("layers", f"{total.layers}"),
+            ("parameters", f"{total.parameters:,} of {total.parameters_before:,}"),
+            ("times fewer", f"{total.ratio:.2f}"),
+            ("relative error", f"{total.relative_error:.3g}"),
+            ("worst layer", f"{total.worst_layer}, {total.worst_error:.3g}"),
+            ("bytes", f"{total.bytes:,}"),
+        )
+        return markup.facts(f"Compression of {self.source.path}", pairs, total.verdict)
 
     def _report_text(self, record: bool) -> str:
         facts = self.to_json()
@@ -90,27 +99,32 @@ class Compression:
 
         Raises `CheckpointError` if ``out`` exists (unless ``force``) or lies in the source; nothing is half written.
         """
-        named = [(layer.name, chosen) for layer, chosen in zip(self.layers, self.chosen, strict=True)]
         return write_lsr(
             out,
             source=self.source,
-            layers=(
-                (name, *stored_factors(product_of(one)), 1.0)
-                for name, one in named
-                if one.stored is not None and not one.coded
-            ),
-            coded=_ReadWhenAsked({name: one for name, one in named if one.coded}),
+            layers=self._float_layers(),
+            coded=_Codes({row.name: made for row, made in self._rows() if made.coded}),
             storage=self.plan.float_storage,
             force=force,
             provenance={"plan": self.plan.to_json()},
             packed=True,
-            dropped=[layer.name for layer in self.layers if layer.structure == "drop"],
+            dropped=[row.name for row in self.layers if row.structure == "drop"],
             files={REPORT: self._report_text(record)},
         )
 
+    def _rows(self) -> Iterator[tuple[LayerReport, Materialized]]:
+        return zip(self.layers, self.chosen, strict=True)
 
-class _ReadWhenAsked(Mapping[str, CodedProduct]):
-    """Codes by layer name, read from the cache one at a time."""
+    def _float_layers(self) -> Iterator[tuple[str, Any, Any, float]]:
+        """Name, factors of both sides and scale of the layers in floating point, each read when it is written."""
+        for row, made in self._rows():
+            product = None if made.coded else made.form
+            if product is not None:
+                yield (row.name, *stored_factors(product), 1.0)
+
+
+class _Codes(Mapping[str, CodedProduct]):
+    """Integer codes by layer name, read from the cache one at a time."""
 
     def __init__(self, coded: Mapping[str, Materialized]) -> None:
         self._coded = coded
@@ -125,11 +139,3 @@ class _ReadWhenAsked(Mapping[str, CodedProduct]):
 
     def __len__(self) -> int:
         return len(self._coded)
-
-
-def product_of(chosen: Materialized) -> SeparatedProduct:
-    form = chosen.form
-    if not isinstance(form, SeparatedProduct):
-        structure = chosen.candidate.structure
-        raise CheckpointError(f"a candidate of structure {structure!r} has no place in an LSR directory")
-    return form

@@ -8,7 +8,7 @@
 6. Shapes that layers of one size chose, for the others of that size.
 7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
 
-Steps 4 to 7 are in `lsrdecomp.compression.search_steps`. What was solved stays in the table (`search_state`), from
+Steps 4 to 7 are in `lsrdecomp.compression.search_steps`. What was solved stays in the table (`search_table`), from
 which the next budget starts. Cost: the solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer
 (`JointALS`); choosing is a few milliseconds a layer. docs/scale.md has the figures.
 """
@@ -19,23 +19,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.candidates import (
-    Candidate,
-    drop,
-    keep,
-    low_rank_candidates,
-)
-from lsrdecomp.compression.choice import Cost, allocate, exchange_rate
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.materialize import Materialized
-from lsrdecomp.compression.progress import Counter
-from lsrdecomp.compression.search_state import Draw, Entry, SearchState
+from lsrdecomp.compression.allocation import allocate, exchange_rate
+from lsrdecomp.compression.candidates import Candidate, Materialized, drop, keep, low_rank_candidates
+from lsrdecomp.compression.layers import Layer, SpillCache
+from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search_steps import exchange_shapes, refine, solve_fine_grid, try_neighbours
+from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
 from lsrdecomp.compression.settings import Resources, Search
-from lsrdecomp.compression.shapes import Chain, coarse_grid, shape_grid, shapes_like
-from lsrdecomp.compression.solve import Request
-from lsrdecomp.compression.spill_cache import SpillCache
+from lsrdecomp.compression.shapes import Request, coarse_grid, shape_grid, shapes_like
+from lsrdecomp.compression.solve import Task
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice
 
@@ -77,6 +69,11 @@ class Allocation:
     def entries(self) -> list[Entry]:
         return [entry for entry, _ in self.chosen]
 
+    @property
+    def exchange_rate(self) -> float:
+        """Loss that one more parameter removes at the margin."""
+        return exchange_rate([[candidate for _, candidate in row] for row in self.rows], self.choice)
+
 
 class Searched:
     """Candidates of all layers; any number of budgets can be drawn from them.
@@ -88,66 +85,34 @@ class Searched:
     def __init__(
         self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
     ) -> None:
-        self.state = SearchState(layers, search, storages, cache, resources)
+        self.table = SearchTable(layers, search, storages, cache, resources)
         self.layers, self.search = layers, search
         self._refines_grid = False  # whether the fine grid waits for a budget to say where it is wanted
 
     # -- the grid ------------------------------------------------------------------------------------------------------
 
     def solve_grid(self, limits: Sequence[float | None]) -> None:
-        """Every layer at the shapes of the grid, for budgets of these costs (None: any)."""
+        """Every layer at the shapes of the grid, for budgets of so many parameters (None: any)."""
         finite = [limit for limit in limits if limit is not None]
         limit = max(finite) if len(finite) == len(limits) else None
         self._refines_grid = limit is not None and len(limits) == 1 and not self.search.shapes
-        # Search 1: what needs no solve. All that is wanted of a layer is read while it is open.
+        # Search 1: what needs no solve. All that is wanted of a layer is read at once.
         groups: dict[tuple[object, ...], list[int]] = {}
         for i, layer in enumerate(self.layers):
-            self.state.table[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
+            self.table.rows[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
             if layer.squared_norm > 0.0 and min(layer.shape) > 1:
                 groups.setdefault(layer.kind, []).append(i)
-                self.state.exact[i] = layer.is_leading
-                _ = layer.leading_entries, layer.dense_entries
+                self.table.whole_norm[i] = layer.leading_entries == layer.dense_entries
         # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
         if self.search.shapes:
-            batches = self._shapes_of_another(groups)
+            tasks = self._shapes_of_another(groups)
         else:
-            batches = [(indices, self._requests(indices, limit)) for indices in groups.values()]
-        count = sum(len(indices) * len(requests) for indices, requests in batches)
-        counter = Counter(self.state.resources.on_step, "solving shapes", count, "layers × shapes")
-        tasks = (
-            self.state.task(part, requests)
-            for indices, requests in batches
-            if requests
-            for part in self.state.parts(indices)
-        )
-        self.state.solve(tasks, counter)
-
-    def _requests(self, indices: Sequence[int], limit: float | None) -> list[Request]:
-        """The grid for layers of one size, as far as a budget could want it."""
-        group = [self.layers[i] for i in indices]
-        most = max(layer.parameters for layer in group) / 2
-        if limit is not None:
-            most = min(most, limit, SHARE * limit * group[0].parameters / self.state.parameters)
-        rank = max(layer.rank for layer in group)
-        search = self.search
-        if self._refines_grid:
-            chains = coarse_grid(group[0].shape, search.orders, most)
-        else:
-            chains = shape_grid(group[0].shape, rank, search.orders, search.inner_rank, most)
-        return [Request(chain.shape, chain.terms) for chain in chains]
-
-    def _shapes_of_another(
-        self, groups: Mapping[tuple[object, ...], Sequence[int]]
-    ) -> list[tuple[list[int], list[Request]]]:
-        """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
-        sharing: dict[tuple[object, Chain], list[int]] = {}
-        chains = shapes_like(self.search.shapes, {layer.name: layer.shape for layer in self.layers})
-        for kind, indices in groups.items():
-            for i in indices:
-                for chain in chains[self.layers[i].name]:
-                    if chain.shape.inner_rank <= self.layers[i].rank:
-                        sharing.setdefault((kind, chain), []).append(i)
-        return [(indices, [Request(chain.shape, chain.terms)]) for (_, chain), indices in sharing.items()]
+            tasks = [
+                task
+                for indices in groups.values()
+                for task in self.table.tasks(indices, self._grid(self.layers[indices[0]], indices, limit))
+            ]
+        self.table.solve(tasks, "solving shapes")
 
     def _plain(self, layer: Layer, limit: float | None) -> Iterator[Candidate]:
         yield drop(layer)
@@ -155,23 +120,35 @@ class Searched:
         if self.search.low_rank:
             yield from low_rank_candidates(layer, math.inf if limit is None else limit)
 
+    def _grid(self, first: Layer, indices: Sequence[int], limit: float | None) -> list[Request]:
+        """The grid for layers of one size, as far as a budget could want it."""
+        ranks = [self.layers[i].rank for i in indices]
+        most = max(ranks) * sum(first.shape) / 2
+        if limit is not None:
+            most = min(most, limit, SHARE * limit * first.parameters / self.table.parameters)
+        if self._refines_grid:
+            return coarse_grid(first.shape, self.search.orders, most)
+        return shape_grid(first.shape, max(ranks), self.search.orders, self.search.inner_rank, most)
+
+    def _shapes_of_another(self, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[Task]:
+        """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
+        sharing: dict[tuple[object, Request], list[int]] = {}
+        requests = shapes_like(self.search.shapes, {layer.name: layer.shape for layer in self.layers})
+        for kind, indices in groups.items():
+            for i in indices:
+                for request in requests[self.layers[i].name]:
+                    if request.shape.inner_rank <= self.layers[i].rank:
+                        sharing.setdefault((kind, request), []).append(i)
+        return [task for (_, request), indices in sharing.items() for task in self.table.tasks(indices, [request])]
+
     # -- a budget ------------------------------------------------------------------------------------------------------
 
-    def fit(
-        self,
-        budget: Budget,
-        overhead: Callable[[Candidate], float] | None = None,
-        *,
-        solve: bool = True,
-        allowed: Callable[[Candidate], bool] | None = None,
-    ) -> Fitted:
+    def fit(self, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
         """What every layer becomes under one budget over all of them.
 
         Parameters
         ----------
         budget : Budget
-        overhead : callable, optional
-            Bytes of a candidate beyond its factors, such as header entries; counts where bytes are counted.
         solve : bool
             Whether to try neighbours and refine what was chosen; without, only what is in the table.
         allowed : callable, optional
@@ -182,36 +159,34 @@ class Searched:
         BudgetError
             If the budget cannot be met; says what is reachable.
         """
-        measured = budget.loss_limit(self.layers) is not None or budget.layer_rtol is not None
-        draw = Draw(budget, Cost(budget, overhead), measured, allowed)
+        draw = Draw(budget, allowed)
         # Search 3: the first choice, of what is in the table.
         allocation = self._allocated(draw)
-        baseline = allocation.low_rank_error
+        low_rank_error = allocation.low_rank_error
         if not solve:
-            return Fitted(tuple(self._materialized(allocation)), baseline)
+            return Fitted(self._materialized(allocation), low_rank_error)
         # Search 4: the fine grid where the choice wants it.
         for _ in range(WIDENINGS if self._refines_grid else 0):
-            if not solve_fine_grid(self.state, [candidate.parameters for _, candidate in allocation.chosen]):
+            if not solve_fine_grid(self.table, [candidate.parameters for _, candidate in allocation.chosen]):
                 break
             allocation = self._allocated(draw)
         # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
         # tolerance for each layer has no rate of exchange between layers.
         if not (self.search.shapes or budget.layer_rtol):
             for _ in range(self.search.rounds):
-                rate = exchange_rate(allocation.rows, allocation.choice)
-                if not try_neighbours(self.state, allocation.entries, rate):
+                if not try_neighbours(self.table, allocation.entries, allocation.exchange_rate):
                     break
                 allocation = self._allocated(draw)
             if self.search.rounds:
-                exchange_shapes(self.state, allocation.entries)
+                exchange_shapes(self.table, allocation.entries)
         # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
         # in the whole norm count.
-        expecting = replace(draw, expected_refinement=1.0 if measured else EXPECTED_REFINEMENT)
+        expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
         for _ in range(ROUNDS):
             allocation = self._allocated(expecting)
-            if not refine(self.state, allocation.entries, together=budget.layer_rtol is None):
+            if not refine(self.table, allocation.entries, together=budget.layer_rtol is None):
                 break
-        return Fitted(tuple(self._materialized(self._allocated(replace(draw, trusted=True)))), baseline)
+        return Fitted(self._materialized(self._allocated(replace(draw, trusted=True))), low_rank_error)
 
     def expected_error(self, budget: Budget, *, allowed: Callable[[Candidate], bool] | None = None) -> float:
         """Squared relative error of what a budget takes from the table, as priced there: nothing is made or refined.
@@ -221,7 +196,7 @@ class Searched:
         BudgetError
             As `fit`; if the budget takes no layer at all.
         """
-        chosen = [candidate for _, candidate in self._allocated(Draw(budget, Cost(budget), False, allowed)).chosen]
+        chosen = [candidate for _, candidate in self._allocated(Draw(budget, allowed)).chosen]
         if not any(candidate.parameters for candidate in chosen):
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         lost = math.fsum(candidate.squared_error for candidate in chosen)
@@ -229,13 +204,13 @@ class Searched:
 
     def _allocated(self, draw: Draw) -> Allocation:
         """The candidate that each layer takes under a draw."""
-        rows = [list(self.state.row(i, draw)) for i in range(len(self.layers))]
-        table = [[candidate for _, candidate in row] for row in rows]
-        return Allocation(rows, *allocate(self.layers, table, draw.budget, draw.cost))
+        rows = [list(self.table.candidates(i, draw)) for i in range(len(self.layers))]
+        candidates = [[candidate for _, candidate in row] for row in rows]
+        return Allocation(rows, *allocate(self.layers, candidates, draw.budget))
 
-    def _materialized(self, allocation: Allocation) -> Iterator[Materialized]:
-        for i, (entry, candidate) in enumerate(allocation.chosen):
-            yield self.state.made(i, entry, candidate)
+    def _materialized(self, allocation: Allocation) -> tuple[Materialized, ...]:
+        chosen = enumerate(allocation.chosen)
+        return tuple(self.table.materialized(i, entry, candidate) for i, (entry, candidate) in chosen)
 
 
 def search_layers(
@@ -252,9 +227,9 @@ def search_layers(
     Parameters
     ----------
     layers : sequence of Layer
-        See `lsrdecomp.compression.layers.make_layers`.
     budgets : sequence of Budget
-        What will be asked; larger shapes than they could want are not solved. None: anything may be asked.
+        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are not solved. None:
+        anything may be drawn.
     search : Search, optional
     storages : sequence of str
         Types the factors may be stored in; more than one is of use when bytes are counted. With int8 or int4 among
@@ -274,11 +249,11 @@ def search_layers(
     >>> import numpy as np
     >>> from lsrdecomp.targets.base import LowRank
     >>> layer = Layer("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
-    >>> searched = search_layers([layer], [Budget(ratio=4.0)], search=Search(orders=(2,), rounds=0))
-    >>> fitted = searched.fit(Budget(ratio=4.0))
-    >>> [one.candidate.parameters <= layer.parameters / 4 for one in fitted.chosen]
-    [True]
+    >>> budget = Budget(parameters=layer.parameters / 4)
+    >>> fitted = search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)).fit(budget)
+    >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
+    True
     """
-    found = Searched(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
-    found.solve_grid([None if budget.counts_bytes else budget.cost_limit(layers) for budget in budgets] or [None])
-    return found
+    searched = Searched(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
+    searched.solve_grid([budget.parameters for budget in budgets] or [None])
+    return searched

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import mul
 
+from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, divisors, splits
 
 Configuration = tuple[ProductShape, tuple[int, int]]
@@ -45,30 +46,31 @@ times as large on SmolLM2's adapters; with two, 1.01."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """One shape at growing numbers of terms."""
+class Request:
+    """One shape at growing numbers of terms, to be solved for layers of one kind."""
 
     shape: ProductShape
     terms: tuple[Ranks, ...]
+    starts: Sequence[SeparatedProduct] | None = None  # of this shape with no more terms than the first, a layer each
 
 
 def shape_grid(
     matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
-) -> list[Chain]:
+) -> list[Request]:
     """The whole grid for layers of a size: shapes of at most ``most`` parameters each, in a fixed order."""
     return [*coarse_grid(matrix_shape, orders, most), *fine_grid(matrix_shape, rank, orders, inner_rank, most)]
 
 
-def coarse_grid(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Chain]:
+def coarse_grid(matrix_shape: tuple[int, int], orders: Sequence[int], most: float) -> list[Request]:
     """The even splits without an inner rank: cheap to solve, near enough to see what a budget gives a layer."""
     m, n = matrix_shape
     evens = ((order, ProductShape(_even(m, order), (1,) * order, _even(n, order))) for order in sorted(orders)[::-1])
-    return _chains([(shape, MORE if order == 2 else FEW) for order, shape in evens], most)
+    return _requests([(shape, MORE if order == 2 else FEW) for order, shape in evens], most)
 
 
 def fine_grid(
     matrix_shape: tuple[int, int], rank: int, orders: Sequence[int], inner_rank: int, most: float
-) -> list[Chain]:
+) -> list[Request]:
     """Even and tall shapes with an inner rank, of at most ``most`` parameters."""
     m, n = matrix_shape
     rank = min(rank, inner_rank, m, n)
@@ -78,46 +80,52 @@ def fine_grid(
     tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
     pays = 0.6 * (m + n)
     wanted = [shape for shape in (*even, *tall) if most >= pays or shape.inner not in LARGE]
-    return _chains([(shape, WIDE) for shape in wanted], most)
+    return _requests([(shape, WIDE) for shape in wanted], most)
 
 
-def _chains(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float) -> list[Chain]:
-    chains = (_chain(shape, terms, most) for shape, terms in wanted)
-    return list({chain.shape: chain for chain in chains if chain.terms}.values())
+def _requests(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: float) -> list[Request]:
+    """Each shape once, at the numbers of terms that it can have in at most ``most`` parameters."""
+    requests: dict[ProductShape, Request] = {}
+    for shape, terms in wanted:
+        fitting = [ranks for ranks in terms if clipped(shape, ranks) == ranks and parameters((shape, ranks)) <= most]
+        if fitting:
+            requests[shape] = Request(shape, tuple(fitting))
+    return list(requests.values())
 
 
 def shapes_like(
     chosen: Mapping[str, Configuration], sizes: Mapping[str, tuple[int, int]]
-) -> dict[str, tuple[Chain, ...]]:
+) -> dict[str, tuple[Request, ...]]:
     """For each layer the shape that was chosen for it, if any, and those chosen most often for its size.
 
     Every shape at the numbers of terms that any layer of that size took, and at one more.
     """
-    found: dict[str, tuple[Chain, ...]] = {}
+    by_layer: dict[str, tuple[Request, ...]] = {}
     for size in dict.fromkeys(sizes.values()):
-        same = {name: one for name, one in chosen.items() if one[0].matrix_shape == size}
+        same = {name: choice for name, choice in chosen.items() if choice[0].matrix_shape == size}
         terms: dict[ProductShape, set[Ranks]] = {}
         for shape, ranks in same.values():
             terms.setdefault(shape, set()).update((ranks, clipped(shape, more_terms(ranks)[-1])))
-        chains = {shape: Chain(shape, tuple(sorted(some, key=lambda r: (sum(r), r)))) for shape, some in terms.items()}
+        requests = {
+            shape: Request(shape, tuple(sorted(ranks, key=lambda r: (sum(r), r)))) for shape, ranks in terms.items()
+        }
         common = [shape for shape, _ in Counter(shape for shape, _ in same.values()).most_common(COMMON)]
         for name in (name for name, other in sizes.items() if other == size):
             own = [same[name][0]] if name in same else []
-            found[name] = tuple(chains[shape] for shape in dict.fromkeys([*common, *own]))
-    return found
+            by_layer[name] = tuple(requests[shape] for shape in dict.fromkeys([*common, *own]))
+    return by_layer
 
 
 def neighbours(configuration: Configuration, rank: int) -> Iterator[Configuration]:
     """Shapes one step away: an inner factor one more or less, a factor of a side moved, a split exchanged."""
     shape, ranks = configuration
-    sizes = shape.out, shape.inner, shape.into
-    found = dict.fromkeys(
-        [(out, inner, into) for inner in _steps(sizes[1], rank) for out, into in [(sizes[0], sizes[2])]]
-        + [(out, sizes[1], sizes[2]) for out in _moves(sizes[0])]
-        + [(sizes[0], sizes[1], into) for into in _moves(sizes[2])]
+    near = dict.fromkeys(
+        [(shape.out, inner, shape.into) for inner in _steps(shape.inner, rank)]
+        + [(out, shape.inner, shape.into) for out in _moves(shape.out)]
+        + [(shape.out, shape.inner, into) for into in _moves(shape.into)]
     )
-    found.pop(sizes, None)
-    for out, inner, into in found:
+    near.pop((shape.out, shape.inner, shape.into), None)
+    for out, inner, into in near:
         other = ProductShape(out, inner, into)
         yield other, clipped(other, ranks)
 
@@ -139,11 +147,6 @@ def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
     """At most as many terms as the sides can need."""
     sides = KroneckerShape.of(shape.out, shape.inner), KroneckerShape.of(shape.inner, shape.into)
     return min(ranks[0], sides[0].max_separation_rank), min(ranks[1], sides[1].max_separation_rank)
-
-
-def _chain(shape: ProductShape, terms: Sequence[Ranks], most: float) -> Chain:
-    whole = (ranks for ranks in terms if clipped(shape, ranks) == ranks)
-    return Chain(shape, tuple(ranks for ranks in whole if parameters((shape, ranks)) <= most))
 
 
 @cache
@@ -189,11 +192,11 @@ def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 @cache
 def _primes(size: int) -> list[int]:
     """The distinct primes of a size, ascending."""
-    found, p = [], 2
+    primes, p = [], 2
     while p * p <= size:
         if size % p == 0:
-            found.append(p)
+            primes.append(p)
             while size % p == 0:
                 size //= p
         p += 1
-    return [*found, size] if size > 1 else found
+    return [*primes, size] if size > 1 else primes

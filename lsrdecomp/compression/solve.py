@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
 from lsrdecomp.compression.search_store import SearchStore
-from lsrdecomp.compression.shapes import Ranks, clipped
+from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -42,23 +42,19 @@ class Effort:
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """One shape at one or more numbers of terms, for the layers of a task."""
-
-    shape: ProductShape
-    terms: tuple[Ranks, ...]
-    starts: Sequence[SeparatedProduct] | None = None  # of this shape with no more terms than the first
-
-
-@dataclass(frozen=True, eq=False)
 class Task:
     """Requests for layers of one kind that fit in memory together."""
 
-    places: tuple[int, ...]  # of the layers in the whole adapter
+    indices: tuple[int, ...]  # of the layers in the whole adapter
     targets: Sequence[LowRank]
     weights: Sequence[NormWeights] | None  # None: the Frobenius norm
     requests: Sequence[Request]
     effort: Effort
+
+    @property
+    def size(self) -> int:
+        """Layers times shapes."""
+        return len(self.indices) * len(self.requests)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,17 +66,17 @@ class Answer:
     errors: NDArray[np.float64]  # in the task's norm, (L,)
     factors: Factors  # of both sides, (L, s, m_i, r_i) and (L, t, r_i, n_i)
 
-    def ranks_of(self, place: int) -> Ranks:
+    def ranks_of(self, position: int) -> Ranks:
         """Terms of a layer's product, those that vanished not counted."""
         left, right = (
-            sum(all(factor[place, k].any() for factor in side) for k in range(side[0].shape[1]))
+            sum(all(factor[position, k].any() for factor in side) for k in range(side[0].shape[1]))
             for side in self.factors
         )
         return left, right
 
-    def factors_of(self, place: int) -> Factors:
+    def factors_of(self, position: int) -> Factors:
         """The factors of one layer."""
-        left, right = ([np.ascontiguousarray(factor[place]) for factor in side] for side in self.factors)
+        left, right = ([np.ascontiguousarray(factor[position]) for factor in side] for side in self.factors)
         return left, right
 
 
@@ -126,31 +122,31 @@ def run(
     store: SearchStore | None = None,
     on_done: Callable[[Task], Any] | None = None,
 ) -> Iterator[tuple[Task, list[Answer]]]:
-    """Answers to all tasks in their order, which what is found depends on; the store is asked first, and told at once.
+    """Answers to all tasks in their order, on which the table depends; what the store has is not solved again.
 
     ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process. Raises `LsrError` if one of
     them is killed.
     """
 
-    def known(task: Task) -> tuple[str, list[Answer] | None]:
+    def recall(task: Task) -> tuple[str, list[Answer] | None]:
         if store is None:
             return "", None
-        found = store.get(key := _key(task))
-        return key, None if found is None else _unpacked(found)
+        arrays = store.get(key := _key(task))
+        return key, None if arrays is None else _unpacked(arrays)
 
-    def done(task: Task, key: str, found: list[Answer]) -> None:
+    def finish(task: Task, key: str, answers: list[Answer]) -> None:
         if store is not None and key:
-            store.put(key, _packed(found))
+            store.put(key, _packed(answers))
         if on_done is not None:
             on_done(task)
 
     if pool is not None:
-        yield from _by_workers(iter(tasks), workers, pool, known, done)
+        yield from _by_workers(iter(tasks), workers, pool, recall, finish)
         return
     for task in tasks:
-        key, found = known(task)
-        answers = solve(task) if found is None else found
-        done(task, "" if found else key, answers)
+        key, stored = recall(task)
+        answers = solve(task) if stored is None else stored
+        finish(task, key if stored is None else "", answers)
         yield task, answers
 
 
@@ -158,35 +154,39 @@ def _by_workers(
     tasks: Iterator[Task],
     workers: int,
     pool: Any,
-    known: Callable[[Task], tuple[str, list[Answer] | None]],
-    done: Callable[[Task, str, list[Answer]], None],
+    recall: Callable[[Task], tuple[str, list[Answer] | None]],
+    finish: Callable[[Task, str, list[Answer]], None],
 ) -> Iterator[tuple[Task, list[Answer]]]:
     """`run` in other processes: a worker that is free takes the next task, whatever the others do."""
     from joblib.externals.loky import wait
     from joblib.externals.loky.process_executor import BrokenProcessPool
 
-    waiting: deque[tuple[Task, Any]] = deque()  # in order, each with its answers or the promise of them
-    under_way: dict[Any, tuple[Task, str]] = {}
+    waiting: deque[tuple[Task, Any]] = deque()  # in order, each with its answers or the future of them
+    under_way: dict[Any, tuple[Task, str]] = {}  # by future
     try:
         while True:
+            # Workers 1: fill up what is read or under way; what the store has needs no worker.
             for task in islice(tasks, AHEAD * workers - len(waiting)):
-                key, found = known(task)
-                if found is not None:
-                    done(task, "", found)
+                key, answers = recall(task)
+                if answers is not None:
+                    finish(task, "", answers)
+                    waiting.append((task, answers))
                 else:
-                    found = pool.submit(solve, task)
-                    under_way[found] = task, key
-                waiting.append((task, found))
+                    future = pool.submit(solve, task)
+                    under_way[future] = task, key
+                    waiting.append((task, future))
             if not waiting:
                 return
-            for future in [one for one in under_way if one.done()]:
-                done(*under_way.pop(future), future.result())
-            task, found = waiting[0]
-            if not isinstance(found, list) and found in under_way:
+            # Workers 2: what is done is stored at once, in whatever order.
+            for future in [future for future in under_way if future.done()]:
+                finish(*under_way.pop(future), future.result())
+            # Workers 3: the first in order is handed on, or waited for.
+            task, first = waiting[0]
+            if not isinstance(first, list) and first in under_way:
                 wait(under_way, return_when="FIRST_COMPLETED")
             else:
                 waiting.popleft()
-                yield task, found if isinstance(found, list) else found.result()
+                yield task, first if isinstance(first, list) else first.result()
     except BrokenProcessPool as error:
         text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
         raise LsrError(f"{text}: what was solved is used again") from error
@@ -207,7 +207,7 @@ def solve(task: Task) -> list[Answer]:
             ranks = clipped(request.shape, ranks)
             if ranks in solved:
                 continue
-            inside = [known for known in solved if known[0] <= ranks[0] and known[1] <= ranks[1]]
+            inside = [fewer for fewer in solved if fewer[0] <= ranks[0] and fewer[1] <= ranks[1]]
             if inside:
                 begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
             elif request.starts is not None:
@@ -240,10 +240,10 @@ def _feed(digest: Any, value: Any) -> None:
     """Numbers of arrays, of lists and of the fields of records."""
     if is_dataclass(value) and not isinstance(value, type):
         digest.update(type(value).__name__.encode())
-        value = [getattr(value, one.name) for one in fields(value)]
+        value = [getattr(value, member.name) for member in fields(value)]
     if isinstance(value, list | tuple):
-        for one in value:
-            _feed(digest, one)
+        for part in value:
+            _feed(digest, part)
     elif value is not None:
         array = np.ascontiguousarray(to_numpy(value) if hasattr(value, "shape") else np.asarray(value, dtype=float))
         digest.update(str(array.shape).encode())

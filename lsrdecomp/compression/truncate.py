@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.checkpoints import Checkpoint, check_same, same_is_directory, write_same
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
-from lsrdecomp.compression.layer import layer_pair
+from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import BudgetError, UnsupportedError
 

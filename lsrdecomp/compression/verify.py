@@ -12,8 +12,8 @@ from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.safetensors import data_sha256
-from lsrdecomp.compression.layer import layer_pair, layer_product
-from lsrdecomp.compression.recorded import mapping, recorded_errors
+from lsrdecomp.compression.layers import layer_pair, layer_product
+from lsrdecomp.compression.report import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
 
 AGREEMENT = 1e-9

@@ -15,12 +15,9 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed import codes_in
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import new_directory
-from lsrdecomp.compression.compress import REPORT
-from lsrdecomp.compression.layer import layer_pair, layer_product, stored_factors
-from lsrdecomp.compression.layers import HasWeights, Layer
-from lsrdecomp.compression.quantize import quantized_product, refitted_product, stored_product
-from lsrdecomp.compression.report import LayerReport, to_json, totals
-from lsrdecomp.compression.water_filling import spectral_code
+from lsrdecomp.compression.layers import HasWeights, Layer, layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code, stored_product
+from lsrdecomp.compression.report import REPORT, LayerReport, to_json, totals
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode

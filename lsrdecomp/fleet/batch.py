@@ -12,8 +12,9 @@ from lsrdecomp.checkpoints.files import changed_files, read_json, sha256
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
-from lsrdecomp.compression.compress import REPORT, compress
+from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.report import REPORT
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain

@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layer import layer_product
+from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.verify import verify
 

@@ -24,8 +24,7 @@ from lsrdecomp.checkpoints.packed import (
     read_packed,
 )
 from lsrdecomp.compression.candidates import Layer
-from lsrdecomp.compression.quantize import quantized_product
-from lsrdecomp.compression.water_filling import bit_ladder, spectral_code
+from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
 from lsrdecomp.targets.weighted import weighted_svd
@@ -60,7 +59,7 @@ def layers():
         "a.q": quantized_product(sides.truncate(3, 2), 4),
         "a.v": quantized_product(sides.truncate(1), 8),
         "b.none": quantized_product(sides.truncate(0), 4),
-        "c": spectral_code(layer, svd, bit_ladder(layer, *svd)[5]),
+        "c": spectral_code(layer, svd, water_fill(layer, *svd)[5]),
     }
 
 

@@ -17,10 +17,10 @@ import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer
-from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.compress import at_given_terms, compress
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layer import at_given_terms, layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.layers import layer_pair, layer_product, stored_factors
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.compression.verify import verify
@@ -252,7 +252,7 @@ def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):
 def test_zero_layers_become_zero_terms_or_nothing():
     m, n = 24, 36
     layer = Layer("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
-    ((_, best),) = at_given_terms([layer], 3, (2, 1), "float16")
+    (best,) = at_given_terms([layer], 3, (2, 1), "float16")
     assert best.candidate.squared_error == 0.0
     left, right = stored_factors(best.form)
     assert {factor.shape[0] for factor in (*left, *right)} == {1}

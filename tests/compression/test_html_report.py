@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lsrdecomp.analysis import ErrorCurve
-from lsrdecomp.compression.html_report import html_report, summary_html
+from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, totals
+from lsrdecomp.compression.result import Compression
 from lsrdecomp.compression.svg_curves import svg_curves
 from lsrdecomp.fidelity import Fidelity
 
@@ -31,6 +32,7 @@ class Source:
     format: str = "peft-lora"
     source_sha256: str = "ab" * 32
     notes: tuple[str, ...] = ("a <note>",)
+    extra_parameters: int = 770
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Record:
 
     @property
     def totals(self):
-        return totals(self.layers, 770)
+        return totals(self.layers, self.source.extra_parameters)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def test_curves_without_points_are_no_picture(curves):
 
 
 def test_the_summary_for_a_notebook_is_escaped():
-    text = summary_html(record())
+    text = Compression(record().source, record().plan, record().layers, ())._repr_html_()
     assert "my &amp; adapter" in text
     assert "4.10" in text
 

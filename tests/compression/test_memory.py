@@ -11,14 +11,11 @@ import pytest
 from checkpoint_files import directory, pair
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import layers as open_layers
-from lsrdecomp.compression import spill_cache as shelf
+from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layers import Layer, batches
+from lsrdecomp.compression.layers import Layer, Recent, SpillCache, StoredLayer, batches, pair_entries
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.compression.stored_layers import LayerCache, StoredLayer
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.targets.base import LowRank
 
@@ -58,8 +55,8 @@ def peak(adapter: Path, out: Path, plan: CompressionPlan) -> int:
     ids=["terms", "terms-int4", "rtol", "ratio"],
 )
 def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, monkeypatch, plan, share):
-    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 2 * LAYER // 8)
-    monkeypatch.setattr(shelf, "IN_MEMORY", LAYER)
+    monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 2 * LAYER // 8)
+    monkeypatch.setattr(layers_module, "IN_MEMORY", LAYER)
     for module in ("writing", "writers.lsr"):
         monkeypatch.setattr(f"lsrdecomp.checkpoints.{module}.IN_MEMORY", LAYER)
     few, many = (peak(adapters[count], tmp_path / str(count), plan) for count in (6, 24))
@@ -85,7 +82,7 @@ def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch
 def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_path, monkeypatch):
     plan = CompressionPlan(rtol=0.9, storage="int8")
     compress(open_checkpoint(adapters[6]), plan, search=SEARCH).save(tmp_path / "held")
-    monkeypatch.setattr(shelf, "IN_MEMORY", 1)
+    monkeypatch.setattr(layers_module, "IN_MEMORY", 1)
     compress(open_checkpoint(adapters[6]), plan, search=SEARCH).save(tmp_path / "spilled")
     for name in ("adapter_model.safetensors", "adapter_config.json", "compression.json"):
         assert (tmp_path / "held" / name).read_bytes() == (tmp_path / "spilled" / name).read_bytes()
@@ -96,27 +93,26 @@ def layer(name: str, size: int) -> Layer:
 
 
 def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
-    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 100)
+    monkeypatch.setattr(layers_module, "PAIR_ENTRIES", 100)
     assert batches([]) == []
     sizes = [20, 30, 60, 10, 10, 10, 10, 10, 10]  # half their numbers
     assert [part.stop for part in batches([layer("x", size) for size in sizes])] == [2, 3, 8, 9]
 
 
-def test_open_layers_are_kept_while_they_fit(monkeypatch):
-    monkeypatch.setattr(open_layers, "PAIR_ENTRIES", 40)
-    desk, read = LayerCache(), []
+def test_pairs_stay_read_while_they_fit():
+    pairs, cache, read = Recent[LowRank](40), SpillCache(), []
 
     def stored(name: str) -> StoredLayer:
-        def open_it() -> Layer:
+        def open_it() -> LowRank:
             read.append(name)
-            return layer(name, 10)
+            return layer(name, 10).pair
 
-        return StoredLayer(name, (10, 10), 1, open_it, desk, weighted=False)
+        return StoredLayer(name, (10, 10), 1, lambda: pairs.get(name, open_it, pair_entries), None, cache)
 
     a, b, c = (stored(name) for name in "abc")
-    for one in (a, b, a, c, a, b):
-        assert one.pair.shape == one.shape
-        assert one.squared_norm == pytest.approx(100.0)
+    for each in (a, b, a, c, a, b):
+        assert each.pair.shape == each.shape
+        assert each.squared_norm == pytest.approx(100.0)
     assert read == ["a", "b", "c", "b"]  # b was the one not used for longest when c came
 
 

@@ -9,21 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp.compression.budget import Budget
-from lsrdecomp.compression.candidates import Layer
-from lsrdecomp.compression.layers import make_layers
-from lsrdecomp.compression.materialize import materialize
-from lsrdecomp.compression.quantize import nearest_codes, quantize, stored_product
-from lsrdecomp.compression.search import search_layers
-from lsrdecomp.compression.spill_cache import SpillCache
-from lsrdecomp.compression.water_filling import (
+from lsrdecomp.compression.candidates import Layer, materialize, unrotated_candidates, water_filled_candidates
+from lsrdecomp.compression.layers import SpillCache
+from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.quantize import (
     GAUSSIAN,
-    bit_ladder,
+    nearest_codes,
+    quantize,
     spectral_code,
+    stored_product,
     svd_code,
-    unrotated_candidates,
-    water_filled_candidates,
+    water_fill,
 )
+from lsrdecomp.compression.search import search_layers
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.bit_packing import pack, unpack
@@ -134,10 +132,10 @@ def test_water_filling_spends_bits_where_they_count(weighted: bool, rng: np.rand
     assert sizes == sorted(sizes)
     assert errors[0] < layer.squared_norm
     assert errors[-1] < 1e-3 * layer.squared_norm
-    ladder = bit_ladder(layer, *_svd(layer))
-    assert all(sum(late) > sum(early) for early, late in pairwise(ladder))
+    filled = water_fill(layer, *_svd(layer))
+    assert all(sum(late) > sum(early) for early, late in pairwise(filled))
     if not weighted:  # equal noise in all components: more bits to larger ones
-        assert all(list(bits) == sorted(bits, reverse=True) for bits in ladder)
+        assert all(list(bits) == sorted(bits, reverse=True) for bits in filled)
 
 
 def _svd(layer: Layer) -> tuple[np.ndarray, ...]:
@@ -179,8 +177,8 @@ def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same
     rng = np.random.default_rng(5)
     sizes = 10.0 ** -np.linspace(0.0, 1.0, 8)
     pairs = {str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32))) for i in range(3)}
-    layers = make_layers(pairs)
-    budget = Budget(ratio=ratio)
+    layers = [Layer(name, pair) for name, pair in pairs.items()]
+    budget = CompressionPlan(ratio=ratio).budget(layers)
     fitted = search_layers(layers, [budget], storages=(f"int{bits}",)).fit(budget)
     plain = [svd_code(layer, (bits,) * (8 // ratio)) for layer in layers]
     lost = sum(layer.squared_error(code.dequantized()) for layer, code in zip(layers, plain, strict=True))

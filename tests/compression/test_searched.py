@@ -14,11 +14,10 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import search_steps, solve
-from lsrdecomp.compression.budget import Budget
 from lsrdecomp.compression.candidates import Lsr
-from lsrdecomp.compression.layer import stored_layers
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.progress import Counter, Step
+from lsrdecomp.compression.layers import Layer, open_layers
+from lsrdecomp.compression.plan import Budget, CompressionPlan
+from lsrdecomp.compression.progress import Step
 from lsrdecomp.compression.search import WIDENINGS, Fitted, search_layers
 from lsrdecomp.compression.search_steps import STRIDE, exchange_shapes
 from lsrdecomp.compression.search_store import SearchStore
@@ -65,13 +64,17 @@ def error(layers: Sequence[Layer], fitted: Fitted) -> float:
     return math.sqrt(sum(lost) / sum(layer.squared_norm for layer in layers))
 
 
+def smaller(layers: list[Layer], ratio: float) -> Budget:
+    return CompressionPlan(ratio=ratio).budget(layers)
+
+
 def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer]) -> None:
-    budgets = [Budget(ratio=ratio) for ratio in (20.0, 8.0)]
+    budgets = [smaller(layers, ratio) for ratio in (20.0, 8.0)]
     searched = search_layers(layers, budgets, search=QUICK)
     errors = []
     for budget in budgets:
         fitted = searched.fit(budget)
-        assert sum(one.candidate.parameters for one in fitted.chosen) <= budget.cost_limit(layers)
+        assert sum(one.candidate.parameters for one in fitted.chosen) <= budget.parameters
         measured = error(layers, fitted)
         recorded = math.sqrt(sum(one.candidate.squared_error for one in fitted.chosen))
         assert recorded == pytest.approx(measured * math.sqrt(sum(x.squared_norm for x in layers)), rel=1e-9)
@@ -82,31 +85,31 @@ def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer
 
 
 def test_a_budget_drawn_without_solving_solves_nothing(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = search_layers(layers, [Budget(ratio=12.0)], search=QUICK)
-    solved = error(layers, searched.fit(Budget(ratio=12.0)))
+    searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
+    solved = error(layers, searched.fit(smaller(layers, 12.0)))
     monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
     for ratio in (12.0, 9.0):
-        drawn = searched.fit(Budget(ratio=ratio), solve=False)
-        assert sum(one.candidate.parameters for one in drawn.chosen) <= Budget(ratio=ratio).cost_limit(layers)
+        drawn = searched.fit(smaller(layers, ratio), solve=False)
+        assert sum(one.candidate.parameters for one in drawn.chosen) <= smaller(layers, ratio).parameters
         assert error(layers, drawn) <= 1.02 * solved
 
 
 def test_prices_say_what_any_size_would_lose_and_make_nothing(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searched = search_layers(layers, [Budget(ratio=12.0)], search=QUICK)
-    drawn = {ratio: error(layers, searched.fit(Budget(ratio=ratio), solve=False)) for ratio in (12.0, 9.0)}
-    monkeypatch.setattr(searched.state, "made", lambda *_: pytest.fail("made"))
+    searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
+    drawn = {ratio: error(layers, searched.fit(smaller(layers, ratio), solve=False)) for ratio in (12.0, 9.0)}
+    monkeypatch.setattr(searched.table, "materialized", lambda *_: pytest.fail("made"))
     for ratio, measured in drawn.items():
-        assert searched.expected_error(Budget(ratio=ratio)) == pytest.approx(measured**2, rel=0.05)
+        assert searched.expected_error(smaller(layers, ratio)) == pytest.approx(measured**2, rel=0.05)
     with pytest.raises(BudgetError, match="nothing of the adapter fits"):
         searched.expected_error(Budget(parameters=1.0))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
-    searched = search_layers(layers, [Budget(ratio=3.0)], search=QUICK)
+    searched = search_layers(layers, [smaller(layers, 3.0)], search=QUICK)
     free, bound = (
-        searched.fit(Budget(ratio=3.0), allowed=allowed) for allowed in (None, lambda one: one.served_rank <= 1)
+        searched.fit(smaller(layers, 3.0), allowed=allowed) for allowed in (None, lambda one: one.served_rank <= 1)
     )
     assert max(one.candidate.served_rank for one in free.chosen) > 1
     assert max(one.candidate.served_rank for one in bound.chosen) == 1
@@ -126,7 +129,7 @@ def test_a_killed_search_goes_on_where_it_was(
             raise KeyboardInterrupt
         return counted(task)
 
-    place, budget = tmp_path / ".out.search", Budget(ratio=12.0)
+    place, budget = tmp_path / ".out.search", smaller(layers, 12.0)
     monkeypatch.setattr(solve, "solve", killed)
     with pytest.raises(KeyboardInterrupt):
         search_layers(layers, [budget], search=QUICK, resources=Resources(store=SearchStore(place))).fit(budget)
@@ -149,7 +152,7 @@ def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
 
 def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:
     steps: list[Step] = []
-    budget = Budget(ratio=12.0)
+    budget = smaller(layers, 12.0)
     search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)).fit(budget)
     stages = dict.fromkeys(step.stage for step in steps)
     assert next(iter(stages)) == "solving shapes"
@@ -180,7 +183,7 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
 
     def counted(task: solve.Task) -> list[solve.Answer]:
         if task.requests[0].starts is not None:
-            refined.append((task.effort.sweeps, task.places))
+            refined.append((task.effort.sweeps, task.indices))
         return solved(task)
 
     solved = solve.solve
@@ -190,7 +193,7 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     for nothing, goes_on in ((1e-9, True), (1e9, False)):
         monkeypatch.setattr(search_steps, "NOTHING", nothing)
         refined.clear()
-        fitted = search_layers(layers, [Budget(ratio=8.0)], search=LONG).fit(Budget(ratio=8.0))
+        fitted = search_layers(layers, [smaller(layers, 8.0)], search=LONG).fit(smaller(layers, 8.0))
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
         assert count > 0
         assert any(len(places) > 1 for _, places in refined)
@@ -242,8 +245,9 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
             return len(norms)
 
     monkeypatch.setattr(layers_module, "DENSE_ENTRIES", 1)  # one layer is open at a time
-    budgets = [Budget(ratio=ratio) for ratio in (20.0, 8.0)]
-    searched = search_layers(stored_layers(open_checkpoint(tmp_path / "lora"), Counting()), budgets, search=QUICK)
+    opened = open_layers(open_checkpoint(tmp_path / "lora"), Counting())
+    budgets = [smaller(opened, ratio) for ratio in (20.0, 8.0)]
+    searched = search_layers(opened, budgets, search=QUICK)
     assert set(reads.values()) == {1}
     for count, budget in enumerate(budgets, 1):
         searched.fit(budget)
@@ -279,11 +283,11 @@ def test_the_grid_is_coarse_and_fine() -> None:
 
 
 def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
-    searched = search_layers(layers, [Budget(ratio=6.0)], search=QUICK)
-    entries = [entry.exact for row in searched.state.table for entry in row if isinstance(entry.exact, Lsr)]
+    searched = search_layers(layers, [smaller(layers, 6.0)], search=QUICK)
+    entries = [entry.exact for row in searched.table.rows for entry in row if isinstance(entry.exact, Lsr)]
     assert {max(one.shape.inner) for one in entries} == {1}
-    fitted = searched.fit(Budget(ratio=6.0))
-    entries = [entry.exact for row in searched.state.table for entry in row if isinstance(entry.exact, Lsr)]
+    fitted = searched.fit(smaller(layers, 6.0))
+    entries = [entry.exact for row in searched.table.rows for entry in row if isinstance(entry.exact, Lsr)]
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
     assert largest <= STRIDE ** (2 * WIDENINGS) * max(one.candidate.parameters for one in fitted.chosen)
@@ -300,25 +304,25 @@ def test_neighbours_are_one_step_away() -> None:
 
 
 def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
-    searched = search_layers(layers, [Budget(ratio=4.0)], search=LONG)
-    state, shape = searched.state, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
-    state.solve(iter([state.task([0], [solve.Request(shape, ((1, 1), (2, 2)))])]), Counter(None, "", 0, ""))
+    searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
+    table, shape = searched.table, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
+    table.solve([table.task([0], [solve.Request(shape, ((1, 1), (2, 2)))])], "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
-        entries = [[entry.exact for entry in row] for row in state.table]
+        entries = [[entry.exact for entry in row] for row in table.rows]
         return [{one.ranks for one in row if isinstance(one, Lsr) and one.shape == shape} for row in entries]
 
     assert asked() == [{(1, 1), (2, 2)}, set(), set()]
-    found = [one for one in state.table[0] if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))]
-    even = next(one for one in state.table[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2))
-    left_out = state.table[2][0]
+    found = [one for one in table.rows[0] if isinstance(one.exact, Lsr) and one.exact.configuration == (shape, (2, 2))]
+    even = next(one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2))
+    left_out = table.rows[2][0]
     steps: list[Step] = []
-    state.resources = Resources(on_step=steps.append)
-    exchange_shapes(state, [found[0], even, left_out])
+    table.resources = Resources(on_step=steps.append)
+    exchange_shapes(table, [found[0], even, left_out])
     assert (2, 2) in asked()[1]
     assert asked()[2] == set()  # of no parameters, so nothing is near its size
     assert steps[-1].total > 0
-    exchange_shapes(state, [found[0], even, left_out])
+    exchange_shapes(table, [found[0], even, left_out])
     assert steps[-1].total == 0
 
 

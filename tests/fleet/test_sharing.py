@@ -16,7 +16,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.compression.shapes import Chain, shapes_like
+from lsrdecomp.compression.shapes import Request, shapes_like
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome
@@ -153,7 +153,9 @@ def test_shapes_of_each_layer_and_the_commonest_of_its_size() -> None:
     found = shapes_like({**chosen, "f": (wide, (1, 1))}, sizes)
     assert [chain.shape for chain in found["a"]] == [chain.shape for chain in found["c"]] == [even, tall]
     assert [chain.shape for chain in found["e"]] == [even, tall, rare]
-    assert found["a"][0] == Chain(even, ((1, 1), (2, 2), (3, 2), (4, 3)))  # those that were taken, and one more of each
+    assert found["a"][0] == Request(
+        even, ((1, 1), (2, 2), (3, 2), (4, 3))
+    )  # those that were taken, and one more of each
     assert [chain.shape for chain in found["f"]] == [wide]
     assert found["g"] == found["a"]  # left out, or low rank, in the other adapter
     assert found["h"] == ()

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from test_pair import CUBE, SMALL, low_rank, norms
 
-from lsrdecomp.compression.candidates import Lsr, lsr_candidate
-from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.materialize import materialize
+from lsrdecomp.compression.candidates import Lsr, lsr_candidate, materialize
+from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import nearest_codes, quantized_product, refitted_product
-from lsrdecomp.compression.spill_cache import SpillCache
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
@@ -26,7 +24,7 @@ KINDS = ("frobenius", "diagonal", "low rank", "kronecker", "dense")
 
 
 def in_int4(candidate: Lsr) -> Lsr:
-    return replace(candidate, price=replace(candidate.price, storage="int4"))
+    return replace(candidate, storage="int4")
 
 
 def norm_of(rng: np.random.Generator, shape: ProductShape, kind: str) -> NormWeights:

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file  # noqa: E402
 from lsrdecomp.calibration.examples import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
-from lsrdecomp.compression.layer import layer_product  # noqa: E402
+from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.arguments import common_arguments  # noqa: E402

@@ -29,7 +29,7 @@ from benchmarks.lab.recover_plan import STRUCTURES, lora_settings, recover_plan 
 from benchmarks.lab.suite import SuiteError, read_suite  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
-from lsrdecomp.compression.layer import layer_pair  # noqa: E402
+from lsrdecomp.compression.layers import layer_pair  # noqa: E402
 from lsrdecomp.compression.settings import Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402

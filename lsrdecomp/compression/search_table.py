@@ -1,0 +1,226 @@
+"""What a search knows: the candidates of every layer so far, and how more of them are solved for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from lsrdecomp.compression.candidates import (
+    Candidate,
+    Lsr,
+    Materialized,
+    Structure,
+    equal_bits_candidates,
+    materialize,
+    priced_as,
+    unrotated_candidates,
+    water_filled_candidates,
+)
+from lsrdecomp.compression.layers import Layer, SpillCache, batches
+from lsrdecomp.compression.plan import Budget
+from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.quantize import INTEGER_BITS
+from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.shapes import Request, parameters
+from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
+from lsrdecomp.formats.allocation import Options
+from lsrdecomp.kronecker.product import SeparatedProduct
+
+NEAR = 1.15
+"""Candidates this factor above the convex hull of a layer's errors are still tried in integers."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A candidate before rounding, its versions in the storages, and those of them whose factors were made."""
+
+    exact: Candidate
+    priced: dict[bool, list[Candidate]] = field(default_factory=dict)  # by whether errors are measured as rounded
+    made: dict[str, Materialized] = field(default_factory=dict)  # by storage
+
+    @property
+    def product(self) -> Lsr:
+        """The candidate, an LSR product."""
+        assert isinstance(self.exact, Lsr)
+        return self.exact
+
+    @property
+    def is_lsr(self) -> bool:
+        return isinstance(self.exact, Lsr)
+
+    def replace(self, exact: Candidate, **made: Materialized) -> None:
+        """Another candidate stands here now."""
+        self.exact, self.priced, self.made = exact, {}, made
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A budget, and which candidates may be taken under it."""
+
+    budget: Budget
+    allowed: Callable[[Candidate], bool] | None
+    trusted: bool = False  # whether only errors in the whole norm count
+    expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
+
+    def allows(self, candidate: Candidate) -> bool:
+        return candidate.structure == Structure.DROP or self.allowed is None or self.allowed(candidate)
+
+    def as_refined(self, candidate: Candidate) -> Candidate:
+        """The candidate at the loss that it has once it is refined."""
+        if self.expected_refinement == 1.0 or not isinstance(candidate, Lsr) or candidate.refined:
+            return candidate
+        return replace(candidate, squared_error=candidate.squared_error * self.expected_refinement)
+
+
+class SearchTable:
+    """The candidates of all layers, in rows that only grow.
+
+    Attributes
+    ----------
+    rows : list of list of Entry
+        By layer.
+    whole_norm : list of bool
+        By layer, whether errors in the table are those of the whole norm, not of its leading coordinates.
+    tried : set
+        Shapes that were tried on a few layers of a size.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
+    ) -> None:
+        self.layers, self.search, self.storages, self.cache = layers, search, tuple(storages), cache
+        self.resources = resources
+        self.rows: list[list[Entry]] = [[] for _ in layers]
+        self.whole_norm = [True] * len(layers)
+        self.tried: set[tuple[object, ...]] = set()
+        self._coded: dict[tuple[int, bool], list[Entry]] = {}  # low rank in few bits, where integers are asked for
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the LoRA."""
+        return sum(layer.parameters for layer in self.layers)
+
+    def products(self, i: int) -> list[Lsr]:
+        """The LSR products in the row of a layer."""
+        return [entry.exact for entry in self.rows[i] if isinstance(entry.exact, Lsr)]
+
+    # -- what a budget can take ----------------------------------------------------------------------------------------
+
+    def candidates(self, i: int, draw: Draw) -> Iterator[tuple[Entry, Candidate]]:
+        """Candidates of a layer in their storages, those that a draw may take and no cheaper one beats."""
+        integers = any(storage in INTEGER_BITS for storage in self.storages)
+        measured = draw.budget.bounds_error
+        for entry in self._worth_trying(i, draw, near_hull=integers):
+            if measured not in entry.priced:
+                entry.priced[measured] = [
+                    priced_as(self.layers[i], entry.exact, storage, measured=measured)
+                    for storage in self.storages
+                    if storage not in INTEGER_BITS or entry.exact.structure in (Structure.LSR, Structure.DROP)
+                ]
+            for candidate in entry.priced[measured]:
+                if draw.allows(candidate):
+                    yield entry, draw.as_refined(candidate)
+        if integers:
+            coded = self._coded_low_rank(i, draw.budget.counts_bytes)
+            yield from ((entry, entry.exact) for entry in coded if draw.allows(entry.exact))
+
+    def _worth_trying(self, i: int, draw: Draw, near_hull: bool) -> list[Entry]:
+        """A row without products that a cheaper one beats; for integers only those near the hull."""
+        # Losses are those that a draw expects, so that products that were refined compete with those that were not.
+        losses = [(draw.as_refined(entry.exact).squared_error, entry) for entry in self.rows[i]]
+        products = sorted(
+            ((entry.exact.parameters, loss, entry) for loss, entry in losses if entry.is_lsr), key=lambda row: row[:2]
+        )
+        falling: list[Entry] = []
+        least = math.inf
+        for _, loss, entry in products:
+            if loss < least:
+                falling.append(entry)
+                least = loss
+        if near_hull and falling:
+            sizes, errors = [e.exact.parameters for e in falling], [e.exact.squared_error for e in falling]
+            corners = Options.of(sizes, errors).hull()
+            limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
+            falling = [e for e, limit in zip(falling, limits, strict=True) if e.exact.squared_error <= limit]
+        if draw.trusted and not self.whole_norm[i]:
+            falling = [entry for entry in falling if entry.product.refined]
+        return [*(entry for entry in self.rows[i] if not entry.is_lsr), *falling]
+
+    def _coded_low_rank(self, i: int, counts_bytes: bool) -> list[Entry]:
+        """Low rank in integers: bits spread over the components where they cost something, else as fine as allowed."""
+        if (i, counts_bytes) not in self._coded:
+            layer, most = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
+            spread = water_filled_candidates(layer) if counts_bytes else equal_bits_candidates(layer, most)
+            coded = [*spread, *unrotated_candidates(layer)]
+            self._coded[i, counts_bytes] = [Entry(candidate) for candidate in coded if max(candidate.bits) <= most]
+        return self._coded[i, counts_bytes]
+
+    def materialized(self, i: int, entry: Entry, candidate: Candidate) -> Materialized:
+        """The factors of a candidate of a layer in its storage, made and measured once."""
+        if candidate.storage not in entry.made:
+            entry.made[candidate.storage] = materialize(self.layers[i], candidate, self.cache)
+        return entry.made[candidate.storage]
+
+    # -- solving -------------------------------------------------------------------------------------------------------
+
+    def parts(self, indices: Sequence[int]) -> list[list[int]]:
+        """Layers of one kind in runs that fit in memory together, those that need as many coordinates side by side."""
+        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries)
+        return [ordered[part] for part in batches([self.layers[i] for i in ordered], leading=True)]
+
+    def task(self, indices: Sequence[int], requests: Sequence[Request], effort: Effort | None = None) -> Task:
+        """Requests for layers that fit in memory together; targets and norms are read when the task is run."""
+        return Task(tuple(indices), (), None, requests, effort or Effort(device=self.resources.device))
+
+    def tasks(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Task]:
+        """The same requests for any number of layers of one kind."""
+        return [self.task(part, requests) for part in self.parts(indices)] if requests else []
+
+    def solve(self, tasks: Sequence[Task], stage: str) -> None:
+        """Candidates of all tasks into the table, counted as a stage of the run."""
+        for task, answers in self.answers(tasks, self.counter(tasks, stage)):
+            self.add(task, answers)
+
+    def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
+        """Counts the layers and shapes of tasks."""
+        return Counter(self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes")
+
+    def answers(self, tasks: Sequence[Task], counter: Counter) -> Iterator[tuple[Task, list[Answer]]]:
+        """Answers to tasks as they come, counted."""
+
+        def done(task: Task) -> None:
+            counter.add(task.size)
+
+        loaded = (self._loaded(task) for task in tasks)
+        workers, store = self.resources.workers, self.resources.store
+        yield from run(loaded, workers=workers, pool=self._pool, store=store, on_done=done)
+
+    @cached_property
+    def _pool(self) -> Any:
+        return worker_pool(self.resources.workers)
+
+    def _loaded(self, task: Task) -> Task:
+        layers = [self.layers[i] for i in task.indices]
+        norms = [layer.leading for layer in layers if not layer.is_frobenius]
+        return replace(task, targets=[layer.pair for layer in layers], weights=norms or None)
+
+    def add(self, task: Task, answers: Sequence[Answer]) -> None:
+        """Candidates of the layers of a task, but those that one of no more parameters beats."""
+        for answer in answers:
+            for position, (i, error) in enumerate(zip(task.indices, answer.errors.tolist(), strict=True)):
+                ranks = answer.ranks_of(position)
+                size, loss = parameters((answer.shape, ranks)), error**2
+                if not any(p.parameters <= size and p.squared_error <= loss for p in self.products(i)):
+                    product = partial(_made, self.cache.put(answer.factors_of(position)))
+                    lsr = Lsr(parameters=size, squared_error=loss, shape=answer.shape, ranks=ranks, product=product)
+                    self.rows[i].append(Entry(lsr))
+
+
+def _made(factors: Callable[[], Factors]) -> SeparatedProduct:
+    """Most of what is solved is never chosen: products are made of those that are."""
+    return product_of(factors())
