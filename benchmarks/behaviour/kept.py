@@ -43,9 +43,8 @@ from lsrdecomp.compression.settings import Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator
-from lsrdecomp.training.dataset import read_dataset
+from lsrdecomp.training.dataset import judge, read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores
-from lsrdecomp.training.scoring import judge
 from lsrdecomp.training.tasks import TASKS
 
 SUITE = Path(__file__).parents[1] / "experiments" / "recover-minilm.toml"

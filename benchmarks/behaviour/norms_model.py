@@ -18,7 +18,7 @@ import torch
 from sklearn.linear_model import LogisticRegressionCV
 from transformers import AutoModel, AutoTokenizer
 
-from lsrdecomp.calibration.examples import Example
+from lsrdecomp.calibration.dataset import Example
 from lsrdecomp.training.tasks import TASKS
 
 FIRST_LAYER = 3  # adapters sit on layers 3, 4 and 5 of 6

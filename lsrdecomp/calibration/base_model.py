@@ -22,8 +22,15 @@ from transformers import (
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
 from lsrdecomp.calibration.bases import find_base, first_line, open_tokenizer
-from lsrdecomp.calibration.dataset import ANSWERS, TEXT_LENGTH, DataError, PromptExample, token_batches, tokenize
-from lsrdecomp.calibration.examples import Example
+from lsrdecomp.calibration.dataset import (
+    ANSWERS,
+    TEXT_LENGTH,
+    DataError,
+    Example,
+    PromptExample,
+    token_batches,
+    tokenize,
+)
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import IGNORED, CalibrationError
 from lsrdecomp.checkpoints.files import read_text_lines, sha256

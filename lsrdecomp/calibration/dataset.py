@@ -46,6 +46,21 @@ class DataError(LsrError, ValueError):
     """A line of a data file cannot be used; the message names file and line, and what would do."""
 
 
+Choices = tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of a task.
+
+    ``choices`` holds what the model reads: one ``(text, second text or None)`` for a classification, one per answer
+    for a multiple choice. ``label`` is an index into the task's labels (or choices), a score for a regression.
+    """
+
+    choices: Choices
+    label: float
+
+
 @dataclass(frozen=True, slots=True)
 class PromptExample:
     """One line: alternately what is given and what is to follow, or a conversation that a template has yet to write.

@@ -69,7 +69,7 @@ def finetune(
             run_settings,
             out,
             resume=not fresh,
-            on_step=lambda now: show(Step("training", now.step, now.steps, "steps")),
+            on_step=lambda step, steps: show(Step("training", step, steps, "steps")),
         )
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks

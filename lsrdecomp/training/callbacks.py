@@ -6,14 +6,18 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from transformers import TrainerCallback
 
+from lsrdecomp.adapters.factors import KroneckerFactors
 from lsrdecomp.checkpoints.writing import new_file
-from lsrdecomp.training.spectra import layer_figures
 
 
 class Progress(TrainerCallback):
@@ -86,7 +90,7 @@ class LayerLog(TrainerCallback):
     Parameters
     ----------
     file : Path
-        One line per step and layer: ``step`` beside what `lsrdecomp.training.spectra.layer_figures` gives.
+        One line per step and layer: ``step`` beside what `layer_figures` gives.
     """
 
     def __init__(self, file: Path) -> None:
@@ -96,15 +100,15 @@ class LayerLog(TrainerCallback):
         """Forget what was logged after a checkpoint, and a line that a kill cut short."""
         if not self.file.exists():
             return
-        kept = []
+        lines = []
         for line in self.file.read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
-                    kept.append(line)
+                    lines.append(line)
             except ValueError:
                 continue
         with new_file(self.file, force=True) as part:
-            part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step == 0:
@@ -122,3 +126,66 @@ class LayerLog(TrainerCallback):
             return
         with self.file.open("a", encoding="utf-8") as log:
             log.write("".join(f"{line}\n" for line in lines))
+
+
+@torch.no_grad()
+def layer_figures(model: nn.Module, adapter: str = "default") -> Iterator[dict[str, Any]]:
+    """One record per adapted layer: ``layer``, ``norm`` = ‖ΔW‖_F and, of each sum of Kronecker products in it, the
+    ``weights`` λ_k in descending order and the ``condition`` γ = ‖λ‖₂ / ‖sum‖_F (None while the sum is zero).
+
+    Costs one product of the formed pair per layer; ΔW itself is formed only for kinds that offer nothing smaller. Where
+    parameters are sharded over processes (FSDP2), every process has to make this call: a layer's are gathered in turn.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module) and adapter in _adapters(module):
+            with _gathered(module):
+                sums = {
+                    part.removesuffix(f".{adapter}"): _sum_figures(child)
+                    for part, child in module.named_modules()
+                    if isinstance(child, KroneckerFactors) and part.endswith(f".{adapter}")
+                }
+                norm = _norm(module, adapter)
+            yield {"layer": name.removeprefix("base_model.model."), "norm": norm, **sums}
+
+
+@contextmanager
+def _gathered(layer: nn.Module) -> Iterator[None]:
+    """While open, a layer holds its adapters' sharded parameters whole; its base layer stays as it is."""
+    sharded = [
+        (module._parameters, name, parameter)
+        for part, module in layer.named_modules()
+        if part.split(".")[0] != "base_layer"
+        for name, parameter in module._parameters.items()
+        if hasattr(parameter, "full_tensor")
+    ]
+    try:
+        for parameters, name, parameter in sharded:
+            parameters[name] = nn.Parameter(parameter.full_tensor(), requires_grad=False)
+        yield
+    finally:
+        for parameters, name, parameter in sharded:
+            parameters[name] = parameter
+
+
+def _adapters(module: Any) -> set[str]:
+    return {name for part in module.adapter_layer_names for name in getattr(module, part, {})}
+
+
+def _norm(module: Any, adapter: str) -> float:
+    pair = getattr(module, "pair", None)
+    if pair is not None:
+        left, right = pair(adapter)
+        # ‖BA‖² = ⟨BᵀB, AAᵀ⟩ needs no m × n array, and neither Gram matrix is large.
+        return math.sqrt(max(0.0, float(((left.T @ left).double() * (right @ right.T).double()).sum())))
+    return float(torch.linalg.vector_norm(module.get_delta_weight(adapter).double()))
+
+
+def _sum_figures(sums: KroneckerFactors) -> dict[str, Any]:
+    norms = [torch.linalg.vector_norm(factor.double(), dim=(1, 2)) for factor in sums.factors]
+    weights = torch.stack(norms).prod(0)  # (s,)
+    size = float(torch.linalg.matrix_norm(sums.matrix().double()))
+    together = float(torch.linalg.vector_norm(weights))
+    return {
+        "weights": sorted(weights.tolist(), reverse=True),
+        "condition": together / size if size > 0.0 else None,
+    }

@@ -1,28 +1,27 @@
-"""What a run reads: the place of its base, its examples, and how they become batches and scores."""
+"""What a run reads: where its base is, the examples of its task, and how they become batches and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from scipy.special import log_softmax
+from torch import Tensor
 from transformers import Trainer
 
 from lsrdecomp.calibration.base_model import Base, batches, task_texts
-from lsrdecomp.calibration.bases import find_base, open_tokenizer
-from lsrdecomp.calibration.dataset import token_batches
-from lsrdecomp.calibration.examples import Example
+from lsrdecomp.calibration.bases import find_base
+from lsrdecomp.calibration.dataset import Example
 from lsrdecomp.training.embedded import embedded
-from lsrdecomp.training.encoding import Collator, choices, length, split, subsample
-from lsrdecomp.training.language import LanguageData, TokenCollator, judge_language, read_language_data, samples
+from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
-from lsrdecomp.training.scoring import judge
-from lsrdecomp.training.settings import EMBEDDED, JSONL, FinetuneSettings
+from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS, Task
 
-Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
+SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 
 
 class Dataset(Protocol):
@@ -31,9 +30,9 @@ class Dataset(Protocol):
     @property
     def base(self) -> str: ...
     @property
-    def train(self) -> Sequence[Any]: ...
+    def train(self) -> Any: ...
     @property
-    def validation(self) -> Sequence[Any]: ...
+    def validation(self) -> Any: ...
     @property
     def lengths(self) -> list[int]:
         """Of the training examples, to sort by."""
@@ -51,7 +50,7 @@ class Dataset(Protocol):
         """Metrics of always giving the commonest answer."""
         ...
 
-    def collator(self, tokenizer: Any) -> Collate: ...
+    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]: ...
     def judge_dev(self, trainer: Trainer) -> Scores: ...
     def judge_validation(self, trainer: Trainer) -> Scores | None: ...
     def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
@@ -90,7 +89,7 @@ class TaskDataset:
     def baseline(self) -> dict[str, float]:
         return self.task.baseline(self.dev)
 
-    def collator(self, tokenizer: Any) -> Collate:
+    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
         return Collator(tokenizer, self.settings.max_length, regression=self.regression)
 
     def judge_dev(self, trainer: Trainer) -> Scores:
@@ -110,77 +109,34 @@ class TaskDataset:
         return judge(self.task, np.asarray(answered.predictions), np.asarray(answered.label_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageDataset:
-    """Prompts and completions of a language model, as tokens."""
+def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
+    """Scores of a model's outputs.
 
-    settings: FinetuneSettings
-    tokenizer: Any
-    base: str
-    data: LanguageData
+    Parameters
+    ----------
+    task : Task
+    outputs : ndarray, shape (examples, classes or choices), or (examples, 1) for a regression
+    labels : ndarray, shape (examples,)
 
-    @property
-    def train(self) -> Sequence[Any]:
-        return self.data.train
-
-    @property
-    def validation(self) -> Sequence[Any]:
-        return self.data.validation
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.data.train]
-
-    @property
-    def outputs(self) -> None:
-        return None
-
-    @property
-    def regression(self) -> bool:
-        return False
-
-    @property
-    def baseline(self) -> dict[str, float]:
-        return {}
-
-    def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        return token_batches(self.data.train, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
-
-    def collator(self, tokenizer: Any) -> Collate:
-        return TokenCollator(tokenizer.pad_token_id)
-
-    def judge_dev(self, trainer: Trainer) -> Scores:
-        settings, model = self.settings, cast(nn.Module, trainer.model)
-        return judge_language(
-            model,
-            self.tokenizer,
-            self.data,
-            metric=settings.metric,
-            new_tokens=settings.new_tokens,
-            autocast=settings.precision != "float32",
-        )
-
-    def judge_validation(self, trainer: Trainer) -> Scores | None:
-        if not self.validation:
-            return None
-        loss = trainer.evaluate()["eval_loss"]
-        return Scores({}, None, float(loss) if np.isfinite(loss) else None, len(self.validation))
-
-    def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
-        settings = self.settings
-        if not settings.samples:
-            return ()
-        autocast = settings.precision != "float32"
-        return tuple(
-            samples(
-                trainer.model,
-                self.tokenizer,
-                self.data,
-                settings.samples,
-                new_tokens=settings.new_tokens,
-                autocast=autocast,
-            )
-        )
+    Returns
+    -------
+    Scores
+        With a loss of None where the outputs are not finite; such answers count as class 0, or score 0.
+    """
+    outputs = np.asarray(outputs, dtype=np.float64)
+    labels = np.asarray(labels)
+    finite = bool(np.isfinite(outputs).all())
+    outputs = np.nan_to_num(outputs, nan=0.0, posinf=0.0, neginf=0.0)
+    if task.regression:
+        answers = outputs[:, 0]
+        loss = float(np.mean((answers - labels) ** 2))
+        accuracy = None
+    else:
+        answers = outputs.argmax(-1)
+        # log_loss of scikit-learn cuts probabilities off at 2⁻⁵²; a sure and wrong answer costs more than that.
+        loss = float(-log_softmax(outputs, axis=-1)[np.arange(len(labels)), labels.astype(int)].mean())
+        accuracy = float(np.mean(answers == labels))
+    return Scores(task.score(labels, answers), accuracy, loss if finite else None, len(labels))
 
 
 def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
@@ -193,12 +149,11 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     SettingsError
         If the validation split would leave nothing.
     """
-    if settings.task == JSONL:
-        tokenizer = open_tokenizer(settings.model)
-        return LanguageDataset(settings, tokenizer, find_base(settings.model), read_language_data(settings, tokenizer))
+    if settings.is_language:
+        return read_language(settings)
     task = TASKS[settings.task]
     task.check_libraries()
-    own = embedded() if EMBEDDED in (settings.model, settings.task) and _needs_own(settings) else None
+    own = embedded() if settings.model == EMBEDDED or (settings.task == EMBEDDED and settings.data is None) else None
     base = str(own.model) if own is not None and settings.model == EMBEDDED else find_base(settings.model)
     data = settings.data if settings.data is not None or own is None else str(own.data)
     assert data is not None
@@ -210,5 +165,74 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
 
 
-def _needs_own(settings: FinetuneSettings) -> bool:
-    return settings.model == EMBEDDED or settings.data is None
+def subsample(examples: Sequence[Example], count: int | None) -> list[Example]:
+    """At most ``count`` examples, always the same ones."""
+    if count is None or count >= len(examples):
+        return list(examples)
+    chosen = np.random.default_rng(SPLIT_SEED).permutation(len(examples))[:count]
+    return [examples[i] for i in np.sort(chosen)]
+
+
+def split(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """Examples to train on and a ``share`` of them apart, always the same ones.
+
+    Raises
+    ------
+    SettingsError
+        If one of the two would be empty.
+    """
+    count = round(share * len(examples))
+    if not 0 < count < len(examples):
+        raise SettingsError(f"validation = {share} of {len(examples)} training examples leaves {count} of them apart")
+    order = np.random.default_rng(SPLIT_SEED + 1).permutation(len(examples))
+    return [examples[i] for i in order[count:]], [examples[i] for i in order[:count]]
+
+
+def length(example: Example) -> int:
+    """Characters of the longest choice: near enough to its tokens to sort by, and free."""
+    return max(len(first) + len(second or "") for first, second in example.choices)
+
+
+def choices(examples: Sequence[Example]) -> int:
+    """How many rows each example has: 1 for a classification.
+
+    Raises
+    ------
+    SettingsError
+        If examples differ in it.
+    """
+    counts = {len(example.choices) for example in examples}
+    if len(counts) != 1:
+        raise SettingsError(f"examples of one task must have equally many choices, got {sorted(counts)}")
+    return counts.pop()
+
+
+class Collator:
+    """Examples as a classifier reads them: one row per choice, ``labels`` one per example.
+
+    Parameters
+    ----------
+    tokenizer
+        Of the base.
+    max_length : int
+        Tokens of a row; longer ones are cut, and what the base cannot read in any case.
+    regression : bool
+        Whether labels are scores, float32, and not classes, int64.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, *, regression: bool) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = min(max_length, tokenizer.model_max_length)
+        self.regression = regression
+
+    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        rows = [choice for example in examples for choice in example.choices]
+        first, second = [row[0] for row in rows], [row[1] for row in rows]
+        pairs = None if any(text is None for text in second) else second
+        read = self.tokenizer(
+            first, pairs, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
+        )
+        labels = torch.tensor(
+            [example.label for example in examples], dtype=torch.float32 if self.regression else torch.int64
+        )
+        return {**read, "labels": labels}

@@ -10,8 +10,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,51 +35,50 @@ STEPS, BATCH, RATE = 400, 64, 2e-3
 SEED = 20260101
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a base and a task's files are."""
+class Embedded(NamedTuple):
+    """Where a base and its task's files are."""
 
     model: Path
     data: Path
 
 
-def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Place:
+def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Embedded:
     """Where the embedded base and its task are; they are made first if they are not there.
 
     Parameters
     ----------
     directory : path, optional
-        A place of its own, instead of the cache.
+        A directory of its own, instead of the cache.
     steps : int
         Of pretraining; 30 ms each.
     """
     directory = Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
-    place = Place(directory / "model", directory / EMBEDDED)
+    paths = Embedded(directory / "model", directory / EMBEDDED)
     if directory.exists():
-        return place
+        return paths
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.partial")
     try:
-        _make(Place(part / "model", part / EMBEDDED), steps)
+        _make(Embedded(part / "model", part / EMBEDDED), steps)
         if not directory.exists():  # another process may have been faster
             os.replace(part, directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return place
+    return paths
 
 
-def _make(place: Place, steps: int) -> None:
+def _make(paths: Embedded, steps: int) -> None:
     pictures, labels = _digits()
-    _write_tokenizer(place.model)
-    _pretrain(pictures[:PRETRAINED_ON], labels[:PRETRAINED_ON], steps).save_pretrained(place.model)
+    _write_tokenizer(paths.model)
+    _pretrain(pictures[:PRETRAINED_ON], labels[:PRETRAINED_ON], steps).save_pretrained(paths.model)
     turned = np.rot90(pictures, axes=(1, 2))
-    place.data.mkdir()
+    paths.data.mkdir()
     task = TASKS[EMBEDDED]
     for split, rows in (("train", slice(PRETRAINED_ON, -DEV)), ("dev", slice(-DEV, None))):
         lines = [
             f"{' '.join(map(str, p.ravel()))}\t{label}" for p, label in zip(turned[rows], labels[rows], strict=True)
         ]
-        task.file(place.data, split).write_text("\n".join(["pixels\tlabel", *lines, ""]), encoding="utf-8")
+        task.file(paths.data, split).write_text("\n".join(["pixels\tlabel", *lines, ""]), encoding="utf-8")
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:

@@ -6,37 +6,35 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from accelerate import PartialState
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.training.arguments import CHECKPOINTS, check_sharding, common_arguments, training_arguments
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
-from lsrdecomp.training.encoding import WholeBatches
-from lsrdecomp.training.model import LoadedModel, counts, open_model, written_bytes
+from lsrdecomp.training.model import LoadedModel, counts, needs_checkpointing, open_model, written_bytes
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
-from lsrdecomp.training.scoring import peak_bytes, reset_peak
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
-from lsrdecomp.training.trainer import AdapterTrainer, trainer_of
+from lsrdecomp.training.trainer import (
+    CHECKPOINTS,
+    TaskTrainer,
+    TextTrainer,
+    WholeBatches,
+    check_sharding,
+    judging_arguments,
+    training_arguments,
+)
 
 SETTINGS, CLOCK = "settings.json", "clock.json"
-STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
+TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
 DEFAULT_EPOCHS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """How far a run is, given to ``on_step`` after every step."""
-
-    step: int
-    steps: int
 
 
 def finetune(
@@ -44,7 +42,7 @@ def finetune(
     out: str | Path,
     *,
     resume: bool = True,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> Record:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
@@ -60,7 +58,7 @@ def finetune(
     resume : bool
         False: an interrupted run to the same place is thrown away.
     on_step : callable, optional
-        Called with a `Step` after every step.
+        Called with the number of the step and of all steps, after every step.
 
     Returns
     -------
@@ -86,12 +84,19 @@ def finetune(
     state = PartialState(cpu=settings.device == "cpu")
     with state.local_main_process_first():
         dataset = read_dataset(settings)
-    if settings.batch % state.num_processes:
-        raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes")
+    settings, wanted = _settled(settings), settings
+    parts = state.num_processes * settings.accumulate
+    if settings.batch % parts:
+        pieces = f" in {settings.accumulate} pieces each" if settings.accumulate > 1 else ""
+        raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes{pieces}")
     model = open_model(settings, dataset.base, dataset.outputs)
+    if settings.gradient_checkpointing is None:
+        tokens = max(dataset.lengths) if settings.is_language else settings.max_length
+        again = needs_checkpointing(model.model, tokens * settings.batch // parts)
+        settings = settings.replace(gradient_checkpointing=again)
     run = out.absolute().with_name(f".{out.absolute().name}.run")
     if state.is_main_process:
-        _enter(run, settings, resume)
+        _enter(run, wanted, resume)
     state.wait_for_everyone()
     try:
         record = _train(settings, dataset, model, run, on_step)
@@ -112,18 +117,35 @@ def finetune(
 def evaluate(settings: FinetuneSettings) -> Scores:
     """Answers on dev of the adapter directory ``settings.init``, or of the bare start, judged without training.
 
+    Parameters
+    ----------
+    settings : FinetuneSettings
+        Of a run; what is about training does not matter.
+
+    Returns
+    -------
+    Scores
+
     Raises
     ------
     SettingsError, TaskError, CheckpointError
         As `finetune` does.
     """
-    dataset = read_dataset(settings)
+    settings, dataset = _settled(settings), read_dataset(settings)
     model = open_model(settings, dataset.base, dataset.outputs)
-    with TemporaryDirectory() as place:
-        args = TrainingArguments(**common_arguments(settings, Path(place)))
-        trainer = trainer_of(dataset)(model, settings, args, dataset=dataset, callbacks=[])
+    with TemporaryDirectory() as directory:
+        trainer_class = TextTrainer if settings.is_language else TaskTrainer
+        trainer = trainer_class(model, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
         trainer.remove_callback(PrinterCallback)
         return dataset.judge_dev(trainer)
+
+
+def _settled(settings: FinetuneSettings) -> FinetuneSettings:
+    """With the precision that ``auto`` stands for here: bfloat16 on a GPU that has it."""
+    if settings.precision != "auto":
+        return settings
+    on_gpu = settings.device != "cpu" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+    return settings.replace(precision="bfloat16" if on_gpu else "float32")
 
 
 def _enter(run: Path, settings: FinetuneSettings, resume: bool) -> None:
@@ -146,7 +168,7 @@ def _enter(run: Path, settings: FinetuneSettings, resume: bool) -> None:
 
 def _whole(checkpoint: Path) -> bool:
     try:
-        return "global_step" in json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        return "global_step" in json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
 
@@ -156,7 +178,7 @@ def _train(
     dataset: Dataset,
     model: LoadedModel,
     run: Path,
-    on_step: Callable[[Step], None] | None,
+    on_step: Callable[[int, int], None] | None,
 ) -> Record:
     sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
@@ -165,21 +187,13 @@ def _train(
     callbacks: list[TrainerCallback] = [layers] if settings.log_every else []
     callbacks += [clock, StopWhenLost()]  # the clock after what takes time
     if on_step is not None:
-        callbacks.append(Progress(lambda step, steps: on_step(Step(step, steps))))
+        callbacks.append(Progress(on_step))
     if settings.patience is not None:
         callbacks.append(EarlyStoppingCallback(settings.patience))
     adapter_parameters, head_parameters = counts(model)
     try:
-        trainer: AdapterTrainer = trainer_of(dataset)(
-            model,
-            settings,
-            args,
-            dataset=dataset,
-            sampler=sampler,
-            callbacks=callbacks,
-            train_dataset=dataset.train,
-            eval_dataset=dataset.validation or None,
-        )
+        trainer_class = TextTrainer if settings.is_language else TaskTrainer
+        trainer = trainer_class(model, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
     except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
         raise SettingsError(str(error)) from error
     if trainer.is_fsdp_enabled:
@@ -193,11 +207,12 @@ def _train(
         if trainer.is_world_process_zero():
             layers.resume(step)
     set_seed(settings.seed)  # what was judged before must not move the dropout
-    reset_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    peak = peak_bytes()
+    peak = _peak_bytes()
     dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
-    said = dataset.samples(trainer)
+    samples = dataset.samples(trainer)
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
         model.model.save_pretrained(str(run / ADAPTER), state_dict=whole)
@@ -229,5 +244,17 @@ def _train(
         processes=trainer.args.world_size,
         versions=versions(),
         commit=commit(),
-        samples=said,
+        samples=samples,
     )
+
+
+def _peak_bytes() -> int | None:
+    """Most bytes in use: tensors on the accelerator while it trained, else the process since it started."""
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,4 +1,4 @@
-"""Language models: examples as JSON lines, the loss of a completion token, and answers judged by what they say.
+"""Language models: examples as JSON lines, and answers judged by what they say.
 
 An answer is right when greedy decoding would give the completion word for word. That needs no decoding: it does so if
 and only if, given the true completion so far, every next token is the likeliest one. BLEU and chrF do decode.
@@ -7,18 +7,24 @@ and only if, given the true completion so far, every next token is the likeliest
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from datasets import Dataset as Table
 from torch import Tensor, nn
+from transformers import Trainer
+from trl.data_utils import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from lsrdecomp.calibration.answers import Answers, ask
+from lsrdecomp.calibration.answers import ask
 from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
     ANSWER_MASK,
     PromptExample,
@@ -41,17 +47,75 @@ HELD_OUT = 0.1  # of the file, where no other file is given
 MOST_HELD_OUT = 200
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageData:
-    """What a run on JSON lines reads; rows are the examples as tokens, in the same order."""
+@dataclass(frozen=True)
+class LanguageDataset:
+    """Prompts and completions of a language model; rows are the examples as tokens, in the same order."""
 
-    train: list[Tokens]
-    validation: list[Tokens]
+    settings: FinetuneSettings
+    tokenizer: Any
+    base: str
+    rows: list[Tokens]
+    validation_rows: list[Tokens]
     dev: list[PromptExample]
     dev_rows: list[Tokens]
 
+    outputs = None
+    regression = False
 
-def read_language_data(settings: FinetuneSettings, tokenizer: Any) -> LanguageData:
+    @property
+    def baseline(self) -> dict[str, float]:
+        return {}
+
+    @cached_property
+    def train(self) -> Any:
+        """The rows as TRL reads them; with ``packing``, several in one as far as ``max_length`` goes."""
+        table = _table(self.rows)
+        return pack_dataset(table, self.settings.max_length) if self.settings.packing else table
+
+    @cached_property
+    def validation(self) -> Any:
+        return _table(self.validation_rows) if self.validation_rows else None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(ids) for ids in self.train["input_ids"]]
+
+    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
+        return cast(
+            Callable[[Sequence[Any]], dict[str, Tensor]],
+            DataCollatorForLanguageModeling(tokenizer.pad_token_id, padding_free=self.settings.packing),
+        )
+
+    def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        return token_batches(self.rows, size=size, seed=seed, pad=base.tokenizer.pad_token_id)
+
+    def judge_dev(self, trainer: Trainer) -> Scores:
+        return judge_language(cast(nn.Module, trainer.model), self)
+
+    def judge_validation(self, trainer: Trainer) -> Scores | None:
+        if self.validation is None:
+            return None
+        loss = trainer.evaluate()["eval_loss"]
+        return Scores({}, None, float(loss) if np.isfinite(loss) else None, len(self.validation))
+
+    def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
+        """The first held-out examples, and what the base and the adapted model say to them."""
+        model: Any = trainer.model
+        chosen = self.dev[: self.settings.samples]
+        prompts = [prompt_text(example, self.tokenizer) for example in chosen]
+        adapted = self.generate(model, prompts)
+        with model.disable_adapter():
+            base = self.generate(model, prompts)
+        completions = [completion_text(example).strip() for example in chosen]
+        return tuple(map(Sample, prompts, completions, base, adapted))
+
+    def generate(self, model: Any, prompts: Sequence[str]) -> list[str]:
+        """`generate` with the settings of the run."""
+        tokens, autocast = self.settings.new_tokens, self.settings.precision != "float32"
+        return generate(model, self.tokenizer, prompts, new_tokens=tokens, autocast=autocast)
+
+
+def read_language(settings: FinetuneSettings) -> LanguageDataset:
     """The examples of a run: those of ``data``, and those of ``dev_data`` or a split of ``data`` to judge by.
 
     Raises
@@ -63,7 +127,7 @@ def read_language_data(settings: FinetuneSettings, tokenizer: Any) -> LanguageDa
     """
     check_metric(settings.metric)
     assert settings.data is not None
-    train = read_jsonl(settings.data)
+    tokenizer, train = open_tokenizer(settings.model), read_jsonl(settings.data)
     if settings.dev_data is not None:
         dev = read_jsonl(settings.dev_data)
     else:
@@ -76,39 +140,28 @@ def read_language_data(settings: FinetuneSettings, tokenizer: Any) -> LanguageDa
     if settings.dev_examples is not None and settings.dev_examples < len(dev):
         dev = hold_out(dev, settings.dev_examples, seed=settings.split_seed)[1]
 
-    def rows(examples: Sequence[PromptExample]) -> list[Tokens]:
+    def tokens(examples: Sequence[PromptExample]) -> list[Tokens]:
         length, cut = settings.max_length, settings.truncate
         return tokenize(examples, tokenizer, max_length=length, answers=settings.answers, truncate=cut)
 
-    used = rows(train)
     validation: list[Tokens] = []
+    rows = tokens(train)
     if settings.patience is not None:
-        used, validation = hold_out(used, round(settings.validation * len(used)), seed=settings.split_seed)
+        rows, validation = hold_out(rows, round(settings.validation * len(rows)), seed=settings.split_seed)
         if not validation:
             raise SettingsError(
                 f"validation = {settings.validation} of {len(train)} examples leaves none of them apart"
             )
-    return LanguageData(used, validation, dev, rows(dev))
+    return LanguageDataset(settings, tokenizer, find_base(settings.model), rows, validation, dev, tokens(dev))
 
 
-class TokenCollator:
-    """Rows of tokens as one batch; ``labels`` are the tokens that count, -100 elsewhere."""
-
-    def __init__(self, pad: int) -> None:
-        self.pad = pad
-
-    def __call__(self, rows: Sequence[Tokens]) -> dict[str, Tensor]:
-        (batch,) = token_batches(rows, size=len(rows), seed=None, pad=self.pad)
-        labels = batch["input_ids"].masked_fill(batch.pop(ANSWER_MASK) == 0, IGNORED)
-        return {**batch, "labels": labels}
-
-
-def asked(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Answers, Tensor]:
-    """Logits of the tokens that count, (answers, vocabulary), and those tokens; only they reach the output layer."""
-    labels = inputs["labels"]
-    batch = {name: inputs[name] for name in ("input_ids", "attention_mask")} | {ANSWER_MASK: (labels != IGNORED).long()}
-    wanted = labels[:, 1:]
-    return ask(Base("", model, None, Head.causal_lm, ()), batch), wanted[wanted != IGNORED]
+def _table(rows: Sequence[Tokens]) -> Table:
+    """Rows under TRL's names; nothing comes before a first token, so it is never an answer."""
+    labels = [
+        [token if answer and i else IGNORED for i, (token, answer) in enumerate(zip(row.ids, row.answers, strict=True))]
+        for row in rows
+    ]
+    return Table.from_dict({"input_ids": [list(row.ids) for row in rows], "labels": labels})
 
 
 @torch.no_grad()
@@ -128,13 +181,14 @@ def judge_tokens(
     """
     device = next(model.parameters()).device
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    collate, total, hits, count = TokenCollator(pad), 0.0, 0, 0
-    right = [False] * len(rows)
+    total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
+    asked = Base("", model, None, Head.causal_lm, ())
     with _evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
-            inputs = {name: value.to(device) for name, value in collate([rows[i] for i in chosen]).items()}
-            answers, wanted = asked(model, inputs)
+            (inputs,) = token_batches([rows[i] for i in chosen], size=batch, seed=None, pad=pad, device=device)
+            answers = ask(asked, inputs)
+            wanted = inputs["input_ids"][:, 1:][inputs[ANSWER_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
             same = (answers.logits.argmax(-1) == wanted).cpu()
             hits, count = hits + int(same.sum()), count + len(wanted)
@@ -187,35 +241,21 @@ def generate(
     return said
 
 
-def judge_language(
-    model: nn.Module,
-    tokenizer: Any,
-    data: LanguageData,
-    *,
-    metric: str = "loss",
-    new_tokens: int = 64,
-    autocast: bool = False,
-    said: Sequence[str] | None = None,
-) -> Scores:
+def judge_language(model: nn.Module, data: LanguageDataset) -> Scores:
     """Scores on the held-out examples of a run.
 
-    Parameters
-    ----------
-    metric : {"loss", "exact", "bleu", "chrf"}
-        Beside the loss: the share of examples that greedy decoding would answer word for word, or BLEU or chrF of what
-        it says (by sacrebleu, from 0 to 100, against all ``references`` of a line or its completion).
-    said : sequence of str, optional
-        What the model generated, if that is known.
+    Beside the loss stands what the setting ``metric`` asks for: the share of examples that greedy decoding would answer
+    word for word, or BLEU or chrF of what it says (by sacrebleu, from 0 to 100, against all ``references`` of a line or
+    its completion).
     """
-    scores, right = judge_tokens(model, data.dev_rows, tokenizer.pad_token_id, autocast=autocast)
+    metric, autocast = data.settings.metric, data.settings.precision != "float32"
+    scores, right = judge_tokens(model, data.dev_rows, data.tokenizer.pad_token_id, autocast=autocast)
     assert scores.accuracy is not None
     metrics = {"token_accuracy": scores.accuracy}
     if metric == "exact":
         metrics = {"exact": float(np.mean(right))} | metrics
     elif metric in ("bleu", "chrf"):
-        if said is None:
-            prompts = [prompt_text(example, tokenizer) for example in data.dev]
-            said = generate(model, tokenizer, prompts, new_tokens=new_tokens, autocast=autocast)
+        said = data.generate(model, [prompt_text(example, data.tokenizer) for example in data.dev])
         metrics = {metric: overlap(metric, said, data.dev)} | metrics
     return Scores(metrics, scores.accuracy, scores.loss, scores.examples)
 
@@ -231,19 +271,6 @@ def overlap(metric: str, said: Sequence[str], examples: Sequence[PromptExample])
     return float(measure(list(said), columns).score)
 
 
-def samples(
-    model: Any, tokenizer: Any, data: LanguageData, count: int, *, new_tokens: int, autocast: bool
-) -> Iterator[Sample]:
-    """The first held-out examples, and what the base and the adapted model say to them."""
-    chosen = data.dev[:count]
-    prompts = [prompt_text(example, tokenizer) for example in chosen]
-    after = generate(model, tokenizer, prompts, new_tokens=new_tokens, autocast=autocast)
-    with model.disable_adapter():
-        before = generate(model, tokenizer, prompts, new_tokens=new_tokens, autocast=autocast)
-    for example, prompt, one, other in zip(chosen, prompts, before, after, strict=True):
-        yield Sample(prompt, completion_text(example).strip(), one, other)
-
-
 def check_metric(metric: str) -> None:
     """Refuse a metric whose library is not installed, before any work.
 
@@ -253,6 +280,3 @@ def check_metric(metric: str) -> None:
     """
     if metric in ("bleu", "chrf") and importlib.util.find_spec("sacrebleu") is None:
         raise LsrError(f"{metric} is measured by sacrebleu, which is not installed: pip install 'lsrdecomp[llm]'")
-
-
-__all__ = ["LanguageData", "judge_language", "judge_tokens", "read_language_data"]

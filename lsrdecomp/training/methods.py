@@ -47,8 +47,8 @@ class Method:
     def config(self) -> type[PeftConfig]:
         """The class of its config."""
         module, _, name = self.home.partition(":")
-        found: type[PeftConfig] = getattr(importlib.import_module(module), name)
-        return found
+        config: type[PeftConfig] = getattr(importlib.import_module(module), name)
+        return config
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -166,10 +166,10 @@ def adapter_config(
     if layers is not None:
         places["layers_to_transform"] = list(layers)
     saved = None if modules_to_save is None else list(modules_to_save)
-    given = {**places, **own, **chosen.fixed, "task_type": TaskType(task_type), "modules_to_save": saved}
+    fields = {**places, **own, **chosen.fixed, "task_type": TaskType(task_type), "modules_to_save": saved}
     if method == "head":
-        given.pop("layers_to_transform", None)
+        fields.pop("layers_to_transform", None)
     try:
-        return chosen.config(**given)
+        return chosen.config(**fields)
     except (ValueError, TypeError) as error:
         raise SettingsError(f"{method}: {error}") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
@@ -20,7 +21,7 @@ from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.methods import adapter_config, find_method
-from lsrdecomp.training.settings import JSONL, FinetuneSettings, SettingsError
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 SAVED = ".modules_to_save."
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -59,13 +60,14 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     transformers.set_seed(settings.seed)
     method = find_method(settings.method)
     tokenizer = open_tokenizer(base)
-    precision = _precision(settings, method.four_bit)
+    four_bit = method.four_bit or settings.four_bit
+    options = _loading_options(settings, four_bit)
     try:
         if outputs is None:
-            model = AutoModelForCausalLM.from_pretrained(str(base), **precision)
+            model = AutoModelForCausalLM.from_pretrained(str(base), **options)
         else:
             model = AutoModelForSequenceClassification.from_pretrained(
-                str(base), num_labels=outputs, ignore_mismatched_sizes=True, **precision
+                str(base), num_labels=outputs, ignore_mismatched_sizes=True, **options
             )
     except OSError as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
@@ -75,9 +77,9 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
     model.config._name_or_path = model.name_or_path = published_name(settings.model)
-    if method.four_bit:
+    if four_bit:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-            model, use_gradient_checkpointing=settings.gradient_checkpointing
+            model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)
         )
     adapted = _start(settings, model) if settings.init is None else _continue(settings, model)
     if settings.head is not None:
@@ -87,7 +89,7 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
             parameter.requires_grad_(settings.train_head and "original_module" not in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return LoadedModel(adapted, tokenizer, _prefix(adapted))
+    return LoadedModel(adapted, tokenizer, str(adapted.base_model.prefix))
 
 
 def trained(loaded: LoadedModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
@@ -112,14 +114,35 @@ def written_bytes(directory: Path) -> tuple[int, int]:
     return adapter, file.stat().st_size
 
 
-def _precision(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
+def needs_checkpointing(model: nn.Module, tokens: int) -> bool:
+    """Whether activations of so many tokens would fill more than half of the memory that is free now.
+
+    Counted are 34 numbers of the model's width a token and layer, attention scores left out [1]_.
+
+    References
+    ----------
+    .. [1] V. Korthikanti et al., Reducing activation recomputation in large transformer models, 2022. arXiv:2205.05198
+    """
+    config: Any = model.config
+    config = config.get_text_config()
+    parameter = next(model.parameters())
+    layers = getattr(config, "num_hidden_layers", 0)
+    activations = 17 * tokens * layers * getattr(config, "hidden_size", 0) * parameter.element_size()
+    if parameter.is_cuda or torch.cuda.is_available():
+        return bool(activations > torch.cuda.mem_get_info()[0] / 2)
+    return bool(activations > psutil.virtual_memory().available / 2)
+
+
+def _loading_options(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
+    """Precision and place of the base, for ``from_pretrained``."""
+    device_map = {} if settings.device_map is None else {"device_map": settings.device_map}
     if not four_bit:
-        return {"dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32}
+        return {"dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32} | device_map
     if importlib.util.find_spec("bitsandbytes") is None:
         raise LsrError(
             f"{settings.method} holds the base in 4 bits by bitsandbytes: pip install 'lsrdecomp[quantized]'"
         )
-    return {
+    return device_map | {
         "quantization_config": BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -131,7 +154,7 @@ def _precision(settings: FinetuneSettings, four_bit: bool) -> dict[str, Any]:
 
 def _start(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     heads = [name for name in HEADS if any(part == name for part, _ in model.named_children())]
-    language = settings.task == JSONL
+    language = settings.is_language
     config = adapter_config(
         settings.method,
         settings.options,
@@ -192,7 +215,3 @@ def _take_head(model: PeftModel, directory: Path) -> None:
                     tensor=name,
                 )
             parameter.copy_(tensor)
-
-
-def _prefix(model: PeftModel) -> str:
-    return str(model.base_model.prefix)

@@ -19,7 +19,7 @@ from lsrdecomp.training.settings import FinetuneSettings
 RECORD = "record.json"
 ADAPTER = "adapter"
 LAYER_LOG = "layers.jsonl"
-PACKAGES = ("lsrdecomp", "torch", "peft", "transformers", "accelerate", "numpy", "scikit-learn", "sacrebleu")
+PACKAGES = ("lsrdecomp", "torch", "peft", "transformers", "accelerate", "trl", "numpy", "scikit-learn", "sacrebleu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,15 @@ class Record:
 def read_record(directory: str | Path) -> Record:
     """The record of a finished run, from its directory.
 
+    Parameters
+    ----------
+    directory : path
+        What `finetune` wrote.
+
+    Returns
+    -------
+    Record
+
     Raises
     ------
     CheckpointError
@@ -112,23 +121,23 @@ def read_record(directory: str | Path) -> Record:
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def commit() -> str | None:
     """The commit of the checkout this library runs from, with ``+`` if it was changed since; None if there is none."""
-    place = Path(__file__).resolve().parents[2]
-    if not (place / ".git").exists():
+    checkout = Path(__file__).resolve().parents[2]
+    if not (checkout / ".git").exists():
         return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(place), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,

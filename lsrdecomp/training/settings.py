@@ -29,7 +29,7 @@ EMBEDDED = "embedded"
 JSONL = "jsonl"
 LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
 """Where settings of a language model differ from what they are otherwise, unless they are given."""
-PRECISIONS = ("float32", "bfloat16", "bfloat16-autocast")
+PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
 LANGUAGE = Mark("Language models: ")
 
@@ -71,9 +71,7 @@ class FinetuneSettings(Settings):
     layers: Annotated[
         tuple[int, ...] | None, each(whole(0), "a list of layer indices", least=1), "Only these layer indices."
     ] = None
-    learning_rate: Annotated[float, OPTION, POSITIVE, Also("rate"), "Largest learning rate of the linear schedule."] = (
-        1e-3
-    )
+    learning_rate: Annotated[float, OPTION, POSITIVE, Also("rate"), "Largest learning rate of the schedule."] = 1e-3
     # Four, as in LoRA+, was behind for LSR from scratch: benchmarks/experiments/ablation-minilm.toml.
     zero_init_lr_factor: Annotated[
         float, POSITIVE, Also("zero_rate"), "Factor on the learning rate of what starts as all zeros, as in LoRA+."
@@ -82,9 +80,16 @@ class FinetuneSettings(Settings):
         float | None, POSITIVE, Also("head_rate"), "Learning rate of the head; if absent, that of the rest."
     ] = None
     batch: Annotated[int, OPTION, whole(1), "Examples per step, over all processes; 8 for a language model."] = 32
+    accumulate: Annotated[int, OPTION, whole(1), "Pieces in which each process reads its share of a batch."] = 1
+    packing: Annotated[bool, OPTION, LANGUAGE, "Fill rows of max_length with several examples each, by TRL."] = False
     epochs: Annotated[float | None, OPTION, POSITIVE, "Passes over the training set; 3 if absent."] = None
     steps: Annotated[int | None, OPTION, whole(1), "Steps, instead of epochs."] = None
-    warmup: Annotated[float, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."] = 0.06
+    optimizer: Annotated[str, OPTION, "As transformers names it, such as adafactor or paged_adamw_8bit."] = (
+        "adamw_torch"
+    )
+    scheduler: Annotated[str, OPTION, "Of the learning rate, as transformers names it, such as cosine."] = "linear"
+    weight_decay: Annotated[float, OPTION, "Of what is no vector."] = 0.0
+    warmup: Annotated[float, OPTION, SHARE_OR_NONE, "Share of the steps over which the learning rate rises."] = 0.06
     max_length: Annotated[
         int,
         OPTION,
@@ -100,10 +105,14 @@ class FinetuneSettings(Settings):
         OPTION,
         Also("dtype"),
         one_of(PRECISIONS),
-        "bfloat16 loads the base in it and keeps what is trained in float32.",
-    ] = "float32"
+        "bfloat16 loads the base in it and keeps what is trained in float32; auto does so on a GPU that has it.",
+    ] = "auto"
     device: Annotated[str, OPTION, one_of(("auto", "cpu", "cuda")), "auto, cpu or cuda."] = "auto"
-    gradient_checkpointing: Annotated[bool, "Recompute activations in the backward pass."] = False
+    device_map: Annotated[str | None, OPTION, "How transformers spreads the base over devices, such as auto."] = None
+    four_bit: Annotated[bool, OPTION, "Hold the base in 4 bits (NF4, by bitsandbytes), for any method."] = False
+    gradient_checkpointing: Annotated[
+        bool | None, OPTION, "Recompute activations in the backward pass; if absent, where memory asks for it."
+    ] = None
     patience: Annotated[
         int | None, whole(1), "Stop after so many looks at a split without a smaller loss, and keep the best."
     ] = None
@@ -117,7 +126,7 @@ class FinetuneSettings(Settings):
         int, "Steps between entries of losses and spectra; with 0 a lost run is not stopped early either."
     ] = 50
     save_every: Annotated[int, "Steps between checkpoints to resume from; 0 for none."] = 0
-    report_to: Annotated[tuple[str, ...], "What else transformers reports to, such as tensorboard."] = ()
+    report_to: Annotated[tuple[str, ...], OPTION, "What else transformers reports to, such as tensorboard."] = ()
     dev_data: Annotated[str | None, LANGUAGE, READ, "File to judge by; if absent, a tenth of data, 200 at most."] = None
     metric: Annotated[str, LANGUAGE, one_of(METRICS), "Measured beside the loss: exact, bleu or chrf."] = "loss"
     answers: Annotated[str, LANGUAGE, one_of(("completion", "all")), "Tokens that are learned: completion or all."] = (
@@ -127,6 +136,11 @@ class FinetuneSettings(Settings):
     new_tokens: Annotated[int, LANGUAGE, whole(1), "Most tokens of an answer."] = 64
     split_seed: Annotated[int, LANGUAGE, "Of the examples that are held out."] = 0
 
+    @property
+    def is_language(self) -> bool:
+        """Whether the task is text to go on from."""
+        return self.task == JSONL
+
     def check_together(self) -> None:
         """What settings must be to each other."""
         if self.epochs is not None and self.steps is not None:
@@ -134,12 +148,12 @@ class FinetuneSettings(Settings):
         if self.evaluate_every is not None and self.patience is None:
             raise SettingsError("evaluate_every is about early stopping: give patience too")
         if self.init is not None:
-            given = [name for name in ("options", "target_modules", "layers", "head") if getattr(self, name)]
-            if given:
-                raise SettingsError(f"init brings its own {', '.join(given)}; leave out one or the other")
+            twice = [name for name in ("options", "target_modules", "layers", "head") if getattr(self, name)]
+            if twice:
+                raise SettingsError(f"init brings its own {', '.join(twice)}; leave out one or the other")
         if self.method == "head" and not self.train_head:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
-        if self.task == JSONL:
+        if self.is_language:
             self._check_language()
         else:
             alone = [entry for entry in self.fields.values() if LANGUAGE in entry.marks]
@@ -161,8 +175,8 @@ class FinetuneSettings(Settings):
         task = JSONL if str(values.get("data", "")).endswith(".jsonl") else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
         method = _method_in(values.get("init"))
-        found = {"task": task, "method": method}
-        return {**language, **{name: value for name, value in found.items() if value is not None}}
+        implied = {"task": task, "method": method}
+        return {**language, **{name: value for name, value in implied.items() if value is not None}}
 
 
 def _method_in(directory: Any) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lsrdecomp.calibration.examples import Choices, Example
+from lsrdecomp.calibration.dataset import Choices, Example
 from lsrdecomp.checkpoints.files import regular_file_size
 from lsrdecomp.errors import LsrError
 
@@ -111,8 +111,8 @@ class Task:
             return Example(choices, score)
         label = str(value).lower() if isinstance(value, bool) else str(value)
         if label not in self.labels:
-            known = ", ".join(self.labels)
-            raise TaskError(f"{path}, line {line}: label {label[:80]!r} is not one of {known}")
+            labels = ", ".join(self.labels)
+            raise TaskError(f"{path}, line {line}: label {label[:80]!r} is not one of {labels}")
         return Example(choices, float(self.labels.index(label)))
 
     def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
@@ -123,10 +123,10 @@ class Task:
         TaskError
             If there is not one answer per label.
         """
-        expected, given = np.asarray(labels), np.asarray(answers)
-        if expected.shape != given.shape or expected.ndim != 1 or not expected.size:
-            raise TaskError(f"{self.name}: answers of shape {given.shape} for labels of shape {expected.shape}")
-        return {name: METRICS[name](expected, given) for name in self.metrics}
+        expected, answered = np.asarray(labels), np.asarray(answers)
+        if expected.shape != answered.shape or expected.ndim != 1 or not expected.size:
+            raise TaskError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
+        return {name: METRICS[name](expected, answered) for name in self.metrics}
 
     def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
         """Every metric for always answering the commonest label (the mean score for a regression)."""
@@ -187,8 +187,8 @@ def _copa(row: Row) -> tuple[Choices, Any]:
 def _wsc(row: Row) -> tuple[Choices, Any]:
     # The pronoun may occur more than once: stars mark the one that is meant, by its place among the words.
     words, target = row["text"].split(" "), row["target"]
-    place = target["span2_index"]
-    marked = " ".join([*words[:place], "*", words[place], "*", *words[place + 1 :]])
+    index = target["span2_index"]
+    marked = " ".join([*words[:index], "*", words[index], "*", *words[index + 1 :]])
     return ((marked, f"{target['span2_text']} is {target['span1_text']}"),), row["label"]
 
 
@@ -227,6 +227,20 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 def find_task(directory: str | Path) -> Task:
     """The task whose files lie in ``directory``, by its name, as ``--task glue/SST-2`` means it.
 
+    Parameters
+    ----------
+    directory : path
+        Need not exist: only its last part is looked at.
+
+    Returns
+    -------
+    Task
+
+    Raises
+    ------
+    TaskError
+        If no task is called so.
+
     Examples
     --------
     >>> find_task("glue/SST-2").metrics
@@ -245,11 +259,11 @@ def _tsv(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Row
         try:
             expected = len(reader.fieldnames or ())
             for row in reader:
-                found = len(row.get(None) or ()) + sum(
+                columns_here = len(row.get(None) or ()) + sum(
                     value is not None for key, value in row.items() if key is not None
                 )
-                if found != expected:
-                    raise TaskError(f"{path}, line {reader.line_num}: {found} columns, expected {expected}")
+                if columns_here != expected:
+                    raise TaskError(f"{path}, line {reader.line_num}: {columns_here} columns, expected {expected}")
                 yield reader.line_num, row
         except (csv.Error, UnicodeDecodeError) as error:
             raise TaskError(f"{path}, after line {reader.line_num}: {error}") from None

@@ -1,28 +1,63 @@
-"""The training loop: transformers' Trainer with our batches, our rates and one loss for all tasks."""
+"""The training loop: transformers' Trainer for tasks and TRL's SFTTrainer for text, in one order and with our rates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from lsrdecomp.training.dataset import Dataset
-from lsrdecomp.training.encoding import WholeBatches
-from lsrdecomp.training.language import asked
 from lsrdecomp.training.model import LoadedModel, trained
-from lsrdecomp.training.settings import FinetuneSettings
+from lsrdecomp.training.settings import FinetuneSettings, SettingsError
+
+CHECKPOINTS = "checkpoints"
+EVALUATION_BATCH = 64
+POOL = 50  # batches that are sorted by length together
+
+
+class WholeBatches(Sampler[int]):
+    """A random order of examples in batches of like length, all of them full.
+
+    The last batch of an epoch is filled up with examples from its beginning, so that any number of processes that
+    divides ``batch`` sees the same batches. The order depends on ``seed`` and ``epoch`` alone.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
+        self.lengths = np.asarray(lengths)
+        self.batch = batch
+        self.seed = seed
+        self.epoch = 0
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        return -(-len(self.lengths) // self.batch)
+
+    def __len__(self) -> int:
+        return self.batches * self.batch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = np.random.default_rng((self.seed, self.epoch))
+        order = np.resize(generator.permutation(len(self.lengths)), len(self))
+        pool = POOL * self.batch
+        pools = [order[start : start + pool] for start in range(0, len(order), pool)]
+        grouped = [part[np.argsort(-self.lengths[part], kind="stable")] for part in pools]
+        rows = np.concatenate(grouped).reshape(self.batches, self.batch)
+        yield from rows[generator.permutation(self.batches)].ravel().tolist()
 
 
 class AdapterTrainer(Trainer):
-    """Trains what a loaded model leaves trainable.
-
-    AdamW without decay; parameters of the adapter that start as all zeros have ``zero_init_lr_factor`` times the
-    learning rate, the head its own. The loss is the mean of an example: cross-entropy over classes or choices, squared
-    error for scores.
+    """Trains what a loaded model leaves trainable; parameters of one rate are one group of the optimizer.
 
     Parameters
     ----------
@@ -42,45 +77,45 @@ class AdapterTrainer(Trainer):
         *,
         dataset: Dataset,
         sampler: WholeBatches | None = None,
-        callbacks: list[TrainerCallback],
-        **datasets: Any,
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.sampler = sampler
+        self.sampler, self.regression = sampler, dataset.regression
         self.rates = rates(loaded, settings)
-        self.regression = dataset.regression
-        collate: Any = dataset.collator(loaded.tokenizer)
-        super().__init__(loaded.model, args, data_collator=collate, callbacks=callbacks, **datasets)
-        if sampler is not None:
-            self.add_callback(_Epochs(sampler))
+        super().__init__(
+            loaded.model,
+            args,
+            data_collator=dataset.collator(loaded.tokenizer),
+            train_dataset=dataset.train,
+            eval_dataset=dataset.validation or None,
+            processing_class=loaded.tokenizer,
+            callbacks=[*callbacks, *([] if sampler is None else [_Epochs(sampler)])],
+        )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW with one group of parameters per rate."""
+        """The optimizer of ``args`` with one group of parameters per rate; vectors are not decayed."""
         if self.optimizer is None:
-            groups: dict[float, list[nn.Parameter]] = {}
-            found: nn.Module = self.model if model is None else model  # type: ignore[assignment]
-            for name, parameter in found.named_parameters():
+            groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+            wrapped: nn.Module = self.model if model is None else model  # type: ignore[assignment]
+            for name, parameter in wrapped.named_parameters():
                 if parameter.requires_grad:
-                    groups.setdefault(self.rates[name], []).append(parameter)
-            self.optimizer = torch.optim.AdamW(
-                [{"params": parameters, "lr": rate} for rate, parameters in groups.items()], weight_decay=0.0
+                    groups.setdefault((self.rates[name], parameter.ndim > 1), []).append(parameter)
+            optimizer, options = self.get_optimizer_cls_and_kwargs(self.args, wrapped)  # type: ignore[arg-type]
+            decay = self.args.weight_decay
+            self.optimizer = optimizer(
+                [
+                    {"params": parameters, "lr": rate, "weight_decay": decay if wide else 0.0}
+                    for (rate, wide), parameters in groups.items()
+                ],
+                **options,
             )
         return self.optimizer
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The mean loss of a batch, and with it the answers, (examples, classes or choices)."""
-        labels: Tensor = inputs.pop("labels")
-        logits = model(**inputs).logits.float().reshape(len(labels), -1)
-        loss = F.mse_loss(logits[:, 0], labels) if self.regression else F.cross_entropy(logits, labels)
-        return (loss, {"logits": logits}) if return_outputs else loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """None are counted: Trainer's estimate walks over every parameter at every step."""
         return 0
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Whole batches, shared out over the processes."""
+        """Whole batches, shared out over the processes and the micro-batches of each."""
         loader: DataLoader[Any] = DataLoader(
             self.train_dataset,  # type: ignore[arg-type]
             batch_size=self.args.per_device_train_batch_size,
@@ -91,21 +126,29 @@ class AdapterTrainer(Trainer):
         return self.accelerator.prepare(loader)  # type: ignore[no-any-return]
 
 
-class LanguageTrainer(AdapterTrainer):
-    """The same for a language model: the loss is the mean of a token that counts, its logits alone are formed."""
+class TaskTrainer(AdapterTrainer):
+    """The loss is the mean of an example: cross-entropy over classes or choices, squared error for scores."""
+
+    model_accepts_loss_kwargs = property(lambda self: False, lambda self, _: None)
+    """Never: a batch's loss is a mean of its own, which Trainer then divides by the number of micro-batches."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a batch's answers, and with it their logits, (answers, vocabulary)."""
-        answers, wanted = asked(model, inputs)
-        loss = F.cross_entropy(answers.logits, wanted)
-        return (loss, {"logits": answers.logits}) if return_outputs else loss
+        """The mean loss of a batch, and with it the answers, (examples, classes or choices)."""
+        labels: Tensor = inputs.pop("labels")
+        logits = model(**inputs).logits.float().reshape(len(labels), -1)
+        loss = F.mse_loss(logits[:, 0], labels) if self.regression else F.cross_entropy(logits, labels)
+        return (loss, {"logits": logits}) if return_outputs else loss
 
 
-def trainer_of(dataset: Dataset) -> type[AdapterTrainer]:
-    """The loop for the examples of a run."""
-    return LanguageTrainer if dataset.outputs is None else AdapterTrainer
+class TextTrainer(AdapterTrainer, SFTTrainer):
+    """TRL's loss of a step: the mean of its tokens that count, whose logits are formed in pieces."""
+
+    def __init__(self, loaded: LoadedModel, *arguments: Any, **options: Any) -> None:
+        super().__init__(loaded, *arguments, **options)
+        for _, parameter, _ in trained(loaded):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
+            parameter.data = parameter.data.float()
 
 
 class _Epochs(TrainerCallback):
@@ -120,11 +163,93 @@ class _Epochs(TrainerCallback):
 
 def rates(loaded: LoadedModel, settings: FinetuneSettings) -> dict[str, float]:
     """The learning rate of every trained parameter, by name."""
-    found = {}
-    for name, parameter, adapters in trained(loaded):
-        if adapters:
-            zero = not bool(parameter.detach().any())
-            found[name] = settings.learning_rate * (settings.zero_init_lr_factor if zero else 1.0)
-        else:
-            found[name] = settings.learning_rate if settings.head_learning_rate is None else settings.head_learning_rate
-    return found
+    head = settings.learning_rate if settings.head_learning_rate is None else settings.head_learning_rate
+    fast = settings.learning_rate * settings.zero_init_lr_factor
+    return {
+        name: head if not adapters else settings.learning_rate if bool(parameter.detach().any()) else fast
+        for name, parameter, adapters in trained(loaded)
+    }
+
+
+def judging_arguments(settings: FinetuneSettings, directory: Path, **more: Any) -> TrainingArguments:
+    """Settings of a run in the words of Trainer, as far as judging needs them, with ``more``."""
+    common: dict[str, Any] = {
+        "output_dir": str(directory),
+        "per_device_eval_batch_size": EVALUATION_BATCH,
+        "seed": settings.seed,
+        "bf16": settings.precision != "float32",
+        # Without this, transformers refuses bfloat16 where there is only a CPU.
+        "use_cpu": settings.device == "cpu" or (settings.device == "auto" and not torch.accelerator.is_available()),
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "report_to": list(settings.report_to) or "none",
+        "average_tokens_across_devices": settings.is_language,
+        "ddp_find_unused_parameters": False,
+        "gradient_checkpointing": bool(settings.gradient_checkpointing),
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    if not settings.is_language:
+        return TrainingArguments(**common, **more)
+    return SFTConfig(**common, **more, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+
+
+def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch: int) -> TrainingArguments:
+    """Everything for a run of ``steps`` in the directory ``run``, with ``epoch`` steps to an epoch.
+
+    Raises
+    ------
+    SettingsError
+        If transformers refuses a setting, such as bfloat16 on a device without it.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device is cuda, but torch sees none here; auto takes what there is")
+    often = settings.save_every if settings.patience is None else settings.evaluate_every or epoch
+    stopping: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": often,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+        "restore_callback_states_from_checkpoint": True,
+    }
+    try:
+        return judging_arguments(
+            settings,
+            run / CHECKPOINTS,
+            max_steps=steps,
+            per_device_train_batch_size=settings.batch // (PartialState().num_processes * settings.accumulate),
+            gradient_accumulation_steps=settings.accumulate,
+            learning_rate=settings.learning_rate,
+            optim=settings.optimizer,
+            weight_decay=settings.weight_decay,
+            lr_scheduler_type=settings.scheduler,
+            warmup_steps=round(settings.warmup * steps),
+            logging_strategy="steps" if settings.log_every else "no",
+            logging_steps=settings.log_every or 500,
+            logging_nan_inf_filter=False,
+            save_strategy="steps" if often else "no",
+            save_steps=often or 500,
+            save_total_limit=2,
+            **(stopping if settings.patience is not None else {}),
+        )
+    except (ValueError, ImportError) as error:
+        raise SettingsError(str(error)) from error
+
+
+def check_sharding(version: int, settings: FinetuneSettings) -> None:
+    """Refuse what is not to be had where accelerate shards the model over devices.
+
+    Raises
+    ------
+    SettingsError
+        For FSDP's first version, which holds an adapter and its frozen base in one flat parameter, and for
+        ``measure_start``.
+    """
+    if version != 2:
+        raise SettingsError(f"FSDP version {version} is not supported; launch with --fsdp_version 2")
+    if settings.measure_start:
+        raise SettingsError(
+            "measure_start judges the model before it is trained, but FSDP shards it together with its optimizer: "
+            "leave measure_start out, or launch without FSDP"
+        )

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lsrdecomp.adapters import LsrConfig
-from lsrdecomp.training.spectra import layer_figures
+from lsrdecomp.training.callbacks import layer_figures
 
 STEPS, ROWS = 4, 8
 PATIENCE = timedelta(minutes=10)

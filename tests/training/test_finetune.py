@@ -16,26 +16,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+pytest.importorskip("trl")
 pytest.importorskip("sklearn")
 
 from safetensors.numpy import load_file  # noqa: E402
 
-from lsrdecomp.calibration.examples import Example  # noqa: E402
+from lsrdecomp.calibration.dataset import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.training.arguments import common_arguments  # noqa: E402
+from lsrdecomp.training.dataset import Collator, judge  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
-from lsrdecomp.training.encoding import Collator, WholeBatches  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
-from lsrdecomp.training.scoring import judge  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.tasks import TASKS  # noqa: E402
-from lsrdecomp.training.trainer import rates  # noqa: E402
+from lsrdecomp.training.trainer import WholeBatches, judging_arguments, rates  # noqa: E402
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -151,8 +150,8 @@ from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.settings import FinetuneSettings
 import json
 settings = FinetuneSettings.from_mapping(json.loads(sys.argv[1]))
-def stop(step):
-    if step.step == 15:
+def stop(step, steps):
+    if step == 15:
         os.kill(os.getpid(), signal.SIGKILL)
 finetune(settings, sys.argv[2], on_step=stop)
 """
@@ -172,7 +171,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     with pytest.raises(CheckpointError, match="interrupted run with other settings"):
         finetune(settings.replace(learning_rate=0.02), tmp_path / "out")
     seen = []
-    record = finetune(settings, tmp_path / "out", on_step=lambda step: seen.append(step.step))
+    record = finetune(settings, tmp_path / "out", on_step=lambda step, steps: seen.append(step))
     assert seen == list(range(13, 25))
     whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
     # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed otherwise.
@@ -376,15 +375,18 @@ def test_auto_takes_the_cpu_where_there_is_nothing_else(precision, tmp_path, mon
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     settings = FinetuneSettings.from_mapping({"model": "embedded", "task": "embedded", "precision": precision})
     assert settings.device == "auto"
-    assert common_arguments(settings, tmp_path)["use_cpu"]
+    arguments = []
+    monkeypatch.setattr("lsrdecomp.training.trainer.TrainingArguments", lambda **given: arguments.append(given))
+    judging_arguments(settings, tmp_path)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert not common_arguments(settings, tmp_path)["use_cpu"]
+    judging_arguments(settings, tmp_path)
+    assert [each["use_cpu"] for each in arguments] == [True, False]
 
 
 def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     steps = []
     with pytest.raises(LsrError, match=r"judged by scikit-learn, which is not installed: pip install"):
-        finetune(common, tmp_path / "run", on_step=steps.append)
+        finetune(common, tmp_path / "run", on_step=lambda step, _: steps.append(step))
     assert not steps
     assert not list(tmp_path.iterdir())

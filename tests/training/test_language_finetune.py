@@ -10,6 +10,7 @@ import typer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+pytest.importorskip("trl")
 pytest.importorskip("accelerate")
 
 from peft import PeftModel  # noqa: E402
@@ -22,7 +23,7 @@ from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
-from lsrdecomp.training.language import LanguageData, generate, judge_language, overlap  # noqa: E402
+from lsrdecomp.training.language import LanguageDataset, generate, judge_language, overlap  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 
@@ -84,9 +85,14 @@ def test_right_means_that_greedy_decoding_gives_the_completion():
         answers = (False,) * given.shape[1] + (True,) * (len(said) - given.shape[1])
         rows.append(Tokens(tuple(said), answers))
         wrong.append(Tokens((*said[:-1], (said[-1] + 1) % 14), answers))
-    found = judge_language(model, tokenizer, LanguageData([], [], [], rows), metric="exact")
+
+    def judged(rows):
+        settings = FinetuneSettings("base", "jsonl", "rows.jsonl", metric="exact", precision="float32")
+        return judge_language(model, LanguageDataset(settings, tokenizer, "base", [], [], [], rows))
+
+    found = judged(rows)
     assert found.metrics["exact"] == found.metrics["token_accuracy"] == 1.0
-    found = judge_language(model, tokenizer, LanguageData([], [], [], [*rows, *wrong]), metric="exact")
+    found = judged([*rows, *wrong])
     assert found.metrics["exact"] == 0.5
     assert 0.5 < found.metrics["token_accuracy"] < 1.0
 

@@ -44,7 +44,7 @@ def test_settings_survive_json():
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
         ({"warmup": 1.0}, "warmup must be at least 0 and below 1, got 1.0"),
         ({"validation": 1.0}, "validation must be above 0 and below 1, got 1.0"),
-        ({"precision": "float16"}, "precision must be one of float32, bfloat16, bfloat16-autocast"),
+        ({"precision": "float16"}, "precision must be one of auto, float32, bfloat16, bfloat16-autocast"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"target_modules": "query"}, "target_modules must be a list, got 'query'"),
         ({"layers": [-1]}, r"layers must be a list of layer indices, got \[-1\]"),

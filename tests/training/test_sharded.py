@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
+pytest.importorskip("trl")
 pytest.importorskip("sklearn")
 
 import sharded_worker  # noqa: E402
@@ -20,12 +21,12 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
-from lsrdecomp.training.arguments import check_sharding  # noqa: E402
+from lsrdecomp.training.callbacks import layer_figures  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.finetune import finetune  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
-from lsrdecomp.training.spectra import layer_figures  # noqa: E402
+from lsrdecomp.training.trainer import check_sharding  # noqa: E402
 
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-12, 1e-11)}  # of losses and gradients, relative
 
