@@ -140,6 +140,20 @@ def search_adapter(
     resources : Resources, optional
         Processes, device, store and progress.
 
+    Returns
+    -------
+    SearchedAdapter
+        Its `SearchedAdapter.compress` draws a plan.
+
+    Raises
+    ------
+    BudgetError
+        If the plans differ in storage, or a divergence (``kl``) is asked for without statistics.
+    CheckpointError
+        Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
+    UnsupportedError
+        For an adapter that trains single token embeddings.
+
     Examples
     --------
     One search, two sizes; after that another budget between them solves nothing.

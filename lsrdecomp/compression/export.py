@@ -70,6 +70,11 @@ def export_lora(
         Leave out all tensors that are no part of a layer: saved heads, biases, token embeddings. The profiles server
         and lorax do so anyway; elsewhere what cannot hold them is refused without it.
 
+    Returns
+    -------
+    Path
+        What was written: a directory or a file.
+
     Raises
     ------
     UnsupportedError
@@ -137,7 +142,17 @@ def export_lora(
 
 
 def default_storage(checkpoint: Checkpoint) -> str:
-    """The type of a LoRA as it is; of LSR factors float32, since products of theirs are written."""
+    """The type of a LoRA as it is; of LSR factors float32, since products of theirs are written.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+
+    Returns
+    -------
+    str
+        The name of a floating type, such as ``"float16"``.
+    """
     return "float32" if checkpoint.format == "lsr" else checkpoint.storage
 
 

@@ -83,7 +83,7 @@ class _Labels:
 
     def __init__(self, lines: Sequence[Sequence[tuple[float, float]]] = ()) -> None:
         self._taken: list[tuple[float, float, float]] = []  # left, right, middle
-        self._ink = [place for line in lines for place in _along(line)]
+        self._ink = [point for line in lines for point in _along(line)]
         self.texts: list[str] = []
 
     def beside(self, x: float, y: float, text: str, kind: str) -> None:

@@ -13,39 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints import Checkpoint, check_same, same_is_directory, write_same
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
-from lsrdecomp.compression.layers import layer_pair
+from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.solvers.svd.dense import tail_norms
 
-Doubles = NDArray[np.float64]
 GOALS = ("ratio", "parameters", "bytes", "rtol")
 RATIOS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Of the curve that a dry run shows."""
 HEADER = 2048
 """Bytes for our record in the header of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Core:
-    """What is kept of a layer between its two readings: singular values, and the maps to singular vectors.
-
-    With ``B A = U S V``: ``U S^½ = B @ right`` and ``S^½ V = left @ A``, both r x r.
-    """
-
-    shape: tuple[int, int]
-    parameters: int
-    sigma: Doubles
-    right: Doubles
-    left: Doubles
-
-    @property
-    def step(self) -> int:
-        """Numbers of one component."""
-        return sum(self.shape)
 
 
 @dataclass(frozen=True)
@@ -68,27 +49,25 @@ class Truncation:
 
     source: Checkpoint
     plan: CompressionPlan
-    cores: tuple[Core, ...]
+    layers: tuple[Layer, ...]
     ranks: tuple[int, ...]
     storage: str | None
 
     @property
     def parameters(self) -> int:
-        return sum(rank * core.step for rank, core in zip(self.ranks, self.cores, strict=True))
+        return _parameters(self.layers, self.ranks)
 
     @property
     def relative_error(self) -> float:
         """Over all layers, before rounding to the storage type."""
-        return _error(self.cores, self.ranks)
+        return _relative_error(self.layers, self.ranks)
 
     def curve(self) -> Iterator[tuple[float, int, float]]:
         """(ratio, parameters, relative error) of the whole adapter at other sizes."""
-        whole = sum(core.parameters for core in self.cores)
         for ratio in RATIOS:
-            ranks = _within(self.cores, whole / ratio)
+            ranks = _ranks_within(self.layers, self.source.adapter_parameters / ratio)
             if any(ranks):
-                used = sum(rank * core.step for rank, core in zip(ranks, self.cores, strict=True))
-                yield ratio, used, _error(self.cores, ranks)
+                yield ratio, _parameters(self.layers, ranks), _relative_error(self.layers, ranks)
 
     def save(self, out: str | Path, *, force: bool = False, on_layer: Callable[[str], Any] | None = None) -> Path:
         """Write it as the source came, by `lsrdecomp.checkpoints.write_same`; layers of rank 0 are left out."""
@@ -97,13 +76,11 @@ class Truncation:
         return write_same(out, like=self.source, layers=pairs, storage=self.storage, force=force, provenance=record)
 
     def _pairs(self, on_layer: Callable[[str], Any] | None) -> Iterator[tuple[str, Array, Array]]:
-        for layer, core, rank in zip(self.source.layers, self.cores, self.ranks, strict=True):
-            if rank:
-                pair = layer_pair(self.source, layer)
-                kept = rank == layer.rank
-                up = pair.left if kept else pair.left @ core.right[:, :rank]
-                down = pair.right if kept else core.left[:rank] @ pair.right
-                yield layer.name, up, down
+        for layer, rank in zip(self.layers, self.ranks, strict=True):
+            if rank == layer.rank:
+                yield layer.name, layer.pair.left, layer.pair.right
+            elif rank:
+                yield (layer.name, *layer.truncated(rank))
             if on_layer is not None:
                 on_layer(layer.name)
 
@@ -128,6 +105,11 @@ def truncate(
     on_layer : callable, optional
         Called with the name of each layer once its singular values are known.
 
+    Returns
+    -------
+    Truncation
+        Nothing is written before `Truncation.save`.
+
     Raises
     ------
     BudgetError
@@ -137,32 +119,51 @@ def truncate(
 
     Notes
     -----
-    O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer are held.
+    O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on disk.
     """
     check_same(checkpoint)
     goal = next((name for name in GOALS if getattr(plan, name) is not None), None)
     if goal is None:
         raise BudgetError(f"a plain LoRA is made to {', '.join(GOALS)}; other goals need a directory of LSR")
-    cores = []
-    for layer in checkpoint.layers:
-        cores.append(_core(checkpoint, layer))
+    # Truncate 1: the singular values of every layer; they wait in its cache.
+    layers = tuple(open_layers(checkpoint))
+    for layer in layers:
+        _ = layer.gauge
         if on_layer is not None:
             on_layer(layer.name)
+    # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of them.
     if plan.rtol is not None:
-        ranks = tuple(_rank_for(core, plan.rtol) for core in cores)
+        ranks = tuple(_rank_for(layer, plan.rtol) for layer in layers)
     else:
-        whole = sum(core.parameters for core in cores)
+        whole = checkpoint.adapter_parameters
         most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan, storage)
-        ranks = _within(cores, most)
+        ranks = _ranks_within(layers, most)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
         raise BudgetError("nothing of the adapter fits into this budget; allow more")
-    return Truncation(checkpoint, plan, tuple(cores), ranks, storage)
+    return Truncation(checkpoint, plan, layers, ranks, storage)
 
 
 def single_file(out: Path, checkpoint: Checkpoint) -> bool:
-    """Whether ``out`` asks for one file as the source is one; `UnsupportedError` where the source is a directory."""
+    """Whether ``out`` asks for one file, as the source is one.
+
+    Parameters
+    ----------
+    out : Path
+    checkpoint : Checkpoint
+        The source.
+
+    Returns
+    -------
+    bool
+        By the suffix of ``out``.
+
+    Raises
+    ------
+    UnsupportedError
+        If a file is asked for and the source is of a format that is a directory.
+    """
     if out.suffix != ".safetensors":
         return False
     if same_is_directory(checkpoint):
@@ -171,46 +172,37 @@ def single_file(out: Path, checkpoint: Checkpoint) -> bool:
     return True
 
 
-def _core(checkpoint: Checkpoint, layer: Any) -> Core:
-    pair = layer_pair(checkpoint, layer)
-    # R of both sides from their Gram matrices: singular values to 1e-8 of the largest, at the price of one product.
-    rows, columns = _root(pair.left.T @ pair.left), _root(pair.right @ pair.right.T)
-    u, sigma, vh = np.linalg.svd(rows @ columns.T)
-    sigma = np.where(sigma > 1e-7 * sigma[0], sigma, 0.0)
-    scale = np.divide(1.0, np.sqrt(sigma), where=sigma > 0.0, out=np.zeros_like(sigma))
-    right, left = (columns.T @ vh.T) * scale, scale[:, None] * (u.T @ rows)
-    return Core(layer.shape, layer.parameters, sigma[: min(layer.rank, *layer.shape)], right, left)
+def _parameters(layers: Sequence[Layer], ranks: Sequence[int]) -> int:
+    return sum(rank * sum(layer.shape) for layer, rank in zip(layers, ranks, strict=True))
 
 
-def _root(gram: Doubles) -> Doubles:
-    """R with RᵀR the matrix."""
-    values, vectors = np.linalg.eigh(gram)
-    return np.asarray(np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)
+def _relative_error(layers: Sequence[Layer], ranks: Sequence[int]) -> float:
+    tails = [tail_norms(layer.gauge[1]) for layer in layers]
+    size, lost = (
+        math.hypot(*(tail[0] for tail in tails)),
+        math.hypot(*(t[q] for t, q in zip(tails, ranks, strict=True))),
+    )
+    return lost / size if size > 0.0 else 0.0
 
 
-def _within(cores: Sequence[Core], most: float) -> tuple[int, ...]:
-    """Components in the order of what each removes a parameter, for as long as they fit."""
-    gains = np.concatenate([core.sigma**2 / core.step for core in cores])
-    owners = np.concatenate([np.full(core.sigma.size, i) for i, core in enumerate(cores)])
-    ranks, used = [0] * len(cores), 0
-    for place in np.argsort(-gains, kind="stable"):
-        i = int(owners[place])
-        if gains[place] > 0.0 and used + cores[i].step <= most:
-            ranks[i] += 1
-            used += cores[i].step
-    return tuple(ranks)
-
-
-def _rank_for(core: Core, rtol: float) -> int:
+def _rank_for(layer: Layer, rtol: float) -> int:
     """The least rank within a relative error."""
-    tails = np.sqrt(np.cumsum((core.sigma**2)[::-1])[::-1])
-    return int(np.count_nonzero(tails > rtol * tails[0])) if tails[0] > 0.0 else 0
+    tails = tail_norms(layer.gauge[1])
+    return next(rank for rank, tail in enumerate(tails) if tail <= rtol * tails[0])
 
 
-def _error(cores: Sequence[Core], ranks: Sequence[int]) -> float:
-    size = math.fsum(float(core.sigma @ core.sigma) for core in cores)
-    lost = math.fsum(float(core.sigma[q:] @ core.sigma[q:]) for core, q in zip(cores, ranks, strict=True))
-    return math.sqrt(lost / size) if size > 0.0 else 0.0
+def _ranks_within(layers: Sequence[Layer], most: float) -> tuple[int, ...]:
+    """Components in the order of what each removes a parameter, for as long as they fit."""
+    sizes = [sum(layer.shape) for layer in layers]
+    gains = [to_numpy(layer.gauge[1]) ** 2 / size for layer, size in zip(layers, sizes, strict=True)]
+    owners, slopes = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains]), np.concatenate(gains)
+    ranks, used = [0] * len(layers), 0
+    for component in np.argsort(-slopes, kind="stable"):
+        i = int(owners[component])
+        if slopes[component] > 0.0 and used + sizes[i] <= most:
+            ranks[i] += 1
+            used += sizes[i]
+    return tuple(ranks)
 
 
 def _room(checkpoint: Checkpoint, plan: CompressionPlan, storage: str | None) -> float:

@@ -76,9 +76,28 @@ class Verification:
 def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str], Any] | None = None) -> Verification:
     """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
 
-    ``on_layer`` is called with the name of each layer once it is measured.
+    Parameters
+    ----------
+    source : Checkpoint
+        The LoRA that ``written`` was made from.
+    written : Checkpoint
+        An LSR directory, a truncated LoRA, or an export of either.
+    on_layer : callable, optional
+        Called with the name of each layer once it is measured.
 
-    Raises `CheckpointError` if a layer of the source is missing or has another size.
+    Returns
+    -------
+    Verification
+        ``passed`` if all is as the writer recorded it; an error that is larger than asked for is no failure here.
+
+    Raises
+    ------
+    CheckpointError
+        If a layer of the source is missing or has another size, or a layer is not in the source.
+
+    Notes
+    -----
+    One thin QR of both pairs a layer, O((m + n)(r + q)²) for rank q as written; one layer is in memory at a time.
 
     Examples
     --------
@@ -88,8 +107,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> made = compress(lora, separation_rank=2, inner_shape=(2, 4))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     found = verify(lora, open_checkpoint(made.save(f"{folder}/small")))
-    >>> found.passed, len(found.layers), abs(found.relative_error - made.totals.relative_error) < 1e-6
+    ...     check = verify(lora, open_checkpoint(made.save(f"{folder}/small")))
+    >>> check.passed, len(check.layers), abs(check.relative_error - made.totals.relative_error) < 1e-6
     (True, 12, True)
     """
     record = provenance(written)
@@ -107,7 +126,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
-    for layer in _told(source.layers, on_layer):
+    for layer in _named_when_done(source.layers, on_layer):
         pair = layer_pair(source, layer)
         if layer.name not in present and layer.name in dropped:
             size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
@@ -144,16 +163,16 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
 
 def _source_names(source: Checkpoint, written: Checkpoint, record: dict[str, Any]) -> dict[str, str]:
     """The source's name of each layer that was given another: by the record, or flattened for kohya."""
-    found = {str(new): str(old) for new, old in mapping(record.get("renamed")).items()}
+    names = {str(new): str(old) for new, old in mapping(record.get("renamed")).items()}
     if written.format == "kohya":
         for sdxl in (False, True):
             flat = {flat_name(layer.name, sdxl=sdxl): layer.name for layer in source.layers}
-            found |= {new: old for new, old in flat.items() if new is not None}
-        found = {new: old for new, old in found.items() if old in {layer.name for layer in source.layers}}
-    return found
+            names |= {new: old for new, old in flat.items() if new is not None}
+        names = {new: old for new, old in names.items() if old in {layer.name for layer in source.layers}}
+    return names
 
 
-def _told(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Iterator[Any]:
+def _named_when_done(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Iterator[Any]:
     """The layers one by one, each named when the next is asked for."""
     for layer in layers:
         yield layer
