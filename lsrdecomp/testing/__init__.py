@@ -1,7 +1,8 @@
 """Property tests for Kronecker code, yours as well as ours: strategies that draw cases, checks that find wrong code.
 
-Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. `check_kron`, `check_apply`, `check_rearrange`, `check_sum` and
-`check_decomposition` take *your* function, `check_operator` your class; `identities` holds each identity by itself.
+Needs hypothesis: ``pip install 'lsrdecomp[testing]'``. Each check takes *your* function, `check_operator` your class.
+The identities that they try are also functions by themselves, in `identities`, `khatri_rao`, `vectorization`,
+`partial_trace` and `representations`.
 """
 
 try:
@@ -11,12 +12,15 @@ except ImportError as _error:
 
 from lsrdecomp.testing import identities as identities
 from lsrdecomp.testing.agreement import IdentityError as IdentityError
-from lsrdecomp.testing.checks import check_apply as check_apply
-from lsrdecomp.testing.checks import check_decomposition as check_decomposition
-from lsrdecomp.testing.checks import check_kron as check_kron
-from lsrdecomp.testing.checks import check_rearrange as check_rearrange
-from lsrdecomp.testing.checks import check_sum as check_sum
+from lsrdecomp.testing.cases import Options as Options
+from lsrdecomp.testing.identities import check_kron as check_kron
+from lsrdecomp.testing.khatri_rao import check_khatri_rao as check_khatri_rao
 from lsrdecomp.testing.operators import check_operator as check_operator
+from lsrdecomp.testing.partial_trace import check_partial_trace as check_partial_trace
+from lsrdecomp.testing.representations import check_apply as check_apply
+from lsrdecomp.testing.representations import check_decomposition as check_decomposition
+from lsrdecomp.testing.representations import check_rearrange as check_rearrange
+from lsrdecomp.testing.representations import check_sum as check_sum
 from lsrdecomp.testing.strategies import SIZES as SIZES
 from lsrdecomp.testing.strategies import LoraCase as LoraCase
 from lsrdecomp.testing.strategies import graded_matrices as graded_matrices
@@ -28,3 +32,4 @@ from lsrdecomp.testing.strategies import matrices as matrices
 from lsrdecomp.testing.strategies import separated_matrices as separated_matrices
 from lsrdecomp.testing.strategies import small_matrices as small_matrices
 from lsrdecomp.testing.strategies import special_matrices as special_matrices
+from lsrdecomp.testing.vectorization import check_vec as check_vec

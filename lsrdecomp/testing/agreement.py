@@ -1,14 +1,22 @@
-"""IdentityError, and the comparison that raises it: what differs, by how much, how much rounding may explain."""
+"""What an identity is: two sides that agree up to rounding, and the error that says how far they do not."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, update_wrapper
 from typing import Any
 
 import numpy as np
+from array_api_compat import is_array_api_obj
 
-from lsrdecomp.arrays import dtype_name, norm, to_numpy
+from lsrdecomp.arrays import device, dtype_name, namespace, norm, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.precision import tolerance
+
+Matrix = np.ndarray
+Sides = tuple[Any, Any]
+"""The two sides of an identity, which must agree."""
 
 SHOWN_ENTRIES = 24
 """Arrays of at most this many entries are printed in an error."""
@@ -17,8 +25,16 @@ SHOWN_ENTRIES = 24
 class IdentityError(LsrError, AssertionError):
     """An identity of Kronecker products does not hold.
 
-    ``identity`` is its name; ``gap`` the relative difference of the two sides, where there is one; ``cause`` the
-    exception that the code under test raised instead of an answer.
+    Attributes
+    ----------
+    identity : str
+        Its name, and what it says.
+    message : str
+        How the two sides differ, and for which arrays.
+    gap : float or None
+        Their difference relative to the size of what was added up, where there is one.
+    cause : BaseException or None
+        What the code under test raised instead of an answer.
     """
 
     def __init__(
@@ -31,8 +47,68 @@ class IdentityError(LsrError, AssertionError):
         self.cause = cause
 
 
+def identity(
+    *, bound: Callable[..., float] | None = None, sums: bool = False
+) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
+    """Decorator that makes a check of an identity, written as a function that returns its two sides.
+
+    The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of the identity, the first
+    line of its docstring the formula. The check takes a function and arrays of any library, and raises `IdentityError`
+    unless both sides agree up to rounding. Rounding is relative to ``bound``, a function of the arrays: the size of the
+    numbers that are added up, absent the product of the norms. With ``sums`` it grows with the sides of the matrices.
+    """
+
+    def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
+        name = sides.__name__.replace("_", " ")
+        formula = (sides.__doc__ or name).splitlines()[0].rstrip(".")
+
+        def check(function: Callable[..., Any], *arguments: Any) -> None:
+            __tracebackhide__ = True
+            arrays = arrays_in(arguments)
+            left, right = sides(_on_numpy(function, arrays), *_as_numpy(arguments))
+            require_agreement(
+                f"{name}, {formula}",
+                left,
+                right,
+                bound=math.prod(map(_finite_norm, arrays)) if bound is None else bound(*arrays),
+                size=math.prod(max(array.shape, default=1) for array in arrays) if sums else 1,
+                inputs=arguments,
+            )
+
+        update_wrapper(check, sides)
+        del check.__wrapped__  # type: ignore[attr-defined]  # the signature is that of the check
+        return check
+
+    return decorate
+
+
+class Identities:
+    """Identities of one function with the cases they are tried on, those that tell most first."""
+
+    def __init__(self) -> None:
+        self.checks: list[tuple[Callable[..., None], Any]] = []
+
+    def on(self, cases: Any, **options: Any) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
+        """`identity` with its options, tried on ``cases``: a callable (Cases) -> arguments, or the sides of matrices.
+
+        Sides are named as in `numpy.einsum`: ``"mn np"`` for a product.
+        """
+
+        def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
+            check = identity(**options)(sides)
+            self.checks.append((check, cases))
+            return check
+
+        return decorate
+
+
+def exact(*arrays: Any) -> float:
+    """A bound that allows no difference: nothing is computed, entries only move."""
+    return 0.0
+
+
 def require_agreement(
-    identity: str, actual: Any, expected: Any, *, bound: float, size: int = 1, inputs: tuple[Any, ...] = ()
+    identity: str, actual: Any, expected: Any, *, bound: float, size: int = 1, inputs: Sequence[Any] = ()
 ) -> None:
     """Raise `IdentityError` unless two arrays agree up to rounding.
 
@@ -41,37 +117,79 @@ def require_agreement(
     identity : str
         Its name and what it says.
     actual, expected : array_like
-        Of any library; equal shapes are part of the identity.
+        Of any library; equal shapes are part of the identity, and NaN in the same entries.
     bound : float
         Size of the numbers that were added up: rounding is relative to this, not to a result that may cancel.
     size : int
         Length of the longest sum.
-    inputs : tuple of Array
-        What the functions were called with, shown where small; the coarsest of their types sets the precision.
+    inputs : sequence
+        What the functions were called with, shown where small; the finest of the types of its arrays sets the
+        precision, since libraries compute in it.
+
+    Raises
+    ------
+    IdentityError
+        If shapes, the entries that are NaN, or finite entries beyond rounding differ.
     """
-    found, wanted = np.asarray(to_numpy(actual)), np.asarray(to_numpy(expected))
-    if found.shape != wanted.shape:
-        raise IdentityError(identity, f"shape {found.shape}, expected {wanted.shape}{shown(inputs)}")
-    if found.size == 0:
-        return
     __tracebackhide__ = True
-    gap = norm(np.atleast_1d(found - wanted).astype(complex))
-    types = [dtype_name(array) for array in inputs] or ["float64"]
-    allowed = bound * max(tolerance(name, size) for name in types)
+    ours, reference = np.asarray(to_numpy(actual)), np.asarray(to_numpy(expected))
+    if ours.shape != reference.shape:
+        raise IdentityError(identity, f"shape {ours.shape}, expected {reference.shape}{shown(inputs)}")
+    missing = np.isnan(reference)
+    if not np.array_equal(np.isnan(ours), missing):
+        raise IdentityError(identity, f"NaN in {_count_nan(ours)}, expected in {_count_nan(reference)}{shown(inputs)}")
+    gap = norm((ours - reference)[~missing].astype(complex))
+    types = [dtype_name(array) for array in arrays_in(inputs)] or ["float64"]
+    allowed = bound * min(tolerance(name, size) for name in types)
     if not gap <= allowed:
+        scale = bound or norm(reference[~missing])
         raise IdentityError(
             identity,
             f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{shown(inputs)}",
-            gap=gap / bound if bound > 0.0 else None,
+            gap=gap / scale if scale > 0.0 else None,
         )
 
 
-def shown(inputs: tuple[Any, ...]) -> str:
-    """The arrays that a function was given, a line each; entries where they are few."""
-    lines = []
-    for letter, array in zip("ABCDEF", inputs, strict=False):
+def shown(arguments: Sequence[Any]) -> str:
+    """What a function was called with: a line for each array, with entries where they are few, and one for the rest."""
+    letters, lines = iter("ABCDEFGH"), []
+    for array in arrays_in(arguments):
         values = np.asarray(to_numpy(array))
         sides = "×".join(map(str, values.shape))
         text = np.array2string(values, precision=3, separator=", ").replace("\n", "\n      ")
-        lines.append(f"\n  {letter} {sides}" + (f" = {text}" if values.size <= SHOWN_ENTRIES else ""))
-    return "".join(lines)
+        lines.append(f"\n  {next(letters, '')} {sides}" + (f" = {text}" if values.size <= SHOWN_ENTRIES else ""))
+    rest = [str(argument) for argument in arguments if not arrays_in(argument)]
+    return "".join(lines) + (f"\n  with {', '.join(rest)}" if rest else "")
+
+
+def arrays_in(value: Any) -> tuple[Any, ...]:
+    """The arrays in nested lists and tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(array for item in value for array in arrays_in(item))
+    return (value,) if is_array_api_obj(value) else ()
+
+
+def _on_numpy(function: Callable[..., Any], arrays: Sequence[Any]) -> Callable[..., Any]:
+    """``function`` as one of NumPy arrays; it is called with arrays of the library and the device of ``arrays``."""
+    convert = partial(namespace(*arrays).asarray, device=device(arrays[0])) if arrays else np.asarray
+    return lambda *arguments: _as_numpy(function(*_converted(arguments, convert)))
+
+
+def _as_numpy(value: Any) -> Any:
+    return _converted(value, lambda array: np.asarray(to_numpy(array)))
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """The same with every array converted, in nested lists and tuples as well."""
+    if isinstance(value, list | tuple):
+        return tuple(_converted(item, convert) for item in value)
+    return convert(value) if is_array_api_obj(value) else value
+
+
+def _finite_norm(array: Any) -> float:
+    entries = np.asarray(to_numpy(array))
+    return norm(entries[np.isfinite(entries)])
+
+
+def _count_nan(array: np.ndarray) -> str:
+    return f"{int(np.isnan(array).sum())} of {array.size} entries"

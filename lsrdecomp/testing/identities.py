@@ -1,204 +1,172 @@
-"""The identities of Kronecker products, one function each: pass your ``kron`` and matrices of any array library.
+"""The identities of Kronecker products, one function each, and `check_kron`, which tries them all on drawn cases.
 
-Each raises `IdentityError` where the identity fails beyond rounding. ``kron(A, B)`` takes two matrices. Only your
-function is called with your library's arrays; the other side is worked out in NumPy.
+Each takes your ``kron(A, B)`` and matrices of any array library, and raises `IdentityError` where the identity fails
+beyond rounding. Only your function is called with your library's arrays; the other side is worked out in NumPy.
 
 References
 ----------
+R. A. Horn and C. R. Johnson, Topics in Matrix Analysis, chapter 4, Cambridge University Press (1991).
 C. F. Van Loan, The ubiquitous Kronecker product, J. Comput. Appl. Math. 123 (2000). doi:10.1016/S0377-0427(00)00393-9
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, like, namespace, norm, to_numpy
+from lsrdecomp.arrays import Array, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import commutation_matrix
-from lsrdecomp.testing.agreement import require_agreement
+from lsrdecomp.testing.agreement import Identities, Matrix, Sides
+from lsrdecomp.testing.cases import Cases, Options, trials
+from lsrdecomp.testing.runner import guarded, try_identities
 
 Kron = Callable[[Array, Array], Array]
+IDENTITIES = Identities()
 
 
-def definition(kron: Kron, a: Array, b: Array) -> None:
-    """(A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k, l]: the first factor is outermost, as in ``numpy.kron``."""
-    require_agreement(
-        "definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k, l]",
-        kron(a, b),
-        np.kron(to_numpy(a), to_numpy(b)),
-        bound=norm(a) * norm(b),
-        inputs=(a, b),
-    )
+def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
+    """Try every identity of the Kronecker product of two matrices on ``kron``.
 
+    Parameters
+    ----------
+    kron : callable (A, B) -> A ⊗ B
+        Takes and returns arrays of the library ``xp``.
+    **options
+        `Options`: array library, element type, tolerance, number of cases.
 
-def bilinearity(kron: Kron, a: Array, b: Array, c: Array) -> None:
-    """(A + 2C) ⊗ B = A ⊗ B + 2 (C ⊗ B), for C of the shape of A."""
-    require_agreement(
-        "bilinearity, (A + 2C) ⊗ B = A ⊗ B + 2(C ⊗ B)",
-        kron(a + 2.0 * c, b),
-        to_numpy(kron(a, b)) + 2.0 * to_numpy(kron(c, b)),
-        bound=(norm(a) + 2.0 * norm(c)) * norm(b),
-        inputs=(a, b, c),
-    )
+    Raises
+    ------
+    IdentityError
+        With the name of the identity that tells most, the smallest case found that breaks it, and the names of the
+        others that fail; also where ``kron`` itself raises, with what it raised.
 
-
-def associativity(kron: Kron, a: Array, b: Array, c: Array) -> None:
-    """A ⊗ (B ⊗ C) = (A ⊗ B) ⊗ C."""
-    require_agreement(
-        "associativity, A ⊗ (B ⊗ C) = (A ⊗ B) ⊗ C",
-        kron(a, kron(b, c)),
-        kron(kron(a, b), c),
-        bound=norm(a) * norm(b) * norm(c),
-        inputs=(a, b, c),
-    )
-
-
-def mixed_product(kron: Kron, a: Array, b: Array, c: Array, d: Array) -> None:
-    """(A ⊗ B)(C ⊗ D) = AC ⊗ BD."""
-    require_agreement(
-        "mixed product, (A ⊗ B)(C ⊗ D) = AC ⊗ BD",
-        to_numpy(kron(a, b)) @ to_numpy(kron(c, d)),
-        kron(a @ c, b @ d),
-        bound=norm(a) * norm(b) * norm(c) * norm(d),
-        size=int(a.shape[1] * b.shape[1]),
-        inputs=(a, b, c, d),
-    )
-
-
-def transpose(kron: Kron, a: Array, b: Array) -> None:
-    """(A ⊗ B)ᵀ = Aᵀ ⊗ Bᵀ, without conjugation."""
-    xp = namespace(a, b)
-    require_agreement(
-        "transpose, (A ⊗ B)ᵀ = Aᵀ ⊗ Bᵀ",
-        to_numpy(kron(a, b)).T,
-        kron(xp.matrix_transpose(a), xp.matrix_transpose(b)),
-        bound=norm(a) * norm(b),
-        inputs=(a, b),
-    )
-
-
-def conjugate_transpose(kron: Kron, a: Array, b: Array) -> None:
-    """(A ⊗ B)ᴴ = Aᴴ ⊗ Bᴴ."""
-    require_agreement(
-        "conjugate transpose, (A ⊗ B)ᴴ = Aᴴ ⊗ Bᴴ",
-        to_numpy(kron(a, b)).conj().T,
-        kron(adjoint(a), adjoint(b)),
-        bound=norm(a) * norm(b),
-        inputs=(a, b),
-    )
-
-
-def inverse(kron: Kron, a: Array, b: Array) -> None:
-    """(A ⊗ B)(A⁻¹ ⊗ B⁻¹) = I, for invertible A and B."""
-    first, second = (like(np.linalg.inv(to_numpy(x)), x) for x in (a, b))
-    size = int(a.shape[0] * b.shape[0])
-    require_agreement(
-        "inverse, (A ⊗ B)(A⁻¹ ⊗ B⁻¹) = I",
-        to_numpy(kron(a, b)) @ to_numpy(kron(first, second)),
-        np.eye(size),
-        bound=(norm(a) * norm(first)) * (norm(b) * norm(second)),
-        size=size,
-        inputs=(a, b),
-    )
-
-
-def vec(kron: Kron, a: Array, b: Array, x: Array) -> None:
-    """(A ⊗ B) vec(X) = vec(B X Aᵀ), for X of shape (columns of B, columns of A); vec stacks columns."""
-    first, second, middle = to_numpy(a), to_numpy(b), to_numpy(x)
-    require_agreement(
-        "vec, (A ⊗ B) vec(C) = vec(B C Aᵀ)",
-        to_numpy(kron(a, b)) @ middle.T.reshape(-1),
-        (second @ middle @ first.T).T.reshape(-1),
-        bound=norm(a) * norm(b) * norm(x),
-        size=middle.size,
-        inputs=(a, b, x),
-    )
-
-
-def trace(kron: Kron, a: Array, b: Array) -> None:
-    """tr(A ⊗ B) = tr(A)·tr(B), for square A and B."""
-    require_agreement(
-        "trace, tr(A ⊗ B) = tr(A)·tr(B)",
-        np.trace(to_numpy(kron(a, b))),
-        np.trace(to_numpy(a)) * np.trace(to_numpy(b)),
-        bound=norm(a) * norm(b),
-        size=int(a.shape[0] * b.shape[0]),
-        inputs=(a, b),
-    )
-
-
-def determinant(kron: Kron, a: Array, b: Array) -> None:
-    """det(A ⊗ B) = det(A)^p · det(B)^m, for invertible A (m × m) and B (p × p); compared by logarithm and phase."""
-    first, second = to_numpy(a), to_numpy(b)
-    (m, _), (p, _) = first.shape, second.shape
-    phase, size = np.linalg.slogdet(to_numpy(kron(a, b)))
-    (phase_a, size_a), (phase_b, size_b) = np.linalg.slogdet(first), np.linalg.slogdet(second)
-    require_agreement(
-        "determinant, det(A ⊗ B) = det(A)^p · det(B)^m",
-        np.stack([phase, size]),
-        np.stack([phase_a**p * phase_b**m, p * size_a + m * size_b]),
-        bound=float(np.linalg.cond(first) * np.linalg.cond(second)),
-        size=(m * p) ** 2,
-        inputs=(a, b),
-    )
-
-
-def rank(kron: Kron, a: Array, b: Array) -> None:
-    """rank(A ⊗ B) = rank(A)·rank(B), for matrices whose singular values are one or zero."""
-    first, second = (round(norm(x) ** 2) for x in (a, b))
-    sigma = np.linalg.svd(to_numpy(kron(a, b)), compute_uv=False)
-    require_agreement(
-        "rank, rank(A ⊗ B) = rank(A)·rank(B)", np.sum(sigma > 0.5), first * second, bound=0.0, inputs=(a, b)
-    )
-
-
-def singular_values(kron: Kron, a: Array, b: Array) -> None:
-    """The singular values of A ⊗ B are the products of those of A and of B."""
-    ours = np.linalg.svd(to_numpy(kron(a, b)), compute_uv=False)
-    products = np.outer(*(np.linalg.svd(to_numpy(x), compute_uv=False) for x in (a, b)))
-    expected = np.zeros_like(ours)
-    found = np.sort(products, axis=None)[::-1]
-    expected[: found.size] = found
-    require_agreement(
-        "singular values, σ(A ⊗ B) = σ(A)·σ(B)", ours, expected, bound=norm(a) * norm(b), size=ours.size, inputs=(a, b)
-    )
-
-
-def eigenvectors(kron: Kron, a: Array, b: Array) -> None:
-    """A u = α u and B v = β v give (A ⊗ B)(u ⊗ v) = αβ (u ⊗ v), for every pair; A and B square.
-
-    The residual is compared, which rounding cannot spoil even where eigenvalues are ill conditioned.
+    Examples
+    --------
+    >>> check_kron(np.kron)
+    >>> check_kron(lambda a, b: np.kron(b, a))                                  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    lsrdecomp.testing.agreement.IdentityError: definition, (A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k, l]: ...
     """
-    (alpha, u), (beta, v) = (np.linalg.eig(to_numpy(x)) for x in (a, b))
-    vectors = np.kron(u, v)
-    require_agreement(
-        "eigenvectors, (A ⊗ B)(u ⊗ v) = αβ (u ⊗ v)",
-        to_numpy(kron(a, b)) @ vectors,
-        vectors * np.kron(alpha, beta),
-        bound=norm(a) * norm(b) * len(alpha) * len(beta),
-        size=vectors.shape[0],
-        inputs=(a, b),
-    )
+    __tracebackhide__ = True
+    corners = {
+        "factors of equal shape": ((2, 3), (2, 3)),
+        "all sides above five": ((6, 9), (7, 8)),
+        "empty first factor": ((0, 2), (2, 3)),
+        "empty second factor": ((2, 3), (2, 0)),
+    }
+    try_identities(trials(IDENTITIES, guarded(kron), corners, options), **options)
 
 
-def norms(kron: Kron, a: Array, b: Array) -> None:
-    """‖A ⊗ B‖ = ‖A‖·‖B‖ in the Frobenius, the spectral, the row-sum and the column-sum norm."""
-    matrix, first, second = to_numpy(kron(a, b)), to_numpy(a), to_numpy(b)
-    kinds: tuple[Any, ...] = ("fro", 2, 1, np.inf)
-    require_agreement(
-        "norms, ‖A ⊗ B‖ = ‖A‖·‖B‖ for the norms F, 2, 1, ∞",
-        np.stack([np.linalg.norm(matrix, kind) for kind in kinds]),
-        np.stack([np.linalg.norm(first, kind) * np.linalg.norm(second, kind) for kind in kinds]),
-        bound=norm(a) * norm(b),
-        size=matrix.size,
-        inputs=(a, b),
-    )
+def _condition(*matrices: Array) -> float:
+    return float(np.prod([norm(q) * np.linalg.norm(np.linalg.inv(to_numpy(q))) for q in matrices]))
 
 
-def commutation(kron: Kron, a: Array, b: Array) -> None:
+@IDENTITIES.on("mn pq")
+def definition(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """(A ⊗ B)[i·p + k, j·q + l] = A[i, j]·B[k, l].
+
+    The first factor is outermost, as in ``numpy.kron``.
+    """
+    return kron(a, b), np.kron(a, b)
+
+
+@IDENTITIES.on("mn pq mn", bound=lambda a, b, c: (norm(a) + 2.0 * norm(c)) * norm(b))
+def bilinearity(kron: Kron, a: Matrix, b: Matrix, c: Matrix) -> Sides:
+    """(A + 2C) ⊗ B = A ⊗ B + 2(C ⊗ B)."""
+    return kron(a + 2.0 * c, b), kron(a, b) + 2.0 * kron(c, b)
+
+
+@IDENTITIES.on("mn pq")
+def transpose(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """(A ⊗ B)ᵀ = Aᵀ ⊗ Bᵀ, without conjugation."""
+    return kron(a, b).T, kron(a.T, b.T)
+
+
+@IDENTITIES.on("mn pq")
+def conjugate_transpose(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """(A ⊗ B)ᴴ = Aᴴ ⊗ Bᴴ."""
+    return kron(a, b).conj().T, kron(a.conj().T, b.conj().T)
+
+
+@IDENTITIES.on("mn pq")
+def commutation(kron: Kron, a: Matrix, b: Matrix) -> Sides:
     """K (A ⊗ B) K' = B ⊗ A with commutation matrices K_{p,m} and K'_{n,q}."""
     (m, n), (p, q) = a.shape, b.shape
-    matrix = to_numpy(commutation_matrix(p, m)) @ to_numpy(kron(a, b)) @ to_numpy(commutation_matrix(n, q))
-    require_agreement("commutation, K (A ⊗ B) K = B ⊗ A", matrix, kron(b, a), bound=norm(a) * norm(b), inputs=(a, b))
+    return commutation_matrix(p, m) @ kron(a, b) @ commutation_matrix(n, q), kron(b, a)
+
+
+@IDENTITIES.on(lambda d: d.matrices("mn", "pq", "rs", among=(1, 2, 3)))
+def associativity(kron: Kron, a: Matrix, b: Matrix, c: Matrix) -> Sides:
+    """A ⊗ (B ⊗ C) = (A ⊗ B) ⊗ C."""
+    return kron(a, kron(b, c)), kron(kron(a, b), c)
+
+
+@IDENTITIES.on(lambda d: d.matrices("mn", "pq", "nr", "qs", among=(1, 2, 3, 5)), sums=True)
+def mixed_product(kron: Kron, a: Matrix, b: Matrix, c: Matrix, d: Matrix) -> Sides:
+    """(A ⊗ B)(C ⊗ D) = AC ⊗ BD."""
+    return kron(a, b) @ kron(c, d), kron(a @ c, b @ d)
+
+
+@IDENTITIES.on("mn pq qn", sums=True)
+def vec(kron: Kron, a: Matrix, b: Matrix, c: Matrix) -> Sides:
+    """(A ⊗ B) vec(C) = vec(B C Aᵀ), where vec stacks columns."""
+    return kron(a, b) @ c.reshape(-1, order="F"), (b @ c @ a.T).reshape(-1, order="F")
+
+
+@IDENTITIES.on("mm pp", sums=True)
+def trace(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """tr(A ⊗ B) = tr(A)·tr(B), for square A and B."""
+    return np.trace(kron(a, b)), np.trace(a) * np.trace(b)
+
+
+@IDENTITIES.on(Cases.invertible, bound=_condition, sums=True)
+def inverse(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """(A ⊗ B)(A⁻¹ ⊗ B⁻¹) = I, for invertible A and B."""
+    return kron(a, b) @ kron(np.linalg.inv(a), np.linalg.inv(b)), np.eye(len(a) * len(b))
+
+
+@IDENTITIES.on(Cases.invertible, bound=_condition, sums=True)
+def determinant(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """det(A ⊗ B) = det(A)^p · det(B)^m, for invertible A (m × m) and B (p × p).
+
+    Compared by logarithm and phase.
+    """
+    (phase_a, size_a), (phase_b, size_b) = np.linalg.slogdet(a), np.linalg.slogdet(b)
+    m, p = len(a), len(b)
+    return np.stack(np.linalg.slogdet(kron(a, b))), np.stack([phase_a**p * phase_b**m, p * size_a + m * size_b])
+
+
+@IDENTITIES.on("mm pp", sums=True)
+def eigenvectors(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """(A ⊗ B)(u ⊗ v) = αβ (u ⊗ v) for A u = α u, B v = β v.
+
+    For every pair; A and B square. The residual is compared, which rounding cannot spoil even where eigenvalues are
+    ill conditioned.
+    """
+    (alpha, u), (beta, v) = np.linalg.eig(a), np.linalg.eig(b)
+    return kron(a, b) @ np.kron(u, v), np.kron(u, v) * np.kron(alpha, beta)
+
+
+@IDENTITIES.on(Cases.partial_isometries, bound=lambda a, b: 1.0)
+def rank(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """rank(A ⊗ B) = rank(A)·rank(B), for matrices whose singular values are one or zero."""
+    product = np.linalg.svd(kron(a, b), compute_uv=False)
+    return np.sum(product > 0.5), round(norm(a) ** 2) * round(norm(b) ** 2)
+
+
+@IDENTITIES.on("mn pq", sums=True)
+def singular_values(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """σ(A ⊗ B) = σ(A)·σ(B): the singular values are all products, and zeros."""
+    sigma, *factors = (np.linalg.svd(matrix, compute_uv=False) for matrix in (kron(a, b), a, b))
+    products = np.sort(np.outer(*factors), axis=None)[::-1]
+    return sigma, np.pad(products, (0, max(0, len(sigma) - len(products))))
+
+
+@IDENTITIES.on("mn pq", sums=True)
+def norms(kron: Kron, a: Matrix, b: Matrix) -> Sides:
+    """‖A ⊗ B‖ = ‖A‖·‖B‖ for the Frobenius, the spectral, the column-sum and the row-sum norm."""
+    kinds: tuple[Any, ...] = ("fro", 2, 1, np.inf)
+    product, first, second = ([np.linalg.norm(q, kind) for kind in kinds] for q in (kron(a, b), a, b))
+    return np.stack(product), np.multiply(first, second)

@@ -1,7 +1,13 @@
-"""What a rearrangement and a separated representation must satisfy, one function each: pass yours and a case.
+"""Checks of rearrangements and of sums of Kronecker products, and the identities they try, one function each.
 
-Conventions: a shape is a `KroneckerShape`; ``rearrange(matrix, shape)`` returns (m_1·n_1, …, m_d·n_d); a representation
-is ``(weights, factors)`` with weights (s,) and one stack of factors (s, m_i, n_i) per position.
+A shape is a `KroneckerShape`; ``rearrange(matrix, shape)`` returns (m_1·n_1, …, m_d·n_d); a representation is
+``(weights, factors)`` with weights (s,) and one stack of factors (s, m_i, n_i) for each position. The identities take
+your function and a case, and raise `IdentityError`.
+
+References
+----------
+C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and Real-Time
+Applications, Kluwer (1993). doi:10.1007/978-94-015-8196-7_17
 """
 
 from __future__ import annotations
@@ -9,132 +15,262 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Unpack
 
 import numpy as np
+from hypothesis import strategies as st
 
-from lsrdecomp.arrays import Array, like, norm, to_numpy
+from lsrdecomp.arrays import Array, namespace, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.testing.agreement import IdentityError, require_agreement
+from lsrdecomp.testing.agreement import IdentityError, Matrix, Sides, exact, identity, require_agreement
+from lsrdecomp.testing.cases import Cases, Options, Trial
+from lsrdecomp.testing.runner import guarded, try_identities
 
+Apply = Callable[[Sequence[Array], Array], Array]
+Form = Callable[[Array, Sequence[Array]], Array]
 Rearrange = Callable[[Array, KroneckerShape], Array]
 Decompose = Callable[[Array, KroneckerShape, int], tuple[Array, Sequence[Array]]]
 
 
-def isometry(rearrange: Rearrange, matrix: Array, shape: KroneckerShape) -> None:
-    """R(M) holds the entries of M in another order, each once: every norm of the entries is kept."""
-    tensor = to_numpy(rearrange(matrix, shape))
-    if tensor.shape != shape.sizes:
-        raise IdentityError("isometry", f"R(M) has shape {tensor.shape}, expected {shape.sizes} for {shape}")
-    require_agreement(
-        f"isometry, R(M) has the entries of M, {shape}",
-        np.sort(tensor, axis=None),
-        np.sort(to_numpy(matrix), axis=None),
-        bound=0.0,
-        inputs=(matrix,),
-    )
+def check_apply(apply: Apply, **options: Unpack[Options]) -> None:
+    """Try a product with a vector for which the Kronecker product is never formed.
 
+    Parameters
+    ----------
+    apply : callable ([A, B, …], x) -> (A ⊗ B ⊗ …) x
+        Takes one to four factors, one-row and one-column ones among them, and x of shape (n, columns).
+    **options
+        `Options`: array library, element type, tolerance, number of cases.
 
-def outer_product(rearrange: Rearrange, factors: Sequence[Array], columns: bool = False) -> None:
-    """R(A ⊗ B) = vec(A) vec(B)ᵀ: a Kronecker product becomes rank one; so for any number of factors.
+    Raises
+    ------
+    IdentityError
+        With the smallest case that breaks it; also where your code raises.
 
-    vec reads row by row, or column by column with ``columns``.
+    Examples
+    --------
+    >>> from functools import reduce
+    >>> check_apply(lambda factors, x: reduce(np.kron, factors) @ x)              # prints nothing: no bug was found
     """
-    hosts = [to_numpy(f) for f in factors]
-    shape = KroneckerShape(tuple((f.shape[0], f.shape[1]) for f in hosts))
-    vectors = [(f.T if columns else f).reshape(-1) for f in hosts]
-    matrix = reduce(np.kron, hosts)
-    require_agreement(
-        f"outer product, R(A ⊗ B) = vec(A) vec(B)ᵀ, {shape}",
-        rearrange(like(matrix, factors[0]), shape),
-        reduce(np.multiply.outer, vectors),
-        bound=math.prod(norm(f) for f in hosts),
-        inputs=tuple(factors),
-    )
+    __tracebackhide__ = True
+    yours = guarded(apply)
+
+    def case(d: Cases) -> None:
+        shape = d.shape(None)
+        product(yours, d.factors(shape), d.matrix((shape.matrix_shape[1], d.draw(st.integers(1, 3)))))
+
+    tried: list[Trial] = [("product", case)]
+    try_identities(tried, **options)
 
 
-def rearranged_blocks(rearrange: Rearrange, matrix: Array, shape: KroneckerShape, columns: bool = False) -> None:
-    """Row (i, j) of R(M) is the block (i, j) of M read as a vector; for two factors."""
-    (m, n), (p, q) = shape.factors
-    entries = to_numpy(matrix)
-    places = [(i, j) for j in range(n) for i in range(m)] if columns else [(i, j) for i in range(m) for j in range(n)]
-    blocks = [entries[i * p : (i + 1) * p, j * q : (j + 1) * q] for i, j in places]
-    require_agreement(
-        f"blocks, row (i, j) of R(M) is block (i, j) of M, {shape}",
-        rearrange(matrix, shape),
-        np.stack([(block.T if columns else block).reshape(-1) for block in blocks]),
-        bound=0.0,
-        inputs=(matrix,),
-    )
+def check_rearrange(
+    rearrange: Rearrange,
+    inverse: Rearrange | None = None,
+    *,
+    order: int | None = 2,
+    columns: bool = False,
+    **options: Unpack[Options],
+) -> None:
+    """Try a Van Loan–Pitsianis rearrangement, and its inverse.
+
+    Parameters
+    ----------
+    rearrange : callable (matrix, shape) -> (m_1·n_1, …, m_d·n_d)
+    inverse : callable (tensor, shape) -> matrix, optional
+    order : int or None
+        Number of factors it can do; ``None`` for any.
+    columns : bool
+        Blocks are counted and read column by column, as Van Loan and Pitsianis do; absent, row by row, as this library.
+        It is tried on transposes, and an error shows the transpose of what yours was called with.
+    **options
+        `Options`: array library, element type, tolerance, number of cases.
+
+    Raises
+    ------
+    IdentityError
+        Naming the identity that tells most, with the smallest case that breaks it; also where your code raises.
+
+    Examples
+    --------
+    >>> from lsrdecomp.kronecker import rearrange
+    >>> check_rearrange(rearrange)
+    >>> check_rearrange(lambda matrix, shape: matrix.reshape(shape.sizes))        # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    lsrdecomp.testing.agreement.IdentityError: ...
+    """
+    __tracebackhide__ = True
+    called = guarded(rearrange)
+
+    def flipped(shape: KroneckerShape) -> KroneckerShape:
+        return KroneckerShape(tuple((n, m) for m, n in shape.factors))
+
+    def by_columns(matrix: Array, shape: KroneckerShape) -> Array:
+        return called(namespace(matrix).matrix_transpose(matrix), flipped(shape))
+
+    yours = by_columns if columns else called
+    tried: list[Trial] = [
+        ("entries", lambda d: entries(yours, *d.numbered(order))),
+        ("outer product", lambda d: outer_product(yours, d.factors(d.shape(order)))),
+    ]
+    if inverse is not None:
+        back = guarded(inverse)
+        tried.append(
+            ("there and back", lambda d: there_and_back(lambda a, q: back(called(a, q), q), *d.numbered(order)))
+        )
+    try_identities(tried, **options)
 
 
-def inverse_of_rearrange(rearrange: Rearrange, inverse: Rearrange, matrix: Array, shape: KroneckerShape) -> None:
-    """Rearranging and back changes no bit."""
-    back = inverse(rearrange(matrix, shape), shape)
-    require_agreement(f"there and back, {shape}", back, matrix, bound=0.0, inputs=(matrix,))
+def check_sum(
+    form: Form,
+    *,
+    order: int | None = None,
+    **options: Unpack[Options],
+) -> None:
+    """Try a function that forms a sum of Kronecker products.
+
+    Parameters
+    ----------
+    form : callable (weights, factors) -> Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾
+        Takes weights (s,), also small and negative ones, and stacks of factors (s, m_i, n_i).
+    order : int, optional
+        Number of factors d; absent, one to four.
+    **options
+        `Options`: array library, element type, tolerance, number of cases.
+
+    Raises
+    ------
+    IdentityError
+        With the smallest case that breaks it; also where your code raises.
+
+    Examples
+    --------
+    >>> from functools import reduce
+    >>> check_sum(lambda weights, factors: sum(w * reduce(np.kron, term) for w, *term in zip(weights, *factors)))
+    """
+    __tracebackhide__ = True
+    yours = guarded(form)
+    tried: list[Trial] = [
+        ("sum of terms", lambda d: sum_of_terms(yours, *d.terms(d.shape(order)))),
+        ("a small term", lambda d: sum_of_terms(yours, *d.small_term(order))),
+    ]
+    try_identities(tried, **options)
 
 
-def sum_of_terms(form: Callable[[Array, Sequence[Array]], Array], weights: Array, factors: Sequence[Array]) -> None:
-    """``form(weights, factors)`` is Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with every term once."""
-    lambdas, stacks = to_numpy(weights), [to_numpy(f) for f in factors]
-    terms = [lam * reduce(np.kron, [f[k] for f in stacks]) for k, lam in enumerate(lambdas)]
-    require_agreement(
-        f"sum of {len(terms)} terms",
-        form(weights, factors),
-        sum(terms[1:], terms[0]),
-        bound=sum(norm(term) for term in terms),
-        size=len(terms),
-        inputs=(weights, *factors),
-    )
+def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> None:
+    """Try a function that finds the best sum of Kronecker products of two factors.
+
+    Some matrices have singular values down to rounding, which an SVD through the Gram matrix loses. Weights must
+    descend, factors have norm one, and the residual the norm that Eckart and Young's theorem says.
+
+    Parameters
+    ----------
+    decompose : callable (matrix, shape, rank) -> (weights, (left, right))
+        At most ``rank`` terms: weights (rank,), stacks (rank, m, n) and (rank, p, q).
+    **options
+        `Options`: array library, element type, tolerance, number of cases.
+
+    Raises
+    ------
+    IdentityError
+        With the smallest case that breaks it; also where your code raises.
+
+    Examples
+    --------
+    >>> def by_svd(matrix, shape, rank):
+    ...     (m, n), (p, q) = shape.factors
+    ...     rearranged = matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q)
+    ...     u, sigma, vh = np.linalg.svd(rearranged, full_matrices=False)
+    ...     return sigma[:rank], (u.T[:rank].reshape(-1, m, n), vh[:rank].reshape(-1, p, q))
+    >>> check_decomposition(by_svd)
+    """
+    __tracebackhide__ = True
+    yours = guarded(decompose)
+
+    def case(d: Cases, graded: bool = False) -> None:
+        shape = d.shape()
+        rank = d.draw(st.integers(1, shape.max_separation_rank))
+        best_terms(yours, d.graded(shape) if graded else d.matrix(shape.matrix_shape), shape, rank)
+
+    tried: list[Trial] = [
+        ("best terms", case),
+        ("best terms of a graded spectrum", lambda d: case(d, graded=True)),
+    ]
+    try_identities(tried, **options)
+
+
+@identity(sums=True)
+def product(apply: Apply, factors: Sequence[Matrix], x: Matrix) -> Sides:
+    """(A ⊗ B ⊗ …) x."""
+    return apply(factors, x), reduce(np.kron, factors) @ x
+
+
+@identity(bound=exact)
+def entries(rearrange: Rearrange, matrix: Matrix, shape: KroneckerShape) -> Sides:
+    """R(A)[i_1·n_1 + j_1, …] = A[i, j] for i = (i_1, …, i_d) and j = (j_1, …, j_d).
+
+    For two factors: row (i, j) of R(A) is block (i, j) of A read as a vector.
+    """
+    axes = [axis for k in range(shape.order) for axis in (k, shape.order + k)]
+    tensor = matrix.reshape(*shape.rows, *shape.columns).transpose(axes)
+    return rearrange(matrix, shape), tensor.reshape(shape.sizes)
+
+
+@identity()
+def outer_product(rearrange: Rearrange, factors: Sequence[Matrix]) -> Sides:
+    """R(A ⊗ B) = vec(A) vec(B)ᵀ, and so for any number of factors; vec reads row by row."""
+    shape = KroneckerShape(tuple((len(factor), factor.shape[1]) for factor in factors))
+    vectors = [factor.reshape(-1) for factor in factors]
+    return rearrange(reduce(np.kron, factors), shape), reduce(np.multiply.outer, vectors)
+
+
+@identity(sums=True)
+def sum_of_terms(form: Form, weights: Matrix, factors: Sequence[Matrix]) -> Sides:
+    """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with every term once."""
+    return form(weights, factors), formed_terms(weights, factors)
+
+
+@identity(bound=exact)
+def there_and_back(round_trip: Rearrange, matrix: Matrix, shape: KroneckerShape) -> Sides:
+    """R⁻¹(R(A)) = A, in every bit."""
+    return round_trip(matrix, shape), matrix
 
 
 def formed_terms(weights: Array, factors: Sequence[Array]) -> np.ndarray:
     """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ by ``numpy.kron``, in double precision."""
-    lambdas = to_numpy(weights)
-    stacks = [(q := to_numpy(f)).astype(np.result_type(q.dtype, np.float64)) for f in factors]
-    total = sum(lam * reduce(np.kron, [f[k] for f in stacks]) for k, lam in enumerate(lambdas))
+    stacks = [to_numpy(f).astype(np.result_type(to_numpy(f).dtype, np.float64)) for f in factors]
+    total = sum(weight * reduce(np.kron, [f[k] for f in stacks]) for k, weight in enumerate(to_numpy(weights)))
     return np.asarray(total)
 
 
-def unit_terms(weights: Array, factors: Sequence[Array]) -> None:
+def unit_terms(weights: Matrix, factors: Sequence[Matrix]) -> None:
     """λ ≥ 0, descending, and every factor of every term has Frobenius norm one, so that γ means something."""
-    lambdas = to_numpy(weights)
-    if np.iscomplexobj(lambdas) or np.any(lambdas < 0.0) or np.any(np.diff(lambdas) > 0.0):
-        raise IdentityError("weights", f"λ must be real, not negative and descending, got {lambdas}")
-    for i, stack in enumerate(factors, 1):
-        terms = to_numpy(stack)
-        lengths = np.asarray([norm(term) for term in terms])
+    if np.iscomplexobj(weights) or np.any(weights < 0.0) or np.any(np.diff(weights) > 0.0):
+        raise IdentityError("weights", f"λ must be real, not negative and descending, got {weights}")
+    for i, terms in enumerate(factors, 1):
         require_agreement(
             f"unit factors, ‖M_k⁽{i}⁾‖_F = 1",
-            lengths,
-            np.ones(len(lambdas)),
+            np.asarray([norm(term) for term in terms]),
+            np.ones(len(weights)),
             bound=math.sqrt(max(len(terms), 1)),
             size=math.prod(terms.shape[1:]),
-            inputs=(stack,),
+            inputs=(terms,),
         )
 
 
-def best_terms(decompose: Decompose, matrix: Array, shape: KroneckerShape, rank: int) -> None:
-    """The residual of the best ``rank`` terms has the norm of the tail of the spectrum of R(M) (Eckart and Young).
+@identity(sums=True)
+def best_terms(decompose: Decompose, matrix: Matrix, shape: KroneckerShape, rank: int) -> Sides:
+    """‖A − Â‖ is the tail of the spectrum of R(A).
 
-    For two factors. With all terms the matrix comes back; a wrong conjugate, a transposed factor, a lost term and a
-    weight counted twice all show here.
+    At most ``rank`` terms of two factors, and no other such terms are nearer. With all terms the matrix comes back; a
+    wrong conjugate, a transposed factor, a lost term and a weight counted twice all show here.
     """
     (m, n), (p, q) = shape.factors
-    entries = to_numpy(matrix)
-    sigma = np.linalg.svd(entries.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q), compute_uv=False)
+    sigma = np.linalg.svd(matrix.reshape(m, p, n, q).transpose(0, 2, 1, 3).reshape(m * n, p * q), compute_uv=False)
     weights, factors = decompose(matrix, shape, rank)
     unit_terms(weights, factors)
-    lambdas, (left, right) = to_numpy(weights), (to_numpy(f) for f in factors)
-    if len(lambdas) > rank:
-        raise IdentityError("rank", f"{len(lambdas)} terms for rank {rank}")
-    spread = (left.reshape(len(left), m * n).T * lambdas) @ right.reshape(len(right), p * q)
-    residual = entries - to_numpy(inverse_rearrange(spread, shape))
-    require_agreement(
-        f"best {rank} terms, ‖M − M̂‖ is the tail of the spectrum, {shape}",
-        norm(residual),
-        math.hypot(*sigma[rank:]),
-        bound=norm(entries),
-        size=entries.size,
-        inputs=(matrix,),
-    )
+    if len(weights) > rank:
+        raise IdentityError("rank", f"{len(weights)} terms for rank {rank}")
+    left, right = factors
+    spread = (left.reshape(len(left), m * n).T * weights) @ right.reshape(len(right), p * q)
+    return norm(matrix - inverse_rearrange(spread, shape)), math.hypot(*sigma[rank:])

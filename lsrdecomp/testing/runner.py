@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Namespace
 from lsrdecomp.testing.agreement import IdentityError, shown
-from lsrdecomp.testing.cases import Cases
+from lsrdecomp.testing.cases import Cases, Trial
 
-Identity = tuple[str, Callable[[Cases], None]]
-"""A name, and what draws a case and checks it."""
+EXAMPLES = 25
+"""Cases drawn for each identity."""
 
 
 class _Raised(Exception):  # noqa: N818 - never leaves this file
@@ -27,43 +29,52 @@ class _Raised(Exception):  # noqa: N818 - never leaves this file
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The code under test; what it raises becomes an `IdentityError` that names identity and case.
 
-    Sparse results are formed.
+    Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those of an array.
     """
 
     def called(*inputs: Any) -> Any:
         try:
             result = function(*inputs)
-            return result.toarray() if hasattr(result, "toarray") else result
+            result = result.toarray() if hasattr(result, "toarray") else result
+            if isinstance(result, np.matrix):
+                raise TypeError("the result is a numpy.matrix, not an array")
+            return result
         except IdentityError:
             raise
         except Exception as error:
-            arrays: list[Any] = []
-            for value in inputs:
-                arrays += value if isinstance(value, list | tuple) else [value]
-            raise _Raised(error, tuple(a for a in arrays if hasattr(a, "shape"))) from error
+            raise _Raised(error, inputs) from error
 
     return called
 
 
 def try_identities(
-    identities: Sequence[Identity],
+    trials: Sequence[Trial],
     *,
-    xp: Namespace,
-    complex_values: bool,
-    max_examples: int,
+    xp: Namespace = np,
+    complex_values: bool = True,
     dtype: str = "float64",
     tolerance: float | None = None,
+    max_examples: int = EXAMPLES,
 ) -> None:
-    """Try each; raise for the first that fails, and say which others do.
+    """Try each; raise `IdentityError` for the first that fails with its smallest case, and say which others do.
 
     The list begins with what tells most: an identity further down fails as well where one above does.
     """
     __tracebackhide__ = True
-    failures = []
-    for name, case in identities:
-        found = _first_failure(name, case, xp, complex_values, max_examples, dtype, tolerance)
-        if found is not None:
-            failures.append(found)
+
+    def on_case(check: Callable[[Cases], None], draw: Callable[[Any], Any]) -> None:
+        try:
+            check(Cases(draw, xp, complex_values, dtype))
+        except IdentityError as error:
+            if tolerance is None or error.gap is None or not error.gap <= tolerance:
+                raise
+
+    failures: list[IdentityError] = []
+    for name, check in trials:
+        # Only the first failure is shown with its case, so only that case is made small.
+        failure = _first_failure(name, partial(on_case, check), max_examples, shrink=not failures)
+        if failure is not None:
+            failures.append(failure)
     if failures:
         first = failures[0]
         others = [error.identity.split(",")[0] for error in failures[1:]]
@@ -72,13 +83,7 @@ def try_identities(
 
 
 def _first_failure(
-    name: str,
-    case: Callable[[Cases], None],
-    xp: Namespace,
-    complex_values: bool,
-    max_examples: int,
-    dtype: str,
-    tolerance: float | None,
+    name: str, on_case: Callable[[Callable[[Any], Any]], None], max_examples: int, shrink: bool
 ) -> IdentityError | None:
     # Cases must not depend on an earlier run or the machine's speed: no database, no deadline.
     @settings(
@@ -89,15 +94,11 @@ def _first_failure(
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.nested_given],
         print_blob=False,
         report_multiple_bugs=False,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
     )
     @given(data=st.data())
     def every_case(data: st.DataObject) -> None:
-        try:
-            case(Cases(data.draw, xp, complex_values, dtype))
-        except IdentityError as error:
-            if tolerance is None or error.gap is None or not error.gap <= tolerance:
-                raise
+        on_case(data.draw)
 
     try:
         every_case()
