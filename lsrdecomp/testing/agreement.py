@@ -65,13 +65,15 @@ def identity(
         def check(function: Callable[..., Any], *arguments: Any) -> None:
             __tracebackhide__ = True
             arrays = arrays_in(arguments)
-            left, right = sides(_on_numpy(function, arrays), *_as_numpy(arguments))
+            values = _as_numpy(arguments)
+            formed = arrays_in(values)
+            left, right = sides(_on_numpy(function, arrays), *values)
             require_agreement(
                 f"{name}, {formula}",
                 left,
                 right,
-                bound=math.prod(map(_finite_norm, arrays)) if bound is None else bound(*arrays),
-                size=math.prod(max(array.shape, default=1) for array in arrays) if sums else 1,
+                bound=math.prod(map(_finite_norm, formed)) if bound is None else bound(*formed),
+                size=math.prod(max(array.shape, default=1) for array in formed) if sums else 1,
                 inputs=arguments,
             )
 
@@ -186,9 +188,8 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(value) if is_array_api_obj(value) else value
 
 
-def _finite_norm(array: Any) -> float:
-    entries = np.asarray(to_numpy(array))
-    return norm(entries[np.isfinite(entries)])
+def _finite_norm(array: Matrix) -> float:
+    return norm(array[np.isfinite(array)])
 
 
 def _count_nan(array: np.ndarray) -> str:

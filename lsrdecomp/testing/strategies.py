@@ -261,7 +261,7 @@ def _cancelling(
     if not condition >= math.sqrt(0.5):
         raise ShapeError(f"two terms have a condition of at least 0.707, not {condition}")
     if shape is None:
-        shape = draw(kronecker_shapes().filter(lambda one: max(one.sizes) > 1))
+        shape = draw(kronecker_shapes().filter(lambda drawn: max(drawn.sizes) > 1))
     wide = max(range(shape.order), key=lambda i: shape.sizes[i])
     if shape.sizes[wide] < 2:
         raise ShapeError(f"{shape} has one entry: no two different terms exist")
