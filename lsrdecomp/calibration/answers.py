@@ -34,7 +34,7 @@ def ask(base: Base, batch: Batch) -> Answers:
 
     Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
     """
-    return _asked(base, batch)[0]
+    return _answers(base, batch)[0]
 
 
 def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor]]:
@@ -45,7 +45,7 @@ def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor
     more after its output layer than that, it is asked again.
     """
     with torch.no_grad():
-        answers, read = _asked(base, batch)
+        answers, read = _answers(base, batch)
         logits, layer = answers.logits, output_layer(base)
         if logits.shape[-1] <= FEW:
             return answers, lambda: logits
@@ -96,18 +96,18 @@ def _applied(layer: nn.Module, read: Tensor) -> Tensor:
 
 def _again(base: Base, batch: Batch) -> Tensor:
     with torch.no_grad():
-        return _asked(base, batch)[0].logits
+        return _answers(base, batch)[0].logits
 
 
 def output_layer(base: Base) -> nn.Module | None:
     """The layer that makes logits of tokens; None where there is none such."""
     if base.head is not Head.causal_lm:
         return None
-    found: Any = getattr(base.model, "get_output_embeddings", lambda: None)()
-    return found if isinstance(found, nn.Module) else None
+    layer: Any = getattr(base.model, "get_output_embeddings", lambda: None)()
+    return layer if isinstance(layer, nn.Module) else None
 
 
-def _asked(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
+def _answers(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
     """The answers, and what the output layer read for them if it read only that."""
     inputs, wanted = _wanted(base, batch)
     examples, layer = len(next(iter(inputs.values()))), output_layer(base)

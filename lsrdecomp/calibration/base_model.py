@@ -135,9 +135,9 @@ def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -
     labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
-    place = find_base(base)
+    directory = find_base(base)
     try:
-        model = loader.from_pretrained(place, dtype=getattr(torch, dtype), **labels)
+        model = loader.from_pretrained(directory, dtype=getattr(torch, dtype), **labels)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
     if head is Head.classification and model.config.num_labels == 1:

@@ -109,9 +109,9 @@ def first_line(error: Exception) -> str:
 
 def packaged_file() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct; `LsrError` with the commands if its package is not installed."""
-    found = importlib.util.find_spec(PACKAGE)
-    places = [] if found is None else list(found.submodule_search_locations or ())
-    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    package = importlib.util.find_spec(PACKAGE)
+    directories = [] if package is None else list(package.submodule_search_locations or ())
+    files = [file for directory in directories for file in sorted(Path(directory).glob("*.gguf"))]
     if not files:
         raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {EXTRA} and {INSTALL}")
     return files[0]
@@ -142,10 +142,10 @@ def _convert(file: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
     fields = read.config.to_dict()

@@ -46,9 +46,8 @@ from lsrdecomp.calibration.files import (
     write_statistics,
 )
 from lsrdecomp.calibration.fisher import Head, Pairs, sampled_answers, watched
-from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name
+from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
-from lsrdecomp.calibration.recomputed import recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +169,13 @@ def calibrate(
     only the positions that count reach the output layer.
     """
     out = Path(out)
-    found = modules_by_name(model)
-    missing = [name for name in modules if name not in found]
+    named = modules_by_name(model)
+    missing = [name for name in modules if name not in named]
     if missing or not modules:
-        some = ", ".join(name for name in found if name)[:200]
+        some = ", ".join(name for name in named if name)[:200]
         raise CalibrationError(f"{', '.join(missing[:5]) or 'no module'}: not in the model, which has {some}, …")
     device = next(model.parameters()).device
-    sizes = {name: layer_size(found[name], name) for name in modules}
+    sizes = {name: layer_size(named[name], name) for name in modules}
     groups = in_groups({name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory)
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
     settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
@@ -192,7 +191,7 @@ def calibrate(
             now = settings if len(groups) == 1 else settings | {"group": list(names)}
             done = read_group(out, number, now) if len(groups) > 1 else None
             if done is None:
-                watching = {name: found[name] for name in names}
+                watching = {name: named[name] for name in names}
                 layers = {
                     name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device)
                     for name in names
@@ -225,7 +224,7 @@ class _Pass:
 
     def run(self, batches: Iterable[Batch]) -> Finished:
         counts = read_partial(self.out, self.settings, self.layers)
-        texts, asked = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
+        texts, adapted = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
         effective = self.number == 1 and hasattr(self.model, "get_base_model")  # the same in every group
 
         def add(name: str, pairs: Pairs) -> None:
@@ -237,11 +236,11 @@ class _Pass:
                 if done <= counts.batches:
                     continue
                 record.clear()
-                answers = ask_in_pieces(asked, batch, whole=output_layer(asked) in self.watching.values())
+                answers = ask_in_pieces(adapted, batch, whole=output_layer(adapted) in self.watching.values())
                 bare = None
                 if effective:
                     with torch.no_grad(), record.paused(), without_delta(self.model):
-                        bare = ask_in_pieces(asked, batch)
+                        bare = ask_in_pieces(adapted, batch)
                 seed = int(self.settings["seed"])
                 generator = torch.Generator().manual_seed((seed << 32) + done)
                 gradient, moved = self._leaning(answers, bare, generator)

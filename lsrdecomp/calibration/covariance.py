@@ -87,8 +87,10 @@ class Covariance:
         image = image + shift * block
         core = block.T @ image
         values, axes = np.linalg.eigh((core + core.T) / 2)
-        kept = values > values[-1] * np.finfo(np.float32).eps
-        vectors, singular, _ = np.linalg.svd(image @ (axes[:, kept] / np.sqrt(values[kept])), full_matrices=False)
+        significant = values > values[-1] * np.finfo(np.float32).eps
+        vectors, singular, _ = np.linalg.svd(
+            image @ (axes[:, significant] / np.sqrt(values[significant])), full_matrices=False
+        )
         eigenvalues = np.maximum(singular[: self.rank] ** 2 - shift, 0.0)
         vectors = vectors[:, : self.rank]
         rest = max(trace - float(eigenvalues.sum()), 0.0) / max(self.size - eigenvalues.size, 1)

@@ -89,6 +89,16 @@ class Tokens:
 def read_jsonl(file: str | Path) -> list[PromptExample]:
     """The examples of a file of JSON lines; empty lines are left out.
 
+    Parameters
+    ----------
+    file : str or path
+        In UTF-8. A line has the texts "prompt" and "completion", or "text", or a conversation as "messages"; and where
+        there are other right answers, a list of them as "references".
+
+    Returns
+    -------
+    list of PromptExample
+
     Raises
     ------
     DataError
@@ -248,9 +258,9 @@ def _tokens(example: PromptExample, tokenizer: Any, answers: str) -> Tokens:
     counted: list[bool] = []
     for i, (text, answer) in enumerate(segments(example, tokenizer)):
         # Special tokens that begin every text come once; a chat template writes its own.
-        found = tokenizer(text, add_special_tokens=i == 0 and not example.messages)["input_ids"]
-        ids += found
-        counted += [answer or answers == "all"] * len(found)
+        piece = tokenizer(text, add_special_tokens=i == 0 and not example.messages)["input_ids"]
+        ids += piece
+        counted += [answer or answers == "all"] * len(piece)
     return Tokens(tuple(ids), tuple(counted))
 
 

@@ -11,10 +11,12 @@ whatever its scale and however a layer shares its size out among its factors.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,11 +25,11 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.distil_state import State, read_state, save_state
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import Batch, CalibrationError
+from lsrdecomp.checkpoints.writing import new_file
 
 RATES = (0.01, 0.03, 0.1)
 """Learning rates that are tried, in relative change of a factor's numbers per step."""
@@ -110,25 +112,68 @@ def distil_factors(
     if steps < 1 or not lessons:
         raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
     work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None))
-    now = None if state is None else read_state(state, work.zero, settings or {})
+    # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
+    now = None if state is None else _read(state, work.zero, settings)
     if now is None:
-        now = work.begin()
-        if rate is None:
-            now = work.tried(now)
-        else:
-            now.rate = rate
+        now = _State(_adamw(work.zero), work.zero.clone(), passes=1.0 if work.nearness == 0.0 else 2.0)
+        work.look(now)
+        now = work.best_of_trials(now) if rate is None else replace(now, rate=rate)
+    # 2. Steps, with a look at the held-out share now and then, until they are done or no longer help.
     every = max(1, math.ceil(steps / work.looks))
     while now.step < steps and not _stalled(now.checks):
         work.step(now, work.scheduled(now))
         if now.step % every == 0 or now.step == steps:
             work.look(now)
             if state is not None:
-                save_state(state, now, settings or {})
+                _save(state, now, settings)
+    # 3. The best factors that were looked at.
     work.put(now.best)
     shares = [share for _, share in now.checks]
     if state is not None:
         state.unlink(missing_ok=True)
     return Distillation(now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks))
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a run is, and goes on after a kill."""
+
+    optimizer: torch.optim.AdamW  # of one vector, the relative changes u of all numbers
+    best: Tensor
+    step: int = 0
+    rate: float = 0.0
+    passes: float = 0.0
+    checks: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def u(self) -> nn.Parameter:
+        parameter: nn.Parameter = self.optimizer.param_groups[0]["params"][0]
+        return parameter
+
+
+def _adamw(u: Tensor) -> torch.optim.AdamW:
+    return torch.optim.AdamW([nn.Parameter(u.clone())], eps=1e-12, weight_decay=0.0)
+
+
+def _save(path: Path, now: _State, settings: dict[str, Any] | None) -> None:
+    """Write the state of an unfinished run; one process of several does."""
+    if PartialState().is_main_process:
+        about = {name: getattr(now, name) for name in ("best", "step", "rate", "passes", "checks")}
+        about |= {"u": now.u.data, "optimizer": now.optimizer.state_dict(), "settings": json.dumps(settings)}
+        with new_file(path, force=True) as part:
+            torch.save(about, part)
+
+
+def _read(path: Path, zero: Tensor, settings: dict[str, Any] | None) -> _State | None:
+    """The saved state on the device of ``zero``, if it is of a run of so many numbers with these settings."""
+    try:
+        about = torch.load(path, map_location=zero.device, weights_only=True)
+        optimizer = _adamw(about.pop("u"))
+        optimizer.load_state_dict(about.pop("optimizer"))
+        same = about.pop("settings") == json.dumps(settings)
+    except (OSError, EOFError, UnpicklingError, RuntimeError, KeyError, AttributeError, ValueError):
+        return None
+    return _State(optimizer, **about) if same and about["best"].shape == zero.shape else None
 
 
 class _Work:
@@ -153,53 +198,47 @@ class _Work:
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
         self.source, self.lessons = source, lessons
-        self.known: dict[int, list[Lesson]] = {0: [lesson(source, batch) for batch in lessons[0]]}
-        apart = distance_without(source, self.known[0])
+        self.answered: dict[int, list[Lesson]] = {0: [lesson(source, batch) for batch in lessons[0]]}
+        apart = distance_without(source, self.answered[0])
         self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
         self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
-    def begin(self) -> State:
-        now = State(self.zero.clone(), (self.zero.clone(), self.zero.clone()), self.zero.clone())
-        now.passes = 1.0 if self.nearness == 0.0 else 2.0
-        self.look(now)
-        return now
-
     def put(self, u: Tensor) -> None:
         """Factors from relative changes."""
         with torch.no_grad():
-            places = torch.split(u, [value.numel() for value in self.start])
-            for parameter, start, scale, part in zip(self.parameters, self.start, self.scales, places, strict=True):
-                parameter.copy_(start + scale * part.view_as(start))
+            changes = torch.split(u, [value.numel() for value in self.start])
+            for parameter, start, scale, change in zip(self.parameters, self.start, self.scales, changes, strict=True):
+                parameter.copy_(start + scale * change.view_as(start))
 
-    def tried(self, now: State) -> State:
-        """The state after a trial of each rate, the best one's."""
+    def best_of_trials(self, now: _State) -> _State:
+        """The state after a short trial of each rate, the best one's; where none ends well, the middle rate's start."""
         length = max(3, round(TRIAL * self.steps))
-        best, least, rates = now, math.inf, list(RATES)
-        spent = 0
-        while rates and spent + length < self.steps:
-            each = replace(now, u=now.u.clone(), moments=(now.moments[0].clone(), now.moments[1].clone()))
-            each.rate, each.checks = rates.pop(0), list(now.checks)
-            losses = [self.step(each, each.rate * min(1.0, (i + 1) / 3)) for i in range(length)]
-            spent += length
-            now.passes = each.passes
+        best, least, spent = replace(now, rate=RATES[len(RATES) // 2]), math.inf, 0
+        for rate in RATES:
+            if spent + length >= self.steps:
+                break
+            trial = replace(now, optimizer=_adamw(now.u.data), rate=rate, checks=list(now.checks))
+            losses = [self.step(trial, rate * min(1.0, (i + 1) / 3)) for i in range(length)]
+            spent, now.passes = spent + length, trial.passes
             loss = sum(losses[length // 2 :])
             if loss < least:
-                best, least = each, loss
-        if best is now:
-            now.rate = RATES[len(RATES) // 2]
-            return now
-        best.step, best.passes = spent, now.passes
+                best, least = trial, loss
+        best.passes = now.passes
+        if best.step:  # trials count as steps, for AdamW's correction of its moments too: all records were made so
+            best.step = spent
+            best.optimizer.state[best.u]["step"].fill_(spent)
         return best
 
-    def scheduled(self, now: State) -> float:
+    def scheduled(self, now: _State) -> float:
         """The rate of the next step."""
         warm = max(1.0, WARMUP * self.steps)
         return now.rate * min(1.0, (now.step + 1) / warm) * (1.0 - now.step / self.steps)
 
-    def step(self, now: State, rate: float) -> float:
-        """One step of AdamW on the relative changes; returns the loss before it, nats per answer."""
+    def step(self, now: _State, rate: float) -> float:
+        """One step on the relative changes; returns the loss before it, nats per answer."""
         self.put(now.u)
+        # 1. The gradient of the factors, of the micro-batches that are this process's.
         parts = self.lesson(now)
         total = sum(part.answers for part in parts)
         loss = torch.zeros((), device=now.u.device)
@@ -208,22 +247,17 @@ class _Work:
                 lost = self.lost(part) / total
                 lost.backward()  # type: ignore[no-untyped-call]
                 loss += lost.detach()
-        gradient = torch.cat(
-            [
-                (torch.zeros_like(p) if p.grad is None else p.grad).mul(scale).flatten()
-                for p, scale in zip(self.parameters, self.scales, strict=True)
-            ]
-        )
+        # 2. By the chain rule ∂/∂u = rms(θ₀) ∂/∂θ, summed over processes.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradient = torch.cat([(g * scale).flatten() for g, scale in zip(gradients, self.scales, strict=True)])
         for parameter in self.parameters:
             parameter.grad = None
         if self.team.num_processes > 1:
             gradient, loss = reduce(gradient), reduce(loss)
+        # 3. AdamW.
+        now.u.grad, now.optimizer.param_groups[0]["lr"] = gradient, rate
+        now.optimizer.step()
         now.step, now.passes = now.step + 1, now.passes + 2.0
-        first, second = now.moments
-        first.lerp_(gradient, 0.1)
-        second.lerp_(gradient.square(), 0.001)
-        size = (second / (1.0 - 0.999**now.step)).sqrt() + 1e-12
-        now.u = now.u - rate * (first / (1.0 - 0.9**now.step)) / size
         self.on_step(now.step, self.steps, float(loss))
         return float(loss)
 
@@ -235,23 +269,23 @@ class _Work:
             loss = loss + self.nearness * (features - part.features).square().sum()
         return loss
 
-    def lesson(self, now: State) -> list[Lesson]:
+    def lesson(self, now: _State) -> list[Lesson]:
         """The lesson of the next step with the source's answers, which are asked for once."""
-        round_, place = divmod(now.step, len(self.lessons))
-        generator = torch.Generator().manual_seed((self.seed << 20) + round_)
-        chosen = int(torch.randperm(len(self.lessons), generator=generator)[place])
-        if chosen not in self.known:
-            self.known[chosen] = [lesson(self.source, batch) for batch in self.lessons[chosen]]
+        epoch, index = divmod(now.step, len(self.lessons))
+        generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
+        chosen = int(torch.randperm(len(self.lessons), generator=generator)[index])
+        if chosen not in self.answered:
+            self.answered[chosen] = [lesson(self.source, batch) for batch in self.lessons[chosen]]
             now.passes += 1.0
-        return self.known[chosen]
+        return self.answered[chosen]
 
-    def look(self, now: State) -> None:
+    def look(self, now: _State) -> None:
         """The share kept on the check texts; the best factors so far are remembered."""
         self.put(now.u)
-        found = self.check.compare(self.student).kept
-        share = -math.inf if found is None or not math.isfinite(found) else found
-        if not now.checks or share > max(kept for _, kept in now.checks):
-            now.best = now.u.clone()
+        share = self.check.compare(self.student).kept
+        share = -math.inf if share is None or not math.isfinite(share) else share
+        if not now.checks or share > max(earlier for _, earlier in now.checks):
+            now.best = now.u.detach().clone()
         now.checks.append((now.step, share))
         now.passes += self.look_cost
 
@@ -271,9 +305,9 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     """
     factors = []
     for name, parameter in model.named_parameters():
-        wanted = ".lsr_A." in name or ".lsr_B." in name
-        parameter.requires_grad_(wanted)
-        if wanted:
+        in_factors = ".lsr_A." in name or ".lsr_B." in name
+        parameter.requires_grad_(in_factors)
+        if in_factors:
             parameter.data = parameter.data.float()
             factors.append(parameter)
     if not factors:

@@ -139,15 +139,49 @@ class Reference:
 def compare_answers(
     source: Base, written: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
 ) -> Behaviour:
-    """Let a base with two adapters answer the same questions, once; arguments and errors as `Reference`.
+    """Let a base with two adapters answer the same questions, once.
 
+    Parameters
+    ----------
+    source, written : Base
+        The base with either adapter, as `load_pair` opens them.
+    batches : iterable of mappings
+        What models are called with, tensors (examples, tokens).
+    on_batch : callable, optional
+        Called after every batch with the number of examples so far.
+
+    Returns
+    -------
+    Behaviour
+
+    Raises
+    ------
+    CalibrationError
+        If there was nothing to answer.
+    ShapeError
+        If the two do not answer alike, such as with other classes.
+
+    Notes
+    -----
     Costs three forward passes a batch.
     """
     return Reference(source, batches, on_batch=on_batch).compare(written)
 
 
 def divergence(old: Tensor, new: Tensor, head: Head) -> float:
-    """Σ KL(old ‖ new) over the answers of logits (answers, classes), in nats.
+    """Σ KL(old ‖ new) over all answers.
+
+    Parameters
+    ----------
+    old, new : Tensor, shape (answers, classes)
+        Logits of any dtype; sums are taken in double precision.
+    head : Head
+        What the logits mean; of a regression the sum is of half the squared differences.
+
+    Returns
+    -------
+    float
+        In nats.
 
     Examples
     --------
@@ -166,16 +200,17 @@ def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
     Of a regression, half the squared difference.
     """
     step = max(1, ENTRIES // old.shape[-1])
-    found = [torch.zeros(0, dtype=torch.float64)]
+    kl = [torch.zeros(0, dtype=torch.float64)]
     for first, second in zip(torch.split(old, step), torch.split(new, step), strict=True):
-        one, other = (each.cpu().double() if each.device.type == "mps" else each.double() for each in (first, second))
+        before, after = (
+            part.cpu().double() if part.device.type == "mps" else part.double() for part in (first, second)
+        )
         if head is Head.regression:
-            each = (one - other).square().sum(-1) / 2
+            kl.append(((before - after).square().sum(-1) / 2).cpu())
         else:
-            one, other = one.log_softmax(-1), other.log_softmax(-1)
-            each = (one.exp() * (one - other)).sum(-1)
-        found.append(each.cpu())
-    return torch.cat(found)
+            before, after = before.log_softmax(-1), after.log_softmax(-1)
+            kl.append((before.exp() * (before - after)).sum(-1).cpu())
+    return torch.cat(kl)
 
 
 def summed(values: Tensor, counts: Tensor) -> Tensor:

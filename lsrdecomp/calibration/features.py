@@ -30,10 +30,10 @@ def lesson(source: Base, batch: Batch) -> Lesson:
     """What the source answers, without gradients, in little memory."""
     with torch.no_grad():
         if source.head in (Head.classification, Head.regression):
-            found, features = ask_with_features(source, batch)
-            return Lesson(batch, lambda: found.logits, features, int(found.counts.sum()))
-        found, logits = keep_answers(source, batch)
-        return Lesson(batch, logits, None, int(found.counts.sum()))
+            answers, features = ask_with_features(source, batch)
+            return Lesson(batch, lambda: answers.logits, features, int(answers.counts.sum()))
+        answers, logits = keep_answers(source, batch)
+        return Lesson(batch, logits, None, int(answers.counts.sum()))
 
 
 def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
@@ -43,9 +43,9 @@ def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]
     """
     calls: list[tuple[Tensor, Tensor]] = []
 
-    def hook(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        if given and isinstance(output, Tensor):
-            calls.append((given[0], output))
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(output, Tensor):
+            calls.append((inputs[0], output))
 
     last = [module for module in base.model.modules() if isinstance(module, nn.Linear)]
     if base.head not in (Head.classification, Head.regression):
@@ -56,8 +56,8 @@ def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]
     finally:
         for handle in handles:
             handle.remove()
-    for given, output in reversed(calls):
-        rows = _rows(given, output.detach().float(), answers.logits.detach())
+    for inputs, output in reversed(calls):
+        rows = _rows(inputs, output.detach().float(), answers.logits.detach())
         if rows is not None:
             return answers, rows
     return answers, None
@@ -70,13 +70,13 @@ def distance_without(source: Base, lessons: list[Lesson]) -> float | None:
     """
     total, answers = 0.0, 0
     with torch.no_grad(), without_delta(source.model):
-        for one in lessons:
-            if one.features is None:
+        for each in lessons:
+            if each.features is None:
                 return None
-            bare = ask_with_features(source, one.batch)[1]
+            bare = ask_with_features(source, each.batch)[1]
             if bare is None:
                 return None
-            total, answers = total + float((bare - one.features).square().sum()), answers + one.answers
+            total, answers = total + float((bare - each.features).square().sum()), answers + each.answers
     return total / answers if total > 0.0 else None
 
 
@@ -84,12 +84,12 @@ def _classes(base: Base) -> int:
     return int(getattr(getattr(base.model, "config", None), "num_labels", 0))
 
 
-def _rows(given: Tensor, output: Tensor, logits: Tensor) -> Tensor | None:
+def _rows(inputs: Tensor, output: Tensor, logits: Tensor) -> Tensor | None:
     """The rows of a layer's input (answers, [tokens,] width) from which it made the logits; None if it did not."""
     if output.shape == logits.shape and torch.equal(output, logits):
-        return given
+        return inputs
     if output.ndim == 3 and (len(output), output.shape[-1]) == tuple(logits.shape):
         same = (output == logits[:, None]).all(-1)  # of all tokens the one that answers
         if bool(same.any(1).all()):
-            return given[torch.arange(len(given), device=given.device), same.long().argmax(1)]
+            return inputs[torch.arange(len(inputs), device=inputs.device), same.long().argmax(1)]
     return None

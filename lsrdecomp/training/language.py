@@ -182,12 +182,12 @@ def judge_tokens(
     device = next(model.parameters()).device
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
-    asked = Base("", model, None, Head.causal_lm, ())
+    base = Base("", model, None, Head.causal_lm, ())
     with _evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             (inputs,) = token_batches([rows[i] for i in chosen], size=batch, seed=None, pad=pad, device=device)
-            answers = ask(asked, inputs)
+            answers = ask(base, inputs)
             wanted = inputs["input_ids"][:, 1:][inputs[ANSWER_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
             same = (answers.logits.argmax(-1) == wanted).cpu()

@@ -16,7 +16,7 @@ from tiny_language_model import tiny_model  # noqa: E402
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.fisher import Head, watched  # noqa: E402
-from lsrdecomp.calibration.recomputed import recomputed  # noqa: E402
+from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 
