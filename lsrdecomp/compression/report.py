@@ -12,6 +12,7 @@ from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.compression.layers import Layer, stored_factors
 from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.precision import precision
 
 REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
@@ -63,7 +64,7 @@ def report_layer(
     *,
     structure: str,
     storage: str,
-    bytes: int,
+    bytes: int | None = None,
     error: float | None = None,
     met: bool = True,
 ) -> LayerReport:
@@ -78,7 +79,7 @@ def report_layer(
     product : SeparatedProduct, optional
         What a reader gets of it; None if it was left out.
     structure, storage, bytes, met
-        As in the row.
+        As in the row; ``bytes`` absent, those of the numbers in ``storage``.
     error : float, optional
         ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
     """
@@ -88,6 +89,7 @@ def report_layer(
     frobenius = error
     if functional:
         frobenius = norm if product is None else layer.pair.residual_norm(product)
+    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
     return LayerReport(
         name=layer.name,
         kind=stored.kind,
@@ -98,8 +100,8 @@ def report_layer(
         shape="–" if product is None else str(product.product_shape),
         separation_ranks=(0, 0) if product is None else product.separation_ranks,
         parameters_before=stored.parameters,
-        parameters=0 if product is None else sum(f.size for side in stored_factors(product) for f in side),
-        bytes=bytes,
+        parameters=parameters,
+        bytes=math.ceil(parameters * precision(storage).bytes) if bytes is None else bytes,
         norm=norm,
         relative_error=frobenius / norm if norm > 0.0 else frobenius,
         functional_norm=size if functional else None,

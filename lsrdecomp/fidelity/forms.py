@@ -19,9 +19,10 @@ from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
 from lsrdecomp.compression.compress import Compression
+from lsrdecomp.compression.layers import LayerStatistics
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
-from lsrdecomp.fidelity.rewrite import LayerStatistics, recorded_layers, rewrite
+from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed import codes_in
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import new_directory
-from lsrdecomp.compression.layers import HasWeights, Layer, layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code, stored_product
-from lsrdecomp.compression.report import REPORT, LayerReport, to_json, totals
+from lsrdecomp.compression.report import REPORT, LayerReport, report_layer, to_json, totals
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
@@ -25,7 +24,6 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
-LayerStatistics = Mapping[str, HasWeights | NormWeights]
 CARD = "README.md"
 
 
@@ -75,7 +73,7 @@ def rewrite(
         form = forms.get(layer.name)
         if layer.name in codes:
             if form is not None:
-                codes[layer.name] = _codes(form, codes[layer.name], _norms(statistics, layer.name))
+                codes[layer.name] = _codes(form, codes[layer.name], norm_of(statistics, layer.name))
             continue
         storage = layer.dtype
         floats[layer.name] = layer_product(layer) if form is None else stored_product(form, storage).product
@@ -168,71 +166,28 @@ def _record(
         return {}
     facts: dict[str, Any] = dict(read_json(path))
     detailed = "layers" in facts
-    before = {str(row.get("name")): _row(row, path) for row in facts.get("layers", [])}
-    reports = []
-    for layer in source.layers:
-        code = codes.get(layer.name)
-        product = code.dequantized() if code is not None else floats.get(layer.name)
-        norms = _norms(statistics, layer.name)
-        row = before.get(layer.name)
+    before = {row.name: row for row in recorded_layers(old.weights.parent)}
+    storages = {layer.name: layer.dtype for layer in old.layers}
+    rows = []
+    for stored in source.layers:
+        code, row = codes.get(stored.name), before.get(stored.name)
         if row is None and detailed:
-            raise CheckpointError(f"has no line of layer {layer.name!r}; write the adapter again", path=path)
-        row = row or _fresh(source, layer, product, code, norms)
-        reports.append(row if product is None else _measured(row, source, layer, product, norms))
-    before = facts.get("totals", {})
-    summary = totals(reports, source.extra_parameters, before.get("low_rank_error"), before.get("effect"))
-    kept = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
-    written = to_json(reports, summary, **kept)
+            raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
+        product = code.dequantized() if code is not None else floats.get(stored.name)
+        layer = Layer(stored.name, layer_pair(source, stored), norm_of(statistics, stored.name))
+        storage = storages.get(stored.name, "float32") if code is None else code.storage
+        structure = "drop" if product is None else "LSR"
+        if row is not None:  # a directory that records more than sums knows better
+            storage, structure = row.storage, row.structure
+        size, met = None if code is None else code.bytes, row is None or row.met
+        rows.append(report_layer(stored, layer, product, structure=structure, storage=storage, bytes=size, met=met))
+    sums = facts.get("totals", {})
+    summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
+    others = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
+    written = to_json(rows, summary, **others)
     if not detailed:
         written.pop("layers")
     return {REPORT: json.dumps(written, indent=1 if detailed else None, allow_nan=False) + "\n"}
-
-
-def _fresh(
-    source: Checkpoint,
-    given: Any,
-    product: SeparatedProduct | None,
-    code: CodedProduct | None,
-    norms: NormWeights | None,
-) -> LayerReport:
-    """The line of a layer whose directory records sums alone; its errors are those of leaving it out."""
-    layer = Layer(given.name, layer_pair(source, given), norms)
-    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
-    return LayerReport(
-        name=given.name,
-        kind=given.kind,
-        rows=given.out_features,
-        columns=given.in_features,
-        source_rank=given.rank,
-        structure="drop" if product is None else "LSR",
-        shape="–" if product is None else str(product.product_shape),
-        separation_ranks=(0, 0) if product is None else product.separation_ranks,
-        parameters_before=given.parameters,
-        parameters=parameters,
-        bytes=4 * parameters if code is None else code.bytes,
-        norm=layer.pair.norm,
-        relative_error=1.0 if layer.pair.norm > 0.0 else 0.0,
-        functional_norm=None if norms is None else layer.squared_norm**0.5,
-        functional_error=None if norms is None else 1.0,
-        condition=1.0,
-        storage="" if code is None else code.storage,
-    )
-
-
-def _measured(
-    row: LayerReport, source: Checkpoint, given: Any, product: SeparatedProduct, norms: NormWeights | None
-) -> LayerReport:
-    layer = Layer(given.name, layer_pair(source, given), norms)
-    norm, error = layer.pair.norm, layer.pair.residual_norm(product)
-    size = None if norms is None else layer.squared_norm**0.5
-    lost = None if norms is None or not size else layer.squared_error(product) ** 0.5 / size
-    return replace(
-        row,
-        relative_error=error / norm if norm > 0.0 else error,
-        functional_norm=size,
-        functional_error=lost,
-        condition=product.condition,
-    )
 
 
 def _row(row: Mapping[str, Any], path: Path) -> LayerReport:
@@ -240,10 +195,3 @@ def _row(row: Mapping[str, Any], path: Path) -> LayerReport:
         return LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])})
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
-
-
-def _norms(statistics: LayerStatistics | None, name: str) -> NormWeights | None:
-    if statistics is None:
-        return None
-    found = statistics[name]
-    return found if isinstance(found, NormWeights) else found.weights()
