@@ -5,6 +5,8 @@ from .bundle import CONFIG as CONFIG
 from .format import Format as Format
 from .format_table import FORMATS as FORMATS
 from .format_table import open_checkpoint as open_checkpoint
+from .journal import Journal as Journal
+from .journal import content_key as content_key
 from .records import Checkpoint as Checkpoint
 from .records import LoraLayer as LoraLayer
 from .records import LsrLayer as LsrLayer

@@ -162,7 +162,7 @@ def new_directory(out: str | Path, *, inputs: Iterable[Path] = (), force: bool =
     with ExitStack() as locks, _beside(out) as part:  # the lock goes last: until then the leftovers are ours
         remove_leftovers(out.absolute())
         part.mkdir()
-        lock = _lock(part)
+        lock = lock_directory(part)
         if lock is not None:
             locks.callback(os.close, lock)
         yield part
@@ -372,7 +372,7 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
 
 
-def _lock(directory: Path) -> int | None:
+def lock_directory(directory: Path) -> int | None:
     """Lock the directory itself, so that the lock goes where it goes and ends with the process.
 
     Not with filelock, which locks regular files only: a lock file of its own would be one more thing a kill leaves.
@@ -399,7 +399,7 @@ def remove_leftovers(out: Path, age: float = LEFTOVER_AGE) -> None:
         with contextlib.suppress(OSError):
             if abs(time.time() - left.stat().st_mtime) < age:
                 continue
-            handle = _lock(left)
+            handle = lock_directory(left)
             if handle is not None:
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(handle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,7 +114,7 @@ def compress(
     over all layers. So does every file of a directory of such; --dry-run shows the curve.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
-    it was: what was solved waits in a hidden file beside --out, also for another ratio, until the result is written.
+    it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
     """
     goals: dict[str, Any] = {
         "rtol": rtol,
@@ -156,42 +157,39 @@ def compress(
     for place in places:
         if place is not None:
             checkpoints.check_output(place, (adapter, *([] if calibrated is None else [calibrated])), force)
-    store = None
-    if out is not None and not dry_run and separation_rank is None:
-        store = compression.SearchStore(compression.store_beside(out))
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     results: list[Any] = []
-    refusal: BudgetError | None = None
-    with follow(quiet=quiet) as step:
-        draw = promise.drawer(
-            checkpoint,
-            plans,
-            measuring,
-            statistics=statistics,
-            resources=compression.Resources(workers, device, store, step),
-            storage=storage,
-            max_rank=max_rank,
-            out=None if dry_run else out,
-        )
-        for plan in plans:
-            try:
-                results.append(draw(plan))
-            except BudgetError as error:  # what was asked for cannot be had: nothing is to be gone on with
-                refusal = error
-                break
-    for result, place in zip(results, places, strict=False):  # the bar is gone: it would break lines that are printed
-        _show(result, json, wide=wide, each=each, unit=unit)
-        if result.met:
-            figures = json if len(plans) == 1 else None
-            _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
-            tables.show(json, *promise.words(result))
-            if calibrated is None and base is None:
-                _warn_of_wreck(result, adapter, place)
-    if store is not None:
-        store.remove()
-    if refusal is not None:
-        raise refusal
+    journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
+    with journal or nullcontext():
+        refusal: BudgetError | None = None
+        with follow(quiet=quiet) as step:
+            draw = promise.drawer(
+                checkpoint,
+                plans,
+                measuring,
+                statistics=statistics,
+                resources=compression.Resources(workers, device, journal, step),
+                storage=storage,
+                max_rank=max_rank,
+                out=None if dry_run else out,
+            )
+            for plan in plans:
+                try:
+                    results.append(draw(plan))
+                except BudgetError as error:  # what was drawn before it is written
+                    refusal = error
+                    break
+        for result, place in zip(results, places, strict=False):  # a bar would break lines that are printed
+            _show(result, json, wide=wide, each=each, unit=unit)
+            if result.met:
+                figures = json if len(plans) == 1 else None
+                _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
+                tables.show(json, *promise.words(result))
+                if calibrated is None and base is None:
+                    _warn_of_wreck(result, adapter, place)
+        if refusal is not None:
+            raise refusal
     _write_figures(results, json)
     if promise.kept_too_little(results, measuring) or not all(result.met for result in results):
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from lsrdecomp.errors import LsrError
 
@@ -19,7 +20,7 @@ def run() -> None:
     except (LsrError, OSError) as error:
         from lsrdecomp.cli.help import flags
 
-        text = flags(" ".join(str(error).split()))
+        text = flags(" ".join(". ".join([str(error), *_notes(error)]).split()))
         print(f"lsrdecomp: {text or type(error).__name__}", file=sys.stderr)
         sys.exit(2)
     except MemoryError:
@@ -28,8 +29,16 @@ def run() -> None:
     except (KeyboardInterrupt, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != STOPPED:  # typer's answer to Ctrl-C is that code without a word
             raise
-        print("lsrdecomp: stopped; what was not finished was not written", file=sys.stderr)
+        words = ["stopped; what was not finished was not written", *_notes(end)]
+        print(f"lsrdecomp: {'. '.join(words)}", file=sys.stderr)
         sys.exit(STOPPED)
+
+
+def _notes(error: BaseException | None) -> Iterator[str]:
+    """What was noted on an error, or on the one that it came of: where a journal waits."""
+    while error is not None:
+        yield from getattr(error, "__notes__", ())
+        error = error.__context__
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from .report import LayerReport as LayerReport
 from .report import Totals as Totals
 from .result import Compression as Compression
 from .search import search_layers as search_layers
-from .search_store import SearchStore as SearchStore
-from .search_store import store_beside as store_beside
 from .settings import Resources as Resources
 from .settings import Search as Search
 from .truncate import Truncation as Truncation

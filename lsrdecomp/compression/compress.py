@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints import Checkpoint, Journal
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
@@ -27,7 +27,6 @@ from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.report import LayerReport, report_layer
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
-from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -55,7 +54,7 @@ def compress(
     search: Search | None = None,
     device: str | None = None,
     workers: int = 1,
-    store: SearchStore | None = None,
+    journal: Journal | None = None,
     on_layer: Callable[[LayerReport], Any] | None = None,
     on_step: OnStep | None = None,
 ) -> Compression:
@@ -75,8 +74,8 @@ def compress(
         Where torch does the joint least squares, such as ``"cuda"``; absent, NumPy. Last digits depend on it.
     workers : int
         Processes that solve, each with one thread of linear algebra; layers are independent.
-    store : SearchStore, optional
-        What was solved is kept there and used again.
+    journal : Journal, optional
+        What was solved is kept there and used again; entered, best around `Compression.save` too.
     on_layer : callable, optional
         Called with each `LayerReport` at the end.
     on_step : callable, optional
@@ -111,7 +110,7 @@ def compress(
     >>> result.totals.parameters, result.totals.bytes
     (5376, 10752)
     """
-    resources = Resources(workers, device, store, on_step)
+    resources = Resources(workers, device, journal, on_step)
     searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
     result = searched.compress(plan)
     if on_layer is not None:
@@ -138,7 +137,7 @@ def search_adapter(
         What will be asked, all in one storage: larger shapes than they could want are not solved. Other plans may be
         drawn as well.
     resources : Resources, optional
-        Processes, device, store and progress.
+        Processes, device, journal and progress.
 
     Returns
     -------
@@ -182,6 +181,9 @@ def search_adapter(
         raise BudgetError("plans that share a search share their storage: search once for each storage")
     if any(plan.kl is not None for plan in plans) and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+    for plan in plans:
+        if plan.bytes is not None:
+            _room(checkpoint, plan.bytes)
     # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     searched = None
@@ -241,7 +243,7 @@ class SearchedAdapter:
         """
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
-            budget = Budget(bytes=max(0, plan.bytes - self._fixed_bytes))
+            budget = Budget(bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
         return self._table.expected_error(budget, allowed=_allowed(plan))
 
     @property
@@ -283,23 +285,15 @@ class SearchedAdapter:
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect)
 
-    @property
-    def _fixed_bytes(self) -> int:
-        """Bytes of a weight file whatever its layers are: heads and the header."""
-        return sum(tensor.nbytes for tensor in self.checkpoint.extras.values()) + EMPTY_FILE
-
     def _filled(self, plan: CompressionPlan, size: int, solve: bool) -> Compression:
         """The best adapter whose weight file has at most ``size`` bytes.
 
         What a file holds beside its factors is known only once the factors are chosen, so files are tried.
         """
-        fixed = self._fixed_bytes
-        if size <= fixed:
-            least = f"heads and header alone take {fixed:,} bytes"
-            raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
         best: Compression | None = None
         sizes: list[int] = []
-        low, high, allowed = 0.0, float(size - fixed), float(size - fixed)
+        high = float(_room(self.checkpoint, size))
+        low, allowed = 0.0, high
         for _ in range(FILLS):
             # Fill 1: factors of so many bytes, and the file they make.
             try:
@@ -375,6 +369,20 @@ def solve_together(
         pairs = [layer.pair for layer in layers[part]]
         solutions += solver.solve_batch(pairs, shape, ranks, weights=weights)
     return solutions
+
+
+def _fixed_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of a weight file whatever its layers are: heads and the header."""
+    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + EMPTY_FILE
+
+
+def _room(checkpoint: Checkpoint, size: int) -> int:
+    """Bytes for factors in a weight file of so many; `BudgetError` if there are none."""
+    fixed = _fixed_bytes(checkpoint)
+    if size <= fixed:
+        least = f"heads and header alone take {fixed:,} bytes"
+        raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
+    return size - fixed
 
 
 def _allowed(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:

@@ -197,8 +197,8 @@ class SearchTable:
             counter.add(task.size)
 
         loaded = (self._loaded(task) for task in tasks)
-        workers, store = self.resources.workers, self.resources.store
-        yield from run(loaded, workers=workers, pool=self._pool, store=store, on_done=done)
+        workers, journal = self.resources.workers, self.resources.journal
+        yield from run(loaded, workers=workers, pool=self._pool, journal=journal, on_done=done)
 
     @cached_property
     def _pool(self) -> Any:

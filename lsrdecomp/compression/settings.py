@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lsrdecomp.checkpoints import Checkpoint, LsrLayer
+from lsrdecomp.checkpoints import Checkpoint, Journal, LsrLayer
 from lsrdecomp.compression.progress import OnStep
-from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.shapes import Configuration
 
 
@@ -82,11 +81,11 @@ class Resources:
     --------
     >>> stages = []
     >>> resources = Resources(on_step=lambda step: stages.append(step.stage))      # one process, nothing kept
-    >>> resources.workers, resources.store
+    >>> resources.workers, resources.journal
     (1, None)
     """
 
     workers: int = 1
     device: str | None = None
-    store: SearchStore | None = None
+    journal: Journal | None = None  # entered; what was solved is kept there and used again
     on_step: OnStep | None = None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import placed, to_numpy
-from lsrdecomp.compression.search_store import SearchStore
+from lsrdecomp.arrays import placed
+from lsrdecomp.checkpoints.journal import Journal, Result, content_key
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.product import SeparatedProduct
@@ -119,24 +117,25 @@ def run(
     *,
     workers: int = 1,
     pool: Any = None,
-    store: SearchStore | None = None,
+    journal: Journal | None = None,
     on_done: Callable[[Task], Any] | None = None,
 ) -> Iterator[tuple[Task, list[Answer]]]:
-    """Answers to all tasks in their order, on which the table depends; what the store has is not solved again.
+    """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
 
     ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process. Raises `LsrError` if one of
     them is killed.
     """
 
     def recall(task: Task) -> tuple[str, list[Answer] | None]:
-        if store is None:
+        if journal is None:
             return "", None
-        arrays = store.get(key := _key(task))
-        return key, None if arrays is None else _unpacked(arrays)
+        result = journal.get(key := task_key(task))
+        return key, None if result is None else _unpacked(result)
 
     def finish(task: Task, key: str, answers: list[Answer]) -> None:
-        if store is not None and key:
-            store.put(key, _packed(answers))
+        if journal is not None and key:
+            arrays, facts = _packed(answers)
+            journal.put(key, arrays, facts=facts)
         if on_done is not None:
             on_done(task)
 
@@ -165,7 +164,7 @@ def _by_workers(
     under_way: dict[Any, tuple[Task, str]] = {}  # by future
     try:
         while True:
-            # Workers 1: fill up what is read or under way; what the store has needs no worker.
+            # Workers 1: fill up what is read or under way; what the journal has needs no worker.
             for task in islice(tasks, AHEAD * workers - len(waiting)):
                 key, answers = recall(task)
                 if answers is not None:
@@ -177,7 +176,7 @@ def _by_workers(
                     waiting.append((task, future))
             if not waiting:
                 return
-            # Workers 2: what is done is stored at once, in whatever order.
+            # Workers 2: what is done is kept at once, in whatever order.
             for future in [future for future in under_way if future.done()]:
                 finish(*under_way.pop(future), future.result())
             # Workers 3: the first in order is handed on, or waited for.
@@ -221,52 +220,29 @@ def solve(task: Task) -> list[Answer]:
     return answers
 
 
-def _key(task: Task) -> str:
+def task_key(task: Task) -> str:
     """A digest of all that an answer depends on."""
-    digest = hashlib.blake2b(digest_size=20)
-    shapes = [[astuple(request.shape), request.terms] for request in task.requests]
-    digest.update(json.dumps([shapes, astuple(task.effort)[:-1]]).encode())
-    for target in task.targets:
-        _feed(digest, [target.left, target.right])
-    for norms in task.weights or ():
-        _feed(digest, norms)
-    for request in task.requests:
-        for start in request.starts or ():
-            _feed(digest, [*start.left.folded(), *start.right.folded()])
-    return digest.hexdigest()
+    pairs = [[target.left, target.right] for target in task.targets]
+    shapes = [[request.shape, request.terms] for request in task.requests]
+    starts = [start for request in task.requests for start in request.starts or ()]
+    folded = [[start.left.folded(), start.right.folded()] for start in starts]
+    return content_key(shapes, astuple(task.effort)[:-1], pairs, task.weights, folded)
 
 
-def _feed(digest: Any, value: Any) -> None:
-    """Numbers of arrays, of lists and of the fields of records."""
-    if is_dataclass(value) and not isinstance(value, type):
-        digest.update(type(value).__name__.encode())
-        value = [getattr(value, member.name) for member in fields(value)]
-    if isinstance(value, list | tuple):
-        for part in value:
-            _feed(digest, part)
-    elif value is not None:
-        array = np.ascontiguousarray(to_numpy(value) if hasattr(value, "shape") else np.asarray(value, dtype=float))
-        digest.update(str(array.shape).encode())
-        digest.update(array.tobytes())
-
-
-def _packed(answers: Sequence[Answer]) -> dict[str, NDArray[np.float64]]:
-    """Plain arrays by name: the factors of all layers of an answer, stacked."""
+def _packed(answers: Sequence[Answer]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:
+    """Arrays by name, the factors of all layers of an answer stacked; and shape and terms of each."""
     arrays = {}
     for i, answer in enumerate(answers):
         arrays[f"{i}.errors"] = answer.errors
-        arrays[f"{i}.shape"] = np.array([answer.shape.out, answer.shape.inner, answer.shape.into], dtype=float)
-        arrays[f"{i}.ranks"] = np.array(answer.ranks, dtype=float)
         for name, side in zip(SIDES, answer.factors, strict=True):
             arrays |= {f"{i}.{name}.{j}": factor for j, factor in enumerate(side)}
-    return arrays
+    return arrays, [[astuple(answer.shape), answer.ranks] for answer in answers]
 
 
-def _unpacked(arrays: dict[str, NDArray[np.float64]]) -> list[Answer]:
+def _unpacked(result: Result) -> list[Answer]:
     answers = []
-    for i in range(sum(name.endswith(".errors") for name in arrays)):
-        out, inner, into = (tuple(int(q) for q in row) for row in arrays[f"{i}.shape"])
-        s, t = (int(rank) for rank in arrays[f"{i}.ranks"])
-        left, right = ([arrays[f"{i}.{name}.{j}"] for j in range(len(out))] for name in SIDES)
-        answers.append(Answer(ProductShape(out, inner, into), (s, t), arrays[f"{i}.errors"], (left, right)))
+    for i, (sizes, (s, t)) in enumerate(result.facts):
+        shape = ProductShape(*map(tuple, sizes))
+        left, right = ([result.arrays[f"{i}.{name}.{j}"] for j in range(shape.order)] for name in SIDES)
+        answers.append(Answer(shape, (s, t), result.arrays[f"{i}.errors"], (left, right)))
     return answers

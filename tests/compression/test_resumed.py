@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from checkpoint_files import directory, pair, snapshot
 
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import CompressionPlan, SearchStore, compress, solve, store_beside
+from lsrdecomp.checkpoints import Journal, open_checkpoint
+from lsrdecomp.compression import CompressionPlan, compress, solve
 
 SIZES = ((24, 16), (16, 24), (32, 12))
 
 KILLED = """
 import os, signal
-from lsrdecomp.compression.search_store import SearchStore
-put, left = SearchStore.put, [{puts}]
-def counted(self, key, arrays):
-    put(self, key, arrays)
+from lsrdecomp.checkpoints import Journal
+put, left = Journal.put, [{puts}]
+def counted(self, key, arrays=None, *, facts=None):
+    put(self, key, arrays, facts=facts)
     left[0] -= 1
     if left[0] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-SearchStore.put = counted
+Journal.put = counted
 """
 RUN = "from lsrdecomp.cli.main import run; run()"
 
@@ -69,27 +69,21 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
     order = ("compress", source, "--ratio", 4, "--out", out, "--quiet")
     out.parent.mkdir()
     assert main(KILLED.format(puts=2) + RUN, *order).returncode == -signal.SIGKILL
-    place = store_beside(out)
-    assert [entry.name for entry in out.parent.iterdir()] == [place.name]
-    with sqlite3.connect(place) as file:
-        kept = {key for (key,) in file.execute("SELECT key FROM answers")}
-        copy = tmp_path / "copy.search"
-        file.execute("VACUUM INTO ?", (str(copy),))
-    file.close()
+    assert [entry.name for entry in out.parent.iterdir()] == [".out.journal"]
+    kept = {path.stem for path in (out.parent / ".out.journal").glob("*.safetensors")}
     assert len(kept) == 2
+    copytree(out.parent / ".out.journal", tmp_path / ".copy.journal")
 
     solved = []
 
     def counted(task: solve.Task) -> list[solve.Answer]:
-        solved.append(solve._key(task))
+        solved.append(solve.task_key(task))
         return real(task)
 
     real = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
-    store = SearchStore(copy)
-    compress(open_checkpoint(source), CompressionPlan(ratio=4.0), store=store)
-    store.remove()
-    assert store.reused == 2
+    with Journal.beside(tmp_path / "copy") as journal:
+        compress(open_checkpoint(source), CompressionPlan(ratio=4.0), journal=journal)
     assert solved
     assert len(solved) == len(set(solved))
     assert kept.isdisjoint(solved)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import search_steps, solve
@@ -20,10 +20,9 @@ from lsrdecomp.compression.plan import Budget, CompressionPlan
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.compression.search import WIDENINGS, Fitted, search_layers
 from lsrdecomp.compression.search_steps import STRIDE, exchange_shapes
-from lsrdecomp.compression.search_store import SearchStore
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
-from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
+from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.descent import descend
 from lsrdecomp.solvers.pair.leading_norm import leading_norms
@@ -121,7 +120,7 @@ def test_a_killed_search_goes_on_where_it_was(
     real, seen = solve.solve, []
 
     def counted(task: solve.Task) -> list[solve.Answer]:
-        seen.append(solve._key(task))
+        seen.append(solve.task_key(task))
         return real(task)
 
     def killed(task: solve.Task) -> list[solve.Answer]:
@@ -129,25 +128,18 @@ def test_a_killed_search_goes_on_where_it_was(
             raise KeyboardInterrupt
         return counted(task)
 
-    place, budget = tmp_path / ".out.search", smaller(layers, 12.0)
+    budget = smaller(layers, 12.0)
     monkeypatch.setattr(solve, "solve", killed)
-    with pytest.raises(KeyboardInterrupt):
-        search_layers(layers, [budget], search=QUICK, resources=Resources(store=SearchStore(place))).fit(budget)
+    with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
+        search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)).fit(budget)
     monkeypatch.setattr(solve, "solve", counted)
-    store = SearchStore(place)
-    resumed = search_layers(layers, [budget], search=QUICK, resources=Resources(store=store)).fit(budget)
-    assert store.reused == 2
+    with Journal.beside(tmp_path / "out") as journal:
+        assert all(journal.get(key) for key in seen[:2])
+        resumed = search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)).fit(budget)
     assert len(seen) == len(set(seen))
     calm = search_layers(layers, [budget], search=QUICK).fit(budget)
     assert error(layers, resumed) == pytest.approx(error(layers, calm), rel=1e-6)
-    store.remove()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("something else, long enough to be taken for a header of a database file")
-    with pytest.raises(CheckpointError, match="remove it or choose another output"):
-        SearchStore(tmp_path / "x").get("key")
 
 
 def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:

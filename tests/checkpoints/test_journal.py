@@ -1,0 +1,126 @@
+"""The journal of a run: found again under what it depends on, of one run at a time, gone with the finished output."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lsrdecomp.checkpoints import Journal, content_key
+from lsrdecomp.errors import CheckpointError
+
+ARRAYS = {"sums": np.arange(6.0).reshape(2, 3), "half": np.ones(2, np.float16), "none": np.zeros((0, 3))}
+
+
+def killed(out: Path) -> str:
+    """A journal with one result, left by an exception; what was noted on it."""
+
+    def run() -> None:
+        with Journal.beside(out) as journal:
+            journal.put("a", ARRAYS, facts=[1, "two"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run()
+    (note,) = stopped.value.__notes__
+    return note
+
+
+def test_results_wait_for_the_next_run_and_go_with_the_finished_output(tmp_path: Path) -> None:
+    note = killed(tmp_path / "out")
+    assert str(tmp_path / ".out.journal") in note
+    assert "remove it to start again" in note
+    with Journal.beside(tmp_path / "out") as journal:
+        result = journal.get("a")
+        assert journal.get("b") is None
+    assert list(tmp_path.iterdir()) == []
+    assert result is not None
+    assert result.facts == [1, "two"]
+    assert result.arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert result.arrays[name].dtype == array.dtype
+        assert np.array_equal(result.arrays[name], array)
+
+
+def test_an_error_before_any_result_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="early") as refused, Journal.beside(tmp_path / "out"):
+        raise ValueError("early")
+    assert list(tmp_path.iterdir()) == []
+    assert not hasattr(refused.value, "__notes__")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no locks on directories")
+def test_a_second_run_at_the_same_output_is_refused_by_the_number_of_the_first(tmp_path: Path) -> None:
+    program = f"from lsrdecomp.checkpoints import Journal\nwith Journal.beside({str(tmp_path / 'out')!r}): pass"
+    with Journal.beside(tmp_path / "out") as journal:
+        journal.put("a", ARRAYS)
+        other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert other.returncode == 1
+        assert f"process {os.getpid()} is writing this output; wait until it ends" in other.stderr
+        with Journal.beside(tmp_path / "out", reads_only=True) as reader:
+            reader.put("b")
+            reader.drop("a")
+        assert journal.get("a") is not None
+        assert journal.get("b") is None
+
+
+def test_what_is_no_journal_or_of_another_release_is_refused_and_stays(tmp_path: Path) -> None:
+    place = tmp_path / ".out.journal"
+    place.mkdir()
+    (place / "mine.txt").write_text("not yours")
+    with pytest.raises(CheckpointError, match="no journal written here; remove it"), Journal.beside(tmp_path / "out"):
+        pass
+    (place / "journal.json").write_text(json.dumps({"version": 1, "lsrdecomp": "0.0.1", "process": 1}))
+    with pytest.raises(CheckpointError, match=r"left by lsrdecomp 0\.0\.1; finish with that, or remove"):
+        Journal.beside(tmp_path / "out").__enter__()
+    assert (place / "mine.txt").exists()
+    (tmp_path / ".file.journal").write_text("a file")
+    with pytest.raises(CheckpointError, match="remove it or choose another output"):
+        Journal.beside(tmp_path / "file").__enter__()
+
+
+def test_a_damaged_result_is_none(tmp_path: Path) -> None:
+    killed(tmp_path / "out")
+    (tmp_path / ".out.journal" / "a.safetensors").write_bytes(b"cut")
+    with Journal.beside(tmp_path / "out") as journal:
+        assert journal.get("a") is None
+        journal.put("a", facts=3)
+        assert journal.get("a").facts == 3  # type: ignore[union-attr]
+        journal.drop("a")
+        assert journal.get("a") is None
+
+
+@dataclass
+class Settings:
+    steps: int
+    weights: np.ndarray
+
+
+def test_keys_differ_where_anything_does() -> None:
+    ones = np.ones(4)
+    keys = [
+        content_key(*values)
+        for values in (
+            ("a", 1),
+            ("a", 1.0),
+            ("a", "1"),
+            (["a"], 1),
+            ("a", None),
+            (ones,),
+            (ones.reshape(2, 2),),
+            (ones.astype(np.float32),),
+            (Settings(1, ones),),
+            (Settings(2, ones),),
+            ({"steps": 1, "weights": ones},),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+    assert content_key({"a": 1, "b": 2}) == content_key({"b": 2, "a": 1})
+    with pytest.raises(TypeError, match="no content"):
+        content_key(object())
