@@ -39,15 +39,16 @@ from lsrdecomp.calibration.files import (
     Finished,
     check_unfinished,
     finished,
-    read_group,
-    read_partial,
-    write_group,
-    write_partial,
+    load_group,
+    load_sums,
+    save_group,
+    save_sums,
     write_statistics,
 )
 from lsrdecomp.calibration.fisher import Head, Pairs, sampled_answers, watched
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
+from lsrdecomp.checkpoints import Journal, content_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def calibrate(
     """Measure the statistics of ``modules`` on batches of inputs and write them to the directory ``out``.
 
     The model is put into evaluation mode for the time of the call; no parameter of it changes. Every ``save_every``
-    batches the sums are saved in ``out``: the same call with the same batches goes on from there, with the same result
-    as an uninterrupted one.
+    batches the sums are saved in the journal beside ``out``: the same call with the same batches goes on from there,
+    with the same result as an uninterrupted one.
 
     Parameters
     ----------
@@ -158,7 +159,7 @@ def calibrate(
         If a module is unknown, if there were no batches, if no answer depends on a module, or if the sums of a layer
         alone take more than ``max_memory``.
     CheckpointError
-        If ``out`` holds finished statistics, or the sums of a run with other settings.
+        If ``out`` holds finished statistics, or another run is writing there.
     ShapeError
         If logits or a module's inputs do not fit the examples.
 
@@ -186,10 +187,11 @@ def calibrate(
         rounds = list(rounds)  # token numbers, which are small; they are gone through once for each group
 
     whole = Finished({}, {}, Counts(), "")
-    with measuring(model):
+    with Journal.beside(out) as journal, measuring(model):
         for number, names in enumerate(groups, start=1):
             now = settings if len(groups) == 1 else settings | {"group": list(names)}
-            done = read_group(out, number, now) if len(groups) > 1 else None
+            key = content_key(now)
+            done = load_group(journal, f"{key}-done") if len(groups) > 1 else None
             if done is None:
                 watching = {name: named[name] for name in names}
                 layers = {
@@ -197,13 +199,16 @@ def calibrate(
                     for name in names
                 }
                 with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
-                    measured = _Pass(model, watching, layers, head, out, now, save_every, on_batch, number, len(groups))
+                    measured = _Pass(
+                        model, watching, layers, head, journal, key, now, save_every, on_batch, number, len(groups)
+                    )
                     done = measured.run(rounds)
                 if len(groups) > 1:
-                    write_group(out, number, now, done)
+                    save_group(journal, f"{key}-done", done)
+                    journal.drop(key)
             whole = whole.joined(done)
-    effect = whole.counts.effect / whole.counts.answers if hasattr(model, "get_base_model") else None
-    write_statistics(out, settings | {"texts": whole.texts, "effect": effect}, whole)
+        effect = whole.counts.effect / whole.counts.answers if hasattr(model, "get_base_model") else None
+        write_statistics(out, settings | {"texts": whole.texts, "effect": effect}, whole)
     return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), effect)
 
 
@@ -215,7 +220,8 @@ class _Pass:
     watching: dict[str, nn.Module]
     layers: dict[str, LayerSums]
     head: Head
-    out: Path
+    journal: Journal
+    key: str  # of its sums there
     settings: dict[str, Any]
     save_every: int
     on_batch: Callable[[Progress], None] | None
@@ -223,7 +229,7 @@ class _Pass:
     groups: int
 
     def run(self, batches: Iterable[Batch]) -> Finished:
-        counts = read_partial(self.out, self.settings, self.layers)
+        counts = load_sums(self.journal, self.key, self.layers)
         texts, adapted = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
         effective = self.number == 1 and hasattr(self.model, "get_base_model")  # the same in every group
 
@@ -249,7 +255,7 @@ class _Pass:
                 counts = Counts(done, counts.examples + examples, counts.answers + len(answers), counts.effect + moved)
                 del answers, bare, gradient
                 if done % self.save_every == 0:
-                    write_partial(self.out, self.settings, self.layers, counts)
+                    save_sums(self.journal, self.key, self.layers, counts)
                 if self.on_batch is not None:
                     before = (self.number - 1) * self.settings["samples"]
                     self.on_batch(Progress(counts.batches, before + counts.examples, counts.answers, self.planned))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import StoredTensor
 from lsrdecomp.checkpoints.writing import TensorWriter, lock_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError
 
@@ -32,9 +33,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Arrays by name, and JSON values."""
+    """Arrays by name, read when they are asked for, and JSON values."""
 
-    arrays: Mapping[str, NDArray[Any]]
+    arrays: Mapping[str, StoredTensor]
     facts: Any
 
 
@@ -58,8 +59,8 @@ class Journal:
     ...     key = content_key("norms", np.eye(2))
     ...     journal.put(key, {"errors": np.ones(2)}, facts={"sweeps": 8})
     ...     result, other = journal.get(key), journal.get(content_key("norms", np.eye(3)))
-    >>> result.arrays["errors"], result.facts, other
-    (array([1., 1.]), {'sweeps': 8}, None)
+    ...     print(result.arrays["errors"].read(), result.facts, other)
+    [1. 1.] {'sweeps': 8} None
     """
 
     def __init__(self, path: str | Path, *, reads_only: bool = False) -> None:
@@ -136,8 +137,7 @@ class Journal:
             return None
         try:
             header = read_header(path)
-            arrays = {name: tensor.read() for name, tensor in header.tensors.items()}
-            return Result(arrays, json.loads(header.metadata["facts"]))
+            return Result(header.tensors, json.loads(header.metadata["facts"]))
         except (CheckpointError, KeyError, ValueError):
             return None
 

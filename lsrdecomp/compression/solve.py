@@ -243,6 +243,6 @@ def _unpacked(result: Result) -> list[Answer]:
     answers = []
     for i, (sizes, (s, t)) in enumerate(result.facts):
         shape = ProductShape(*map(tuple, sizes))
-        left, right = ([result.arrays[f"{i}.{name}.{j}"] for j in range(shape.order)] for name in SIDES)
-        answers.append(Answer(shape, (s, t), result.arrays[f"{i}.errors"], (left, right)))
+        left, right = ([result.arrays[f"{i}.{name}.{j}"].read() for j in range(shape.order)] for name in SIDES)
+        answers.append(Answer(shape, (s, t), result.arrays[f"{i}.errors"].read(), (left, right)))
     return answers

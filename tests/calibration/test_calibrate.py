@@ -203,13 +203,21 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
 
     with pytest.raises(StopHereError):
         calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop, **settings)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["partial.safetensors"]
-    with pytest.raises(CheckpointError, match="other settings .*seed 3 → 4"):
-        calibrate(classifier, texts(5), out=tmp_path / "a", **{**settings, "seed": 4})
+    assert [path.name for path in tmp_path.iterdir()] == [".a.journal"]
+    others = []
+
+    def stop_others(progress):
+        others.append(progress.batches)
+        stop(progress)
+
+    with pytest.raises(StopHereError):  # with another seed: it goes on from nothing, and takes nothing away
+        calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop_others, **{**settings, "seed": 4})
+    assert others == [1, 2, 3]
     seen = []
     calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=seen.append, **settings)
     assert [progress.batches for progress in seen] == [3, 4, 5]
     calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {"statistics.json", "statistics.safetensors"}
     for name in names:

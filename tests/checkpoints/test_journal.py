@@ -39,13 +39,13 @@ def test_results_wait_for_the_next_run_and_go_with_the_finished_output(tmp_path:
     with Journal.beside(tmp_path / "out") as journal:
         result = journal.get("a")
         assert journal.get("b") is None
+        assert result is not None
+        assert result.facts == [1, "two"]
+        assert result.arrays.keys() == ARRAYS.keys()
+        for name, array in ARRAYS.items():
+            assert result.arrays[name].read().dtype == array.dtype
+            assert np.array_equal(result.arrays[name].read(), array)
     assert list(tmp_path.iterdir()) == []
-    assert result is not None
-    assert result.facts == [1, "two"]
-    assert result.arrays.keys() == ARRAYS.keys()
-    for name, array in ARRAYS.items():
-        assert result.arrays[name].dtype == array.dtype
-        assert np.array_equal(result.arrays[name], array)
 
 
 def test_an_error_before_any_result_leaves_nothing(tmp_path: Path) -> None:
