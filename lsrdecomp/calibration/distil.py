@@ -11,13 +11,9 @@ whatever its scale and however a layer shares its size out among its factors.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -29,7 +25,7 @@ from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import Batch, CalibrationError
-from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.checkpoints import Journal
 
 RATES = (0.01, 0.03, 0.1)
 """Learning rates that are tried, in relative change of a factor's numbers per step."""
@@ -43,6 +39,8 @@ CHECK_SHARE = 0.2
 FEATURES = 4.0
 """Weight, beside the divergence, of the distance to the features of the source's classifier; both as shares of what the
 adapter does. Two logits an example are few to learn thousands of numbers from."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Of AdamW, beside its number of updates."""
 PATIENCE = 3
 """Looks without a rise after which distillation ends."""
 
@@ -68,8 +66,8 @@ def distil_factors(
     steps: int,
     rate: float | None = None,
     seed: int = 0,
-    settings: dict[str, Any] | None = None,
-    state: Path | None = None,
+    journal: Journal | None = None,
+    key: str = "",
     on_step: Callable[[int, int, float], object] | None = None,
 ) -> Distillation:
     """Train the factors of ``student`` on the answers of ``source``; the best factors seen are left in it.
@@ -87,10 +85,10 @@ def distil_factors(
         At most so many optimizer steps, the trials of learning rates among them.
     rate : float, optional
         Relative change of a factor's numbers per step; absent, the best of `RATES` in a short trial on the lessons.
-    settings : dict, optional
-        What a saved state must agree with to be gone on from.
-    state : Path, optional
-        File for the state of an unfinished run, written at every check and removed at the end.
+    journal : Journal, optional
+        Where the state of an unfinished run is kept at every check, and gone on from.
+    key : str
+        Under which: a digest of all that the run depends on.
     on_step : callable, optional
         Called with the step, the number of steps and the loss, nats per answer.
 
@@ -113,7 +111,7 @@ def distil_factors(
         raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
     work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None))
     # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
-    now = None if state is None else _read(state, work.zero, settings)
+    now = None if journal is None else _load(journal, key, work.zero.device)
     if now is None:
         now = _State(_adamw(work.zero), work.zero.clone(), passes=1.0 if work.nearness == 0.0 else 2.0)
         work.look(now)
@@ -124,13 +122,13 @@ def distil_factors(
         work.step(now, work.scheduled(now))
         if now.step % every == 0 or now.step == steps:
             work.look(now)
-            if state is not None:
-                _save(state, now, settings)
+            if journal is not None:
+                _save(journal, key, now)
     # 3. The best factors that were looked at.
     work.put(now.best)
     shares = [share for _, share in now.checks]
-    if state is not None:
-        state.unlink(missing_ok=True)
+    if journal is not None:
+        journal.drop(key)
     return Distillation(now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks))
 
 
@@ -155,25 +153,26 @@ def _adamw(u: Tensor) -> torch.optim.AdamW:
     return torch.optim.AdamW([nn.Parameter(u.clone())], eps=1e-12, weight_decay=0.0)
 
 
-def _save(path: Path, now: _State, settings: dict[str, Any] | None) -> None:
-    """Write the state of an unfinished run; one process of several does."""
-    if PartialState().is_main_process:
-        about = {name: getattr(now, name) for name in ("best", "step", "rate", "passes", "checks")}
-        about |= {"u": now.u.data, "optimizer": now.optimizer.state_dict(), "settings": json.dumps(settings)}
-        with new_file(path, force=True) as part:
-            torch.save(about, part)
+def _save(journal: Journal, key: str, now: _State) -> None:
+    """Keep the state of an unfinished run."""
+    moments = now.optimizer.state[now.u]
+    tensors = {"u": now.u.data, "best": now.best, **{name: moments[name] for name in MOMENTS}}
+    facts = {"step": now.step, "rate": now.rate, "passes": now.passes, "checks": now.checks}
+    facts["updates"] = float(moments["step"])
+    journal.put(key, {name: value.cpu().numpy() for name, value in tensors.items()}, facts=facts)
 
 
-def _read(path: Path, zero: Tensor, settings: dict[str, Any] | None) -> _State | None:
-    """The saved state on the device of ``zero``, if it is of a run of so many numbers with these settings."""
-    try:
-        about = torch.load(path, map_location=zero.device, weights_only=True)
-        optimizer = _adamw(about.pop("u"))
-        optimizer.load_state_dict(about.pop("optimizer"))
-        same = about.pop("settings") == json.dumps(settings)
-    except (OSError, EOFError, UnpicklingError, RuntimeError, KeyError, AttributeError, ValueError):
+def _load(journal: Journal, key: str, device: torch.device) -> _State | None:
+    """The state that was kept, if there is one."""
+    result = journal.get(key)
+    if result is None:
         return None
-    return _State(optimizer, **about) if same and about["best"].shape == zero.shape else None
+    tensors = {name: torch.tensor(tensor.read(), device=device) for name, tensor in result.arrays.items()}
+    facts = dict(result.facts)
+    now = _State(_adamw(tensors["u"]), tensors["best"])
+    moments = {"step": torch.tensor(facts.pop("updates")), **{name: tensors[name] for name in MOMENTS}}
+    now.optimizer.state[now.u] = moments
+    return replace(now, **facts | {"checks": [(step, share) for step, share in facts["checks"]]})
 
 
 class _Work:

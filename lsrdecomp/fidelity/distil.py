@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints import check_output, open_checkpoint
+from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.errors import LsrError
@@ -131,8 +131,8 @@ def distil(
 
     Notes
     -----
-    A kill loses nothing: ``directory`` is replaced in one step at the end, and a hidden file beside the output holds
-    the state of training, from which the same call goes on. Started by ``accelerate launch`` on several devices, they
+    A kill loses nothing: ``directory`` is replaced in one step at the end, and the journal beside the output holds the
+    state of training, from which the same call goes on. Started by ``accelerate launch`` on several devices, they
     share each step's examples (``micro`` at a time); the first writes.
     """
     try:
@@ -167,11 +167,10 @@ def distil(
         seed=seed,
         on_step=on_step,
     )
-    state = out.absolute().parent / f".{out.name}.distil"
     settings = {"steps": steps, "seed": seed, "teacher": source.source_sha256, "written": compressed.source_sha256}
-    settings |= {"texts": len(texts), "batch": evaluator.size, "rate": rate}
+    settings |= {"batch": evaluator.size, "rate": rate}
     settings |= {"max_length": max_length, "truncate": truncate}
-    with TemporaryDirectory() as folder:
+    with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         form = distil_form(
             evaluator,
@@ -182,14 +181,13 @@ def distil(
             rate=rate,
             micro=micro,
             statistics=statistics,
-            state=state,
-            settings=settings,
+            journal=journal,
+            key=content_key(settings, texts),
         )
         # 4. Report: what the better files keep, written with them.
         fidelity = evaluator.fidelity(form.behaviour, form.path, source, data_name(data), distilled=form.steps)
         if team.is_main_process:
             facts = {"distillation": form.to_json()}
             publish(form.path, out, fidelity, facts=facts, inputs=(source.path,), force=replaces)
-            state.unlink(missing_ok=True)
         team.wait_for_everyone()
     return Distilled(out, fidelity, form)

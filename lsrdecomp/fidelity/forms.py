@@ -16,7 +16,7 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.distil import Distillation, distil_factors
 from lsrdecomp.calibration.divergence import Behaviour, Reference
-from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints import Checkpoint, Journal
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
 from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.layers import LayerStatistics
@@ -148,17 +148,19 @@ class CompressedFormCache:
             trained = _distilled_form(_read(done), form.path, out)
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
-            trained = distil_form(
-                self.evaluator,
-                form.path,
-                self.source,
-                out,
-                steps=self.steps,
-                before=form.behaviour,
-                statistics=self.statistics,
-                state=out.with_suffix(".state"),
-                words=words,
-            )
+            with Journal.beside(out) as journal:
+                trained = distil_form(
+                    self.evaluator,
+                    form.path,
+                    self.source,
+                    out,
+                    steps=self.steps,
+                    before=form.behaviour,
+                    statistics=self.statistics,
+                    journal=journal,
+                    key="training",
+                    words=words,
+                )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
             _write(done, {**behaviours, "training": asdict(trained.training)})
         measurement = self._measurements[form.path.name]
@@ -179,8 +181,8 @@ def distil_form(
     micro: int | None = None,
     before: Behaviour | None = None,
     statistics: LayerStatistics | None = None,
-    state: Path | None = None,
-    settings: dict[str, Any] | None = None,
+    journal: Journal | None = None,
+    key: str = "",
     words: str = "",
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
@@ -212,8 +214,8 @@ def distil_form(
         steps=steps,
         rate=rate,
         seed=evaluator.seed,
-        settings=settings,
-        state=state,
+        journal=journal,
+        key=key,
         on_step=lambda step, all_steps, _: evaluator.say(stage, step, all_steps, "steps"),
     )
     # 4. What the new numbers keep as written: rounded as the old ones were.

@@ -65,7 +65,7 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_pat
     assert done.promise.sentence() in (tmp_path / "distilled" / "README.md").read_text()
     checked = verify(open_checkpoint(folder / "lora"), open_checkpoint(tmp_path / "distilled"))
     assert checked.passed
-    assert not (tmp_path / ".distilled.distil").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["distilled"]
 
 
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
@@ -107,7 +107,7 @@ def test_a_killed_run_goes_on_and_ends_where_it_would_have(classifier, tmp_path)
     with pytest.raises(Killed):
         run(classifier, tmp_path / "mine", on_step=stop)
     assert (tmp_path / "mine" / "adapter_model.safetensors").read_bytes() == before
-    assert (tmp_path / ".mine.distil").exists()
+    assert list((tmp_path / ".mine.journal").glob("*.safetensors"))
     seen = []
     done = run(classifier, tmp_path / "mine", on_step=seen.append)
     assert steps_told(seen)[0] > 5
@@ -123,10 +123,21 @@ def steps_told(seen):
 
 def test_other_settings_do_not_go_on_from_a_state_of_before(classifier, tmp_path):
     shutil.copytree(classifier / "lsr", tmp_path / "mine")
-    (tmp_path / ".mine.distil").write_bytes(b"not a state")
+
+    class Killed(BaseException):
+        pass
+
+    def stop(step):
+        if step.unit == "steps" and step.done == 27:
+            raise Killed
+
+    with pytest.raises(Killed) as killed:
+        run(classifier, tmp_path / "mine", on_step=stop)
+    assert "the same command goes on from there" in killed.value.__notes__[0]
     seen = []
     run(classifier, tmp_path / "mine", steps=4, on_step=seen.append)
     assert steps_told(seen) == [1, 2, 3, 4]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("kind", ["language_model", "classifier"])
