@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import glob
 import hashlib
 import json
@@ -347,7 +348,13 @@ def _make_parents(directory: Path) -> list[Path]:
 
 def _put_in_place(part: Path, out: Path, force: bool) -> None:
     if not force or not out.exists():
-        os.rename(part, out)
+        try:
+            os.rename(part, out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            text = "already exists, written by another run meanwhile; choose another output, or force to replace it"
+            raise CheckpointError(text, path=out) from None
     elif not _exchange(part, out):
         old = part.with_suffix(".old")
         os.rename(out, old)

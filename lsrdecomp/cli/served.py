@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from shlex import quote
 
 import typer
 
@@ -52,8 +53,9 @@ def _sentences(found: serving.ServingCheck) -> Iterator[str]:
     if found.rescaled:
         factors = sorted({round(module.factor, 4) for module in found.rescaled})
         spread = f"{factors[0]:g}" if len(factors) == 1 else f"{factors[0]:g} to {factors[-1]:g}"
-        text = "export --profile server bakes the scale into B"
-        yield f"{len(found.rescaled)} would act at {spread} times their own scale: {text}."
+        place = quote(str(found.adapter))
+        baked = f"`lsrdecomp export {place} --profile server --out {place}-server` bakes it into B"
+        yield f"{len(found.rescaled)} would act at {spread} times their own scale: {baked}."
     for note in found.notes:
         yield f"Note: {note}."
     yield f"Rules read in {found.rules}; the server itself was not run."

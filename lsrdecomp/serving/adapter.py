@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 
 GGUF = "gguf"
 
@@ -46,6 +47,19 @@ class StoredAdapter:
     layers: tuple[StoredLayer, ...]
     extras: tuple[str, ...] = ()  # tensors that are no part of a layer
     config: Mapping[str, Any] = field(default_factory=dict)  # of a GGUF file, its fields
+
+    def export(self, to: str, ending: str, name_of: Callable[[str], Any]) -> str:
+        """The command that writes a file which is loaded, or why there is none: a layer that it has no name for."""
+        if self.format == GGUF:
+            return "a GGUF file is for llama.cpp; export what it was made from"
+        try:
+            for layer in self.layers:
+                name_of(layer.name)
+        except UnsupportedError as error:
+            return str(error)
+        heads = " --without-heads" if self.extras and "profile" not in to else ""
+        out = self.path.with_name(f"{self.path.name.removesuffix('.safetensors')}{ending}")
+        return f"`lsrdecomp export {quote(str(self.path))} {to}{heads} --out {quote(str(out))}`"
 
     @property
     def task_type(self) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from lsrdecomp.checkpoints.base_modules import BaseModules
 from lsrdecomp.checkpoints.names import TEXT_LEVEL, flat_name
+from lsrdecomp.checkpoints.writers.images import check_diffusers_name, kohya_name
 from lsrdecomp.serving.adapter import StoredAdapter, StoredLayer
 from lsrdecomp.serving.report import Fates, ModuleFate
 
@@ -20,9 +21,8 @@ def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
     found = Fates()
     if adapter.format not in ("diffusers", "kohya"):
-        found.refuse(
-            f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: export --to diffusers"
-        )
+        way_out = adapter.export("--to diffusers", "-diffusers.safetensors", check_diffusers_name)
+        found.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
     if adapter.extras:
         found.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({adapter.extras[0]}), at which it stops")
     if _unreadable(adapter, base, found):
@@ -50,7 +50,8 @@ def kohya(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
     found = Fates()
     if adapter.format not in ("kohya", "lycoris"):
-        found.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: export --to kohya")
+        way_out = adapter.export("--to kohya", "-kohya.safetensors", kohya_name)
+        found.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
     if _unreadable(adapter, base, found):
         return found
     modules = _flattened(base, _visited)

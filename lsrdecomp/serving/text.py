@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 
 from lsrdecomp.checkpoints.base_modules import BaseModules
 from lsrdecomp.checkpoints.config import check_pattern
-from lsrdecomp.checkpoints.writers.gguf import gguf_names
+from lsrdecomp.checkpoints.writers.gguf import gguf_name_of, gguf_names
 from lsrdecomp.checkpoints.writers.peft import SERVER_RANKS
+from lsrdecomp.errors import LsrError
 from lsrdecomp.serving.adapter import GGUF, StoredAdapter, StoredLayer
 from lsrdecomp.serving.report import Fates, ModuleFate
 
@@ -45,10 +47,11 @@ def peft(adapter: StoredAdapter, base: BaseModules) -> Fates:
 def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """One scale for all; a last word that no linear layer has stops the load, a wrong full name is passed over."""
     found, config = Fates(), adapter.config
+    for_server = adapter.export("--profile server", "-server", str)
     if adapter.format != "peft-lora":
-        found.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: export --profile server")
+        found.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
     if config.get("modules_to_save"):
-        found.refuse("modules_to_save is set, which vLLM refuses: export --profile server leaves heads out")
+        found.refuse(f"modules_to_save is set, which vLLM refuses: heads are left out by {for_server}")
     if config.get("bias", "none") != "none":
         found.refuse("bias is set, and vLLM loads no biases")
     others = [name for name in adapter.extras if "base_layer" not in name]
@@ -92,7 +95,7 @@ def llama_cpp(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """All or nothing: one tensor that the base lacks, or of another size, and the file is not loaded."""
     found = Fates()
     if adapter.format != GGUF:
-        found.refuse("llama.cpp loads GGUF files: export --to gguf")
+        found.refuse(f"llama.cpp loads GGUF files: {_as_gguf(adapter, base)}")
         found.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
         return found
     fields = adapter.config
@@ -118,6 +121,17 @@ def llama_cpp(adapter: StoredAdapter, base: BaseModules) -> Fates:
             found.refuse("llama.cpp stops where a size differs")
         found.modules.append(ModuleFate(layer.name, layer.rank, fault))
     return found
+
+
+def _as_gguf(adapter: StoredAdapter, base: BaseModules) -> str:
+    """The command that makes a GGUF file, or why there is none."""
+    if base.gguf is None:
+        return f"{base.path} is of no architecture whose GGUF names are known here"
+    try:
+        name_of = gguf_name_of(base.gguf)
+    except LsrError as error:  # the package gguf is missing
+        return str(error)
+    return adapter.export(f"--to gguf --base {quote(str(base.path))}", ".gguf", name_of)
 
 
 def _gguf_shapes(base: BaseModules) -> Mapping[str, tuple[int, ...] | None]:

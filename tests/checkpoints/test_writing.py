@@ -109,6 +109,18 @@ def test_directories_are_swapped_in_one_step(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "a").exists()
 
 
+def test_of_two_writers_at_one_place_the_later_says_that_the_other_was_there(tmp_path: Path) -> None:
+    def later() -> None:
+        with new_directory(tmp_path / "out") as part:
+            (part / "later").write_text("")
+            write_lora(tmp_path / "out", layers=LAYERS)
+
+    with pytest.raises(CheckpointError, match="written by another run meanwhile"):
+        later()
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == FILES
+
+
 def test_force_never_removes_what_is_not_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")

@@ -1,15 +1,43 @@
 """What a verb says at its end can be typed as it stands, for every format that is read."""
 
+import json
 import re
 import shlex
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from console import lsr
 from format_files import CONFIGS, KEYS, OUTSIDE, write
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.cli.app import app
+from lsrdecomp.compression import export_lora
+from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.serving import check_served
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The layer that the text formats adapt here, as a base."""
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    save_file({"model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32)}, folder / "model.safetensors")
+    return folder
 
 
 def update(checkpoint):
@@ -74,3 +102,38 @@ def test_an_image_lora_is_not_sent_to_calibrate_and_a_text_lora_is_by_a_whole_co
     refused = lsr(*shlex.split(again), cwd=tmp_path / "peft-lora")
     assert "statistics" in refused.stderr
     assert "Usage" not in refused.stderr
+
+
+@pytest.mark.parametrize("form", [form for form in KEYS if form not in OUTSIDE])
+def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
+    path = tmp_path / write(tmp_path, form)
+    small = compress(path, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small")
+    for adapter in (path, small):
+        for server in ("vllm", "diffusers", "kohya", *(["llama.cpp"] if find_spec("gguf") else [])):
+            refusals = " ".join(check_served(adapter, server, base).refusals)
+            for command in re.findall(r"`lsrdecomp ([^`]*)`", refusals):
+                done = CliRunner().invoke(app, shlex.split(command))
+                assert done.exit_code == 0, (server, command, done.output, done.exception)
+                made = shlex.split(command)[-1]
+                again = " ".join(check_served(made, server, base).refusals)
+                assert "lsrdecomp export" not in again, "what was made is of the right format"
+    text = " ".join(check_served(small, "diffusers", base).refusals)
+    assert ("`lsrdecomp" in text) == (form in ("diffusers", "diffusers flux")), text
+
+
+@pytest.mark.parametrize("form", KEYS)
+def test_what_a_refused_export_recommends_is_written(form, base, tmp_path):
+    source = open_checkpoint(tmp_path / write(tmp_path, form), alpha=4 if form in OUTSIDE else None)
+    small = open_checkpoint(compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small"))
+    for to in ("kohya", "diffusers", "same"):
+        for other in recommended(lambda to=to: export_lora(small, tmp_path / f"{to}.safetensors", to=to, like=source)):
+            export_lora(small, tmp_path / f"{to}-{other}.safetensors", to=other, like=source)
+
+
+def recommended(export):
+    """The formats that a refusal names instead; none if nothing is refused."""
+    try:
+        export()
+    except UnsupportedError as error:
+        return re.search(r"write (\w+)", str(error)).groups()
+    return ()

@@ -141,7 +141,7 @@ def write_gguf(
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
         raise UnsupportedError(f"{text}; {way_out}", path=out)
     known = {layer.name: layer for layer in source.layers} if source else {}
-    name_of, written = _names(base), 0
+    name_of, written = gguf_name_of(base), 0
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         writer = gguf.GGUFWriter(part, base.architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
@@ -184,7 +184,8 @@ def gguf_names(base: GgufBase) -> Callable[[str], str | None]:
     return find
 
 
-def _names(base: GgufBase) -> Callable[[str], str]:
+def gguf_name_of(base: GgufBase) -> Callable[[str], str]:
+    """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
     find = gguf_names(base)
 
     def name_of(name: str) -> str:

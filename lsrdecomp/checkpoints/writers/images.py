@@ -64,13 +64,7 @@ def write_kohya(
     sdxl = source is not None and any(layer.name.startswith("text_encoder_2.") for layer in source.layers)
 
     def module_of(name: str) -> tuple[str, str, str]:
-        if name.startswith("lora_") and "." not in name:
-            return name, ".lora_down.weight", ".lora_up.weight"
-        if name.startswith("transformer.") and not LANGUAGE.match(name):
-            text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
-            raise UnsupportedError(f"{name}: {text}; write diffusers instead")
-        split_component(name, "kohya", KOHYA)
-        return str(flat_name(name, sdxl=sdxl)), ".lora_down.weight", ".lora_up.weight"
+        return kohya_name(name, sdxl=sdxl), ".lora_down.weight", ".lora_up.weight"
 
     return _write(out_file, layers, module_of, source, extras, storage, force, provenance, alphas=True)
 
@@ -129,15 +123,31 @@ def write_diffusers(
         raise UnsupportedError(f"{text}; {way_out}", path=out_file)
 
     def module_of(name: str) -> tuple[str, str, str]:
-        if name.startswith("lora_") and "." not in name:
-            raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
-        split_component(name, "diffusers", COMPONENTS)
+        check_diffusers_name(name)
         if keys == "new":
             return name, ".lora_A.weight", ".lora_B.weight"
         old = ".lora_linear_layer" if name.startswith("text_encoder") else ".lora"
         return name, f"{old}.down.weight", f"{old}.up.weight"
 
     return _write(out_file, layers, module_of, source, extras, storage, force, provenance)
+
+
+def kohya_name(name: str, *, sdxl: bool = False) -> str:
+    """What kohya's files call a layer; `UnsupportedError` for one that they have no name for."""
+    if name.startswith("lora_") and "." not in name:
+        return name
+    if name.startswith("transformer.") and not LANGUAGE.match(name):
+        text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
+        raise UnsupportedError(f"{name}: {text}; write diffusers instead")
+    split_component(name, "kohya", KOHYA)
+    return str(flat_name(name, sdxl=sdxl))
+
+
+def check_diffusers_name(name: str) -> None:
+    """Raise `UnsupportedError` for a layer that diffusers' files do not name."""
+    if name.startswith("lora_") and "." not in name:
+        raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
+    split_component(name, "diffusers", COMPONENTS)
 
 
 def _write(

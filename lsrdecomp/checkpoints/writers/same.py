@@ -35,7 +35,7 @@ def check_same(like: Checkpoint) -> None:
         raise UnsupportedError("is an LSR adapter: name the LoRA that it was made from by --like", path=like.path)
     if odd is not None or like.format not in (*FORMATS, "peft-lora"):
         text = f"{like.format} holds more than plain pairs, so that it cannot be given back as it came"
-        raise UnsupportedError(f"{text}; write lora, kohya or diffusers", path=like.path)
+        raise UnsupportedError(f"{text}; write lora instead", path=like.path)
     if like.layers[0].up.name.startswith(f"{LISTED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
 
