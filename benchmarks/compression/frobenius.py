@@ -32,7 +32,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.compress import SOLVER, solve_together
 from lsrdecomp.compression.layers import SpillCache, layer_pair
-from lsrdecomp.compression.quantize import stored_product
+from lsrdecomp.compression.quantize import dequantized, stored_product
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -78,7 +78,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
             }
             for storage in STORAGES:
                 stored = stored_product(solution.product, storage)
-                error = layer.pair.residual_norm(stored.product) / layer.pair.norm
+                error = layer.pair.residual_norm(dequantized(stored)) / layer.pair.norm
                 record[f"extra_{storage}"] = error - solution.relative_error
             records.append(record)
     return records

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
+    dequantized,
     layer_svd,
     pair_code,
     refitted_product,
@@ -202,24 +203,18 @@ class Materialized:
 
     candidate: Candidate  # its price is that of the stored factors
     coded: bool
-    stored: Callable[[], Any] | None = field(repr=False)  # None for a layer left out
+    stored: Callable[[], SeparatedProduct | CodedProduct] | None = field(repr=False)  # None for a layer left out
 
     @property
     def form(self) -> SeparatedProduct | None:
         """The factors in their storage; None for a layer left out."""
-        if self.stored is None:
-            return None
-        stored = self.stored()
-        form: SeparatedProduct = stored.dequantized() if self.coded else stored
-        return form
+        return None if self.stored is None else dequantized(self.stored())
 
     @property
     def codes(self) -> CodedProduct | None:
         """What is on disk, for integer storage."""
-        if self.stored is None or not self.coded:
-            return None
-        codes: CodedProduct = self.stored()
-        return codes
+        stored = self.stored() if self.stored is not None and self.coded else None
+        return None if isinstance(stored, SeparatedProduct) else stored
 
     @property
     def as_read(self) -> SeparatedProduct | None:
@@ -228,23 +223,26 @@ class Materialized:
         return form if form is None or self.coded else form.round_to(self.candidate.storage)
 
 
-def materialize(layer: Layer, candidate: Candidate, cache: SpillCache, *, refit: bool = True) -> Materialized:
+def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
     """Make the factors of a candidate in its storage, and measure them in the layer's norm.
 
     An LSR product in integers is solved for in the layer's norm (`refitted_product`), or rounded as it is if that is
-    nearer; without ``refit`` it is only rounded.
+    nearer.
     """
-    form, codes, size = _factors(layer, candidate)
-    if form is None:
+    stored = _stored(layer, candidate)
+    if stored is None:
         return Materialized(candidate, False, None)
-    error = layer.squared_error(form if codes is not None else form.round_to(candidate.storage))
-    if refit and codes is not None and isinstance(candidate, Lsr):
+    if isinstance(stored, SeparatedProduct):
+        error = layer.squared_error(stored.round_to(candidate.storage))
+        priced = replace(candidate, bytes=_float_bytes(candidate, candidate.storage), squared_error=error)
+        return Materialized(priced, False, cache.put(stored))
+    error = layer.squared_error(stored.dequantized())
+    if isinstance(candidate, Lsr):
         solved = refitted_product(layer.pair, candidate.product(), INTEGER_BITS[candidate.storage], layer.norms)
         lost = layer.squared_error(solved.dequantized())
         if lost < error:
-            codes, size, error = solved, solved.bytes, lost
-    priced = replace(candidate, bytes=size, squared_error=error)
-    return Materialized(priced, codes is not None, cache.put(form if codes is None else codes))
+            stored, error = solved, lost
+    return Materialized(replace(candidate, bytes=stored.bytes, squared_error=error), True, cache.put(stored))
 
 
 def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True) -> Candidate:
@@ -253,33 +251,33 @@ def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: boo
     Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
     `water_filled_candidates`.
     """
-    stored = replace(candidate, storage=storage)
+    priced = replace(candidate, storage=storage)
     if isinstance(candidate, Drop):
-        return stored
-    if storage not in INTEGER_BITS and not measured:
-        return replace(stored, bytes=_float_bytes(candidate, storage))
-    form, _, size = _factors(layer, stored)
-    assert form is not None
-    return replace(stored, bytes=size, squared_error=layer.squared_error(form))
+        return priced
+    if storage not in INTEGER_BITS:
+        priced = replace(priced, bytes=_float_bytes(candidate, storage))
+        if not measured:
+            return priced
+    stored = _stored(layer, priced)
+    assert stored is not None
+    size = priced.bytes if isinstance(stored, SeparatedProduct) else stored.bytes
+    return replace(priced, bytes=size, squared_error=layer.squared_error(dequantized(stored)))
 
 
-def _factors(layer: Layer, candidate: Candidate) -> tuple[SeparatedProduct | None, CodedProduct | None, int]:
-    """Factors in the candidate's storage, integer codes if there are any, bytes."""
+def _stored(layer: Layer, candidate: Candidate) -> SeparatedProduct | CodedProduct | None:
+    """Factors in the candidate's storage, as numbers or as codes; None for a layer left out."""
     match candidate:
         case LowRank(bits=bits) if bits:
-            code = pair_code(layer) if candidate.unrotated else svd_code(layer, bits)
-            return code.dequantized(), code, code.bytes
+            return pair_code(layer) if candidate.unrotated else svd_code(layer, bits)
         case Lsr():
-            stored = stored_product(candidate.product(), candidate.storage)
-            return stored.product, stored.codes, stored.bytes
+            product = candidate.product()
         case LowRank(rank=rank):
             product = low_rank_product(*layer.truncated(rank))
         case Keep():
             product = low_rank_product(layer.pair.left, layer.pair.right)
         case _:
-            return None, None, 0
-    form = stored_product(product, candidate.storage).product
-    return form, None, _float_bytes(candidate, candidate.storage)
+            return None
+    return stored_product(product, candidate.storage)
 
 
 def _float_bytes(candidate: Candidate, storage: str) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.number_formats import FORMATS
 from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
-from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import INTEGERS, PRECISIONS
@@ -48,29 +47,24 @@ Doubles = NDArray[np.float64]
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A product in a storage type."""
-
-    product: SeparatedProduct  # what a reader gets
-    bytes: int
-    codes: QuantizedProduct | None = None  # what is on disk, for integers
-
-
-def stored_product(product: SeparatedProduct, storage: str) -> Stored:
-    """The product in factors stored as float32, float16, bfloat16, int8 or int4.
+def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct | QuantizedProduct:
+    """The product in factors stored as float32, float16 or bfloat16, or in codes as int8 or int4.
 
     The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no more than its own
     size. Raises `PrecisionError` for an unknown storage.
     """
     if storage in INTEGER_BITS:
-        codes = quantized_product(product, INTEGER_BITS[storage])
-        return Stored(codes.dequantized(), codes.bytes, codes)
+        return quantized_product(product, INTEGER_BITS[storage])
     if storage not in PRECISIONS:
         raise PrecisionError(f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}")
     if product.left.order == 2:
         product = product.canonical()
-    return Stored(product.round_to(storage), math.ceil(product.parameters * PRECISIONS[storage].bytes))
+    return product.round_to(storage)
+
+
+def dequantized(stored: SeparatedProduct | CodedProduct) -> SeparatedProduct:
+    """The numbers that codes stand for; a product in floating point as it is."""
+    return stored if isinstance(stored, SeparatedProduct) else stored.dequantized()
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:

@@ -15,7 +15,13 @@ from lsrdecomp.checkpoints.packed import codes_in
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
-from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code, stored_product
+from lsrdecomp.compression.quantize import (
+    dequantized,
+    quantized_product,
+    refitted_product,
+    spectral_code,
+    stored_product,
+)
 from lsrdecomp.compression.report import REPORT, LayerReport, report_layer, to_json, totals
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
@@ -76,7 +82,7 @@ def rewrite(
                 codes[layer.name] = _codes(form, codes[layer.name], norm_of(statistics, layer.name))
             continue
         storage = layer.dtype
-        floats[layer.name] = layer_product(layer) if form is None else stored_product(form, storage).product
+        floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
     record = provenance(old)
     return write_lsr(
         out,

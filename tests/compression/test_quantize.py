@@ -14,6 +14,7 @@ from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.quantize import (
     GAUSSIAN,
+    dequantized,
     nearest_codes,
     quantize,
     spectral_code,
@@ -52,7 +53,7 @@ def test_rounding_adds_little_to_the_error(storage: str, scale: float, rng: np.r
     target = pair(rng)
     target = LowRank(target.left * scale, target.right)
     found = JointALS().solve(target, SHAPE, (4, 4))
-    stored = stored_product(found.product, storage).product
+    stored = dequantized(stored_product(found.product, storage))
     after = target.residual_norm(stored) / target.norm
     assert after - found.relative_error <= EXTRA[storage]
 
@@ -61,7 +62,7 @@ def test_int4_costs_half_a_byte_a_number_and_keeps_the_direction(
     product: SeparatedProduct, rng: np.random.Generator
 ) -> None:
     coded = stored_product(product, "int4")
-    stored, size = coded.product, coded.bytes
+    stored, size = coded.dequantized(), coded.bytes
     scales = sum(product.separation_ranks)
     assert size == product.parameters // 2 + 2 * scales + 2
     difference = np.linalg.norm(stored.to_matrix() - product.to_matrix()) / np.linalg.norm(product.to_matrix())

@@ -67,9 +67,9 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
 def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
     layer = Layer("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "dense"))
     candidate = in_int4(lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache()))
-    plain, solved = (materialize(layer, candidate, SpillCache(), refit=refit) for refit in (False, True))
-    assert solved.candidate.squared_error < plain.candidate.squared_error
-    assert solved.candidate.bytes == plain.candidate.bytes
+    plain, solved = quantized_product(candidate.product(), 4), materialize(layer, candidate, SpillCache())
+    assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())
+    assert solved.candidate.bytes == plain.bytes
     assert solved.candidate.squared_error == pytest.approx(layer.squared_error(solved.form), rel=1e-12)
     assert solved.codes.storage == "int4"
 
