@@ -37,7 +37,7 @@ def decompose(
     storage: Any = None,
     solver: Solver | str | None = None,
     seed: int | None = None,
-    init: SeparatedMatrix | Decomposition | None = None,
+    init: SeparatedMatrix | None = None,
     throw: bool = False,
     on_sweep: Callable[[Sweep], Any] | None = None,
 ) -> Decomposition:
@@ -68,7 +68,7 @@ def decompose(
         is chosen by order, size and kind of target.
     seed : int, optional
         Of the solver's random starts; absent, the solver's own, so that equal calls give equal answers.
-    init : SeparatedMatrix or Decomposition, optional
+    init : SeparatedMatrix, optional
         Where to start, for instance the result for a similar matrix or a lower rank. Three and more factors take its
         terms (`ALS`); two factors need no start, for they reach the optimum from any.
     throw : bool
@@ -191,6 +191,8 @@ def _goals(
 ) -> tuple[int | None, float | None, str | None]:
     """Rank, absolute error and name of the storage format, checked against each other."""
     if budget is not None:
+        if not isinstance(budget, ErrorBudget):
+            raise BudgetError(f"a budget is an ErrorBudget, got {budget!r}: for a relative error write rtol={budget!r}")
         for name, value in (("rtol", rtol), ("atol", atol), ("storage", storage)):
             if value is not None:
                 raise BudgetError(f"a budget holds the goal and chooses the number formats: leave out {name} ({value})")

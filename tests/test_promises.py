@@ -4,8 +4,11 @@ import functools
 
 import numpy as np
 import pytest
+from scipy.sparse import linalg as sparse_linalg
 
 import lsrdecomp as lsr
+from lsrdecomp import operators
+from lsrdecomp.errors import LsrError
 from lsrdecomp.formats import smallest
 from lsrdecomp.kronecker import rearrange
 from lsrdecomp.solvers import ALS, SVD, Status
@@ -114,11 +117,44 @@ def test_one_number_format_for_a_whole_budget(square):
     assert lsr.ErrorBudget(rtol=0.1, storage="int8").unit_roundoff == pytest.approx(1 / 254)
 
 
+def test_a_result_is_a_matrix_wherever_an_array_goes(rng):
+    left, right = rng.standard_normal((2, 4, 4)) + 4 * np.eye(4)
+    matrix = np.kron(left, right)
+    result = lsr.decompose(matrix, "4x4, 4x4", rank=1)
+    x = rng.standard_normal(16)
+    for ours, numpys in (
+        (np.asarray(result), matrix),
+        (result @ x, matrix @ x),
+        (x @ result, x @ matrix),
+        (np.matmul(np.asarray(result), x), matrix @ x),
+        (result - matrix, 0 * matrix),
+        (matrix - result, 0 * matrix),
+        (result.T.to_matrix(), matrix.T),
+        (result[3, 5], matrix[3, 5]),
+        (operators.solve(result, x).x, np.linalg.solve(matrix, x)),
+        (operators.slogdet(result)[1], np.linalg.slogdet(matrix)[1]),
+        (operators.inv(result).to_matrix(), np.linalg.inv(matrix)),
+        (lsr.recompress(result + result, rank=1).to_matrix(), 2 * matrix),
+        (lsr.decompose(result, "2x2, 8x8", rtol=1e-12).to_matrix(), matrix),
+        (sparse_linalg.aslinearoperator(result) @ x, matrix @ x),
+    ):
+        np.testing.assert_allclose(ours, numpys, rtol=1e-9, atol=1e-10)
+    assert result.shape == (16, 16)
+    assert np.allclose(result, matrix)
+    assert type(result.T) is type(result.truncate(1)) is lsr.SeparatedMatrix  # the figures are of the result alone
+    assert "relative error" in repr(result)
+
+
+def test_a_number_as_a_budget_is_shown_what_to_write(rng):
+    with pytest.raises(LsrError, match=r"write rtol=0\.001"):
+        lsr.decompose(rng.standard_normal((16, 16)), budget=1e-3)
+
+
 @pytest.mark.parametrize(
     "shape", [((8, 8), (2, 2)), [[8, 8], [2, 2]], "8x8, 2x2", "8×8 ⊗ 2×2", "(8x8), (2x2)", np.array([[8, 8], [2, 2]])]
 )
 def test_shapes_as_people_write_them(square, shape):
-    assert lsr.decompose(square, shape, rank=1).shape == lsr.KroneckerShape(((8, 8), (2, 2)))
+    assert lsr.decompose(square, shape, rank=1).kronecker_shape == lsr.KroneckerShape(((8, 8), (2, 2)))
     assert lsr.error_curve(square, shape).label == "8×8 ⊗ 2×2"
 
 

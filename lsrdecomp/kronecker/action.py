@@ -35,7 +35,7 @@ class Action(Terms):
     def mT(self) -> Self:  # noqa: N802 - the array API's name
         """Transpose, term by term."""
         xp = namespace(*self.factors)
-        return type(self)(self.weights, tuple(xp.matrix_transpose(f) for f in self.factors))
+        return self._of(self.weights, tuple(xp.matrix_transpose(f) for f in self.factors))
 
     @property
     def T(self) -> Self:  # noqa: N802
@@ -44,7 +44,7 @@ class Action(Terms):
 
     def conj(self) -> Self:
         """Complex conjugate, entry by entry."""
-        return type(self)(self.weights, tuple(conjugate(f) for f in self.factors))
+        return self._of(self.weights, tuple(conjugate(f) for f in self.factors))
 
     @property
     def mH(self) -> Self:  # noqa: N802
@@ -110,7 +110,7 @@ class Action(Terms):
 
     def to_numpy(self) -> Self:
         """The same terms as NumPy arrays on the host."""
-        return type(self)(to_numpy(self.weights), tuple(to_numpy(f) for f in self.factors))
+        return self._of(to_numpy(self.weights), tuple(to_numpy(f) for f in self.factors))
 
     def to_linear_operator(self) -> Any:
         """A ``scipy.sparse.linalg.LinearOperator`` on NumPy arrays, products with blocks of columns included."""

@@ -39,7 +39,7 @@ class Algebra(Action):
         return self + other
 
     def __neg__(self) -> Self:
-        return type(self)(self.weights, (-self.factors[0], *self.factors[1:]))
+        return self._of(self.weights, (-self.factors[0], *self.factors[1:]))
 
     def __pos__(self) -> Self:
         return self

@@ -55,7 +55,7 @@ class SeparatedMatrix(Algebra, Entries, Files):
         if rank < 0:
             raise ShapeError(f"a separation rank cannot be negative, got {rank}")
         terms = min(rank, self.separation_rank)
-        return type(self)(self.weights[:terms], tuple(f[:terms, :, :] for f in self.factors))
+        return self._of(self.weights[:terms], tuple(f[:terms, :, :] for f in self.factors))
 
     def canonical(self) -> Self:
         """The same matrix with orthogonal terms, γ = 1, for two factors: the SVD of the rearrangement from QR factors.
@@ -114,7 +114,7 @@ class SeparatedMatrix(Algebra, Entries, Files):
         xp = namespace(*self.factors)
         kind = getattr(xp, name)
         real = getattr(xp, name.replace("complex64", "float32").replace("complex128", "float64"))
-        return type(self)(xp.astype(self.weights, real), tuple(xp.astype(f, kind) for f in self.factors))
+        return self._of(xp.astype(self.weights, real), tuple(xp.astype(f, kind) for f in self.factors))
 
     def __repr__(self) -> str:
         rows, columns = self.shape

@@ -84,11 +84,15 @@ class KroneckerShape:
     >>> shape = KroneckerShape(((32, 2), (24, 2)))
     >>> shape.matrix_shape, shape.max_separation_rank, shape.parameters(16)
     ((768, 4), 48, 1792)
+    >>> KroneckerShape("32x2, 24x2") == shape
+    True
     """
 
     factors: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        if isinstance(self.factors, str):
+            object.__setattr__(self, "factors", self.parse(self.factors).factors)
         try:
             factors = tuple((_size(m), _size(n)) for m, n in self.factors)
         except (TypeError, ValueError) as error:

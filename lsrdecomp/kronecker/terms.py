@@ -41,6 +41,11 @@ class Terms:
             raise ShapeError(f"{self.factors[0].shape[0]} terms of {shape}, but weights {tuple(self.weights.shape)}")
 
     @classmethod
+    def _of(cls, weights: Array, factors: tuple[Array, ...]) -> Self:
+        """What every operation here returns: a matrix of these terms, without what a subclass knows of another."""
+        return cls(weights, factors)
+
+    @classmethod
     def from_factors(cls, factors: Sequence[Array], weights: Array | None = None) -> Self:
         """Normalise: unit factors, norms and signs gathered in λ, terms in descending order, zero terms dropped.
 
@@ -82,9 +87,9 @@ class Terms:
         sizes = to_numpy(scale)
         positive = [int(k) for k in np.argsort(-sizes, kind="stable") if sizes[k] > 0.0]
         if positive == list(range(int(scale.shape[0]))):
-            return cls(scale, tuple(units))
+            return cls._of(scale, tuple(units))
         order = xp.asarray(positive, dtype=xp.int64, device=device(scale))
-        return cls(xp.take(scale, order), tuple(xp.take(unit, order, axis=0) for unit in units))
+        return cls._of(xp.take(scale, order), tuple(xp.take(unit, order, axis=0) for unit in units))
 
     @property
     def kronecker_shape(self) -> KroneckerShape:

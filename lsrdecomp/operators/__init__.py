@@ -2,14 +2,14 @@
 
 Solve
     `solve`            A x = b: by factors, common bases, generalised Schur forms, or CG, MINRES, GMRES
-    `logdet`, `eigenvalues`, `expm_multiply`    of one term, Kronecker sums, commuting terms, two terms
+    `logdet`, `slogdet`, `eigenvalues`, `expm_multiply`    of one term, Kronecker sums, commuting terms, two terms
 
 One term
-    `inv`, `pinv`, `det`, `slogdet`, `eigh`, `svd`, `cholesky`, `sqrtm`
+    `inv`, `pinv`, `det`, `eigh`, `svd`, `cholesky`, `sqrtm`
 
 Preconditioners
     `nearest_kronecker`               the nearest single product, positive definite if the matrix is
-    `nearest_kronecker_of_samples`    of Σ (a aᵀ) ⊗ (g gᵀ), which is never formed: K-FAC
+    `nearest_kronecker_of_samples`    of Σ (a aᵀ) ⊗ (g gᵀ), which is never formed
     `approximate_inverse`             an inverse of few terms, by alternating least squares on ‖I − A X‖
 
 Structures

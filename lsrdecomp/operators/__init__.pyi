@@ -16,11 +16,11 @@ from .single import det as det
 from .single import eigh as eigh
 from .single import inv as inv
 from .single import pinv as pinv
-from .single import slogdet as slogdet
 from .single import sqrtm as sqrtm
 from .single import svd as svd
 from .spectrum import eigenvalues as eigenvalues
 from .spectrum import logdet as logdet
+from .spectrum import slogdet as slogdet
 from .structures import blur as blur
 from .structures import covariance_on_grid as covariance_on_grid
 from .structures import kronecker_sum as kronecker_sum

@@ -6,7 +6,7 @@ Source: Y. Voet, Preconditioning techniques for generalized Sylvester matrix equ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class ApproximateInverse:
 
 def approximate_inverse(
     matrix: Any,
-    shape: KroneckerShape | None = None,
+    shape: KroneckerShape | Sequence[Sequence[int]] | str | None = None,
     rank: int = 4,
     *,
     max_sweeps: int = 30,
@@ -84,7 +84,7 @@ def approximate_inverse(
     ----------
     matrix : SeparatedMatrix, or an array, sparse matrix or other target
         The latter are written as terms first, within `EXACT`.
-    shape : KroneckerShape, optional
+    shape : KroneckerShape, sizes or text, optional
         Square factors; that of a separated matrix if absent.
     rank : int
         Terms of the inverse; each costs a product with d factors at every use.
@@ -213,7 +213,8 @@ def _balance(stacks: list[np.ndarray]) -> None:
         f *= (mean / np.maximum(size, 1e-300))[:, None, None]
 
 
-def _separated(matrix: Any, shape: KroneckerShape | None) -> SeparatedMatrix:
+def _separated(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str | None) -> SeparatedMatrix:
+    shape = None if shape is None else KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and shape in (None, matrix.kronecker_shape):
         separated = matrix.to_numpy()
     elif shape is None:

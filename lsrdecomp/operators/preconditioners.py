@@ -9,6 +9,7 @@ Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,14 @@ GAP = 1e-13
 """Change of the factors, of norm one, at which such an iteration on a matrix ends."""
 
 
-def nearest_kronecker(matrix: Any, shape: KroneckerShape) -> SeparatedMatrix:
+def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> SeparatedMatrix:
     """The one Kronecker product nearest to a matrix in the Frobenius norm; `inv` of it is a preconditioner.
 
     Parameters
     ----------
     matrix : array, scipy sparse matrix, SeparatedMatrix, LinearOperator or other target
-    shape : KroneckerShape
-        Factors of the product; two, or any number for arrays and separated matrices.
+    shape : KroneckerShape, sizes or text
+        Factors of the product, also as ``"2x2, 2x2"``; two, or any number for arrays and separated matrices.
 
     Returns
     -------
@@ -61,10 +62,11 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape) -> SeparatedMatrix:
     --------
     >>> import numpy as np
     >>> A, B = np.array([[2.0, 1.0], [1.0, 2.0]]), np.diag([1.0, 4.0])
-    >>> nearest = nearest_kronecker(np.kron(A, B) + 1e-3 * np.eye(4), KroneckerShape(((2, 2), (2, 2))))
+    >>> nearest = nearest_kronecker(np.kron(A, B) + 1e-3 * np.eye(4), "2x2, 2x2")
     >>> bool(np.allclose(nearest.to_matrix(), np.kron(A, B), atol=2e-3))
     True
     """
+    shape = KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
         nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _power(matrix)
     elif shape.order == 2:

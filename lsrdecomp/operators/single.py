@@ -123,33 +123,8 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
     return _of([xp.linalg.pinv(f, rtol=r) for f, r in zip(factors, allowed, strict=True)], 1.0 / matrix.weights)
 
 
-def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
-    """(sign, log|det|) of one term, det(A ⊗ B) = det(A)^p · det(B)^m; of the zero matrix (0, −∞).
-
-    Parameters
-    ----------
-    matrix : SeparatedMatrix, shape (n, n)
-        One term.
-
-    Returns
-    -------
-    (sign, float)
-        A complex phase for complex factors.
-
-    Raises
-    ------
-    ShapeError
-        For more than one term, or factors that are not square.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from lsrdecomp import SeparatedMatrix
-    >>> matrix = SeparatedMatrix.from_factors([np.diag([10.0] * 100)[None], np.diag([10.0] * 100)[None]])
-    >>> sign, log = slogdet(matrix)                                                 # the determinant is 10^20000
-    >>> float(sign), round(float(log / np.log(10.0)), 6)
-    (1.0, 20000.0)
-    """
+def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
+    """(sign, log|det|) of one term; see `lsrdecomp.operators.slogdet`."""
     if matrix.separation_rank == 0 and matrix.shape[0] == matrix.shape[1]:
         return 0.0, -math.inf
     factors = square_factors(matrix, "a determinant")
@@ -178,7 +153,7 @@ def det(matrix: SeparatedMatrix) -> Any:
     Raises
     ------
     ShapeError
-        As `slogdet`.
+        As `slogdet`, and for more than one term.
 
     Examples
     --------
@@ -188,7 +163,7 @@ def det(matrix: SeparatedMatrix) -> Any:
     >>> round(float(det(matrix)), 6)
     900.0
     """
-    sign, log = slogdet(matrix)
+    sign, log = slogdet_of_term(matrix)
     if isinstance(log, float) and log == -math.inf:
         return 0.0
     return sign * namespace(matrix.weights).exp(log)

@@ -12,7 +12,6 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.base import Solver
 from lsrdecomp.solvers.cp.als import ALS
-from lsrdecomp.solvers.decomposition import Decomposition
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
@@ -62,18 +61,15 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
 
 
-def with_start(
-    solver: Solver, seed: int | None, init: SeparatedMatrix | Decomposition | None, shape: KroneckerShape
-) -> Solver:
+def with_start(solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape) -> Solver:
     """The solver with the seed and the start asked for, where it has such settings."""
-    start = init.approximation if isinstance(init, Decomposition) else init
-    if start is not None and not isinstance(start, SeparatedMatrix):
-        raise ShapeError(f"init: expected a SeparatedMatrix or a Decomposition, got {type(start).__name__}")
-    if start is not None and start.kronecker_shape != shape:
-        raise ShapeError(f"init has the shape {start.kronecker_shape}, but the factors are {shape}")
+    if init is not None and not isinstance(init, SeparatedMatrix):
+        raise ShapeError(f"init: expected a SeparatedMatrix or a Decomposition, got {type(init).__name__}")
+    if init is not None and init.kronecker_shape != shape:
+        raise ShapeError(f"init has the shape {init.kronecker_shape}, but the factors are {shape}")
     changes: dict[str, Any] = {}
     if seed is not None and hasattr(solver, "seed"):
         changes["seed"] = seed
-    if start is not None and hasattr(solver, "init"):
-        changes["init"] = start
+    if init is not None and hasattr(solver, "init"):
+        changes["init"] = init
     return replace(cast(Any, solver), **changes) if changes else solver

@@ -74,10 +74,9 @@ def measured(target: Target, solution: Solution, storage: str | None, goal: floa
     return Decomposition(
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
-        condition=stored.condition,
         status=status,
         storage=storage or precision(stored.dtype).name,
-        norm=norm,
+        target_norm=norm,
         sweeps=solution.sweeps,
         optimality_gap=solution.optimality_gap,
         gap_kind=solution.gap_kind,
@@ -189,10 +188,9 @@ def _record(target: Target, solution: Solution, stored: StoredMatrix, budget: Er
     return Decomposition(
         approximation=approximation,
         relative_error=stored.relative_error,
-        condition=approximation.condition,
         status=Status.converged if enough else Status.ill_conditioned,
         storage=budget.storage or "mixed",
-        norm=target.norm,
+        target_norm=target.norm,
         error_kind=ErrorKind.bounded,
         sweeps=solution.sweeps,
         optimality_gap=solution.optimality_gap,
