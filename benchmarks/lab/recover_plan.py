@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from benchmarks.lab.suite import Suite, SuiteError, merged
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.training.fields import POSITIVE, Check, Settings, each, one_of, settings, whole
+from lsrdecomp.fields import POSITIVE, Check, Settings, each, one_of, settings, whole
 from lsrdecomp.training.settings import FinetuneSettings
 from lsrdecomp.training.tasks import TASKS
 

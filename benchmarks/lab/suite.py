@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.training.fields import POSITIVE, Check, Settings, each, settings, whole
+from lsrdecomp.fields import POSITIVE, Check, Settings, each, settings, whole
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
 from lsrdecomp.training.tasks import TASKS
 

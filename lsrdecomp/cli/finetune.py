@@ -17,7 +17,7 @@ from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.training.fields import SettingsError
+from lsrdecomp.fields import SettingsError
 from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from lsrdecomp.cli.outputs import Input
-from lsrdecomp.training.fields import OPTION, READ, Field, Settings
+from lsrdecomp.fields import OPTION, READ, Field, Settings
 
 V = TypeVar("V", bound=Callable[..., Any])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.training.fields import SettingsError
+from lsrdecomp.fields import SettingsError
 
 if TYPE_CHECKING:
     from peft import PeftConfig

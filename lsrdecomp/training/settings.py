@@ -8,7 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
-from lsrdecomp.training.fields import (
+from lsrdecomp.fields import (
     OPTION,
     POSITIVE,
     READ,
@@ -22,7 +22,7 @@ from lsrdecomp.training.fields import (
     settings,
     whole,
 )
-from lsrdecomp.training.fields import SettingsError as SettingsError
+from lsrdecomp.fields import SettingsError as SettingsError
 from lsrdecomp.training.methods import METHODS, method_of
 
 EMBEDDED = "embedded"
@@ -51,7 +51,7 @@ class FinetuneSettings(Settings):
     (0.001, 32)
     >>> FinetuneSettings(model="smollm2", task="jsonl", data="train.jsonl", steps=0)
     Traceback (most recent call last):
-    lsrdecomp.training.fields.SettingsError: steps must be a whole number, 1 or more, got 0
+    lsrdecomp.fields.SettingsError: steps must be a whole number, 1 or more, got 0
     """
 
     model: Annotated[str, OPTION, READ, "The base: a name, a directory, a GGUF file, smollm2, or embedded."]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lsrdecomp.cli.commands import ALL
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.training.fields import OPTION, settings, whole
+from lsrdecomp.fields import OPTION, settings, whole
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 EMBEDDED = {"model": "embedded", "task": "embedded"}

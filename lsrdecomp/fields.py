@@ -2,17 +2,20 @@
 
     batch: Annotated[int, whole(1), OPTION, "Examples per step, over all processes."] = 32
 
-From that line come the check and its error, the reading of TOML and JSON, the docstring, and the option or the line
-under ``--set`` on the command line (`lsrdecomp.cli.settings`). transformers' HfArgumentParser is built the same way,
+From that line come the check and its error, the reading of TOML and JSON, the docstring, the keyword argument of a
+function that `takes` it, and the option or the line under ``--set`` on the command line (`lsrdecomp.cli.settings`).
+transformers' HfArgumentParser is built the same way,
 but to import it takes seconds; pydantic would say what is wrong in words that lead nowhere near a TOML file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from types import MappingProxyType, NoneType, UnionType
@@ -30,7 +33,7 @@ from typing import (
     get_type_hints,
 )
 
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, unknown
 
 
 class SettingsError(LsrError, ValueError):
@@ -42,6 +45,7 @@ class Check(NamedTuple):
 
     test: Callable[[Any], bool]
     wanted: Callable[[], str]
+    least: int | None = None  # where there is one
 
 
 class Also(NamedTuple):
@@ -73,7 +77,7 @@ def _whole(value: Any, least: int = 0) -> bool:
 
 def whole(least: int) -> Check:
     """A whole number, ``least`` or more."""
-    return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more")
+    return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more", least)
 
 
 def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
@@ -133,6 +137,13 @@ class Field:
         if not self.check.test(value):
             raise error(f"{where}{self.name} must be {self.check.wanted()}, got {_shown(value)}")
         return MappingProxyType(dict(value)) if self.type is Mapping else value
+
+    @property
+    def documented(self) -> list[str]:
+        """Its lines among the parameters of a docstring."""
+        kind = {Mapping: "mapping", tuple: "tuple"}.get(self.type) or self.type.__name__
+        default = f", default {self.shown_default}" if self.shown_default else ", optional" if self.optional else ""
+        return [f"{self.name} : {kind}{default}", f"    {self.help}"]
 
     @property
     def shown_default(self) -> str:
@@ -240,13 +251,46 @@ def settings(cls: type[S]) -> type[S]:
     hints = get_type_hints(made, include_extras=True)
     made.fields = {entry.name: _field(entry, hints[entry.name]) for entry in dataclasses.fields(made)}  # type: ignore[arg-type]
     lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Parameters", "----------"]
-    for field in made.fields.values():
-        kind = {Mapping: "mapping", tuple: "tuple"}.get(field.type) or field.type.__name__
-        usual = f", default {field.shown_default}" if field.shown_default else ", optional" if field.optional else ""
-        lines += [f"{field.name} : {kind}{usual}", f"    {field.help}"]
+    lines += [line for field in made.fields.values() for line in field.documented]
     lines += ["", "Raises", "------", made.error.__name__, "    Naming the setting, its value, and what it may be.", ""]
     made.__doc__ = "\n".join(lines)
     return made
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes(table: type[Settings]) -> Callable[[F], F]:
+    """Decorator of a function whose ``**settings`` are the fields of a table: its signature and docstring show them.
+
+    In the docstring they stand for the entry ``**settings``. A name that is none of the arguments is refused with the
+    nearest that is.
+    """
+
+    def decorate(function: F) -> F:
+        plain = inspect.signature(function)
+        own = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        fields = [field for field in table.fields.values() if field.name not in plain.parameters]
+        entries = (
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+            for field in fields
+        )
+        signature = plain.replace(parameters=[*own, *entries])
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name not in signature.parameters:
+                    raise LsrError(f"{function.__name__} takes no {unknown(name, signature.parameters)}")
+            return function(*args, **kwargs)
+
+        lines = [line for field in fields for line in field.documented]
+        text = "".join(f"    {line}\n" for line in lines)
+        run.__doc__ = re.sub(r"    \*\*settings\n(?: {8}.*\n)*", lambda _: text, function.__doc__ or "")
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,69 @@
+"""How a base is asked and a compressed adapter trained: each setting with its default, check and help, written once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from lsrdecomp.fields import OPTION, POSITIVE, READ, Check, Settings, one_of, settings, whole
+
+SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@settings
+class EvaluatorSettings(Settings):
+    """How a base is asked, and on what a promise is measured.
+
+    Examples
+    --------
+    >>> EvaluatorSettings(held_out=64).dtype
+    'float32'
+    >>> EvaluatorSettings(held_out=3)
+    Traceback (most recent call last):
+    lsrdecomp.fields.SettingsError: held_out must be a whole number, 8 or more, got 3
+    """
+
+    held_out: Annotated[int, OPTION, whole(8), "Examples that the promise is measured on."] = 128
+    batch: Annotated[
+        int | None, OPTION, whole(1), "Examples read at a time; absent, 8 for language models, else 32."
+    ] = None
+    max_length: Annotated[
+        int | None, OPTION, whole(1), "Most tokens of an example: 1024 with prompts, 128 of a text, if absent."
+    ] = None
+    truncate: Annotated[bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."] = False
+    dtype: Annotated[str, OPTION, one_of(PRECISIONS), "Of the base: float32 or bfloat16."] = "float32"
+    device: Annotated[str, OPTION, "cpu, cuda, …"] = "cpu"
+    seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
+
+
+@settings
+class MeasuredSettings(EvaluatorSettings):
+    """What `lsrdecomp.compress` takes beside a base."""
+
+    keep: Annotated[
+        float | None, OPTION, SHARE_TO_KEEP, "With --base: the smallest form that keeps this share, such as 0.95."
+    ] = None
+    distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
+    passes: Annotated[
+        int, OPTION, whole(1), "With --base: 2 measures the norm anew around the compressed form."
+    ] = 2
+    batch: Annotated[
+        int | None,
+        OPTION,
+        whole(1),
+        "Examples read at a time, and in a step of --distil; absent, 8 for language models, else 32.",
+    ] = None
+    seed: Annotated[int, OPTION, "Of the split of the texts."] = 0
+
+
+@settings
+class DistilSettings(EvaluatorSettings):
+    """What `lsrdecomp.distil` takes beside base, texts and teacher."""
+
+    steps: Annotated[int, OPTION, whole(1), "Training steps at most, trials of rates among them."] = 200
+    rate: Annotated[float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."] = None
+    calibrated: Annotated[str | None, OPTION, READ, "Statistics, for codes solved in the K-FAC norm."] = None
+    batch: Annotated[
+        int | None, OPTION, whole(1), "Examples a step; absent, 8 for language models, else 32."
+    ] = None
+    micro: Annotated[int | None, OPTION, whole(1), "Of these, so many at a time."] = None
