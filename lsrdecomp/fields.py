@@ -181,7 +181,7 @@ class Settings:
     __slots__ = ()
     fields: ClassVar[Mapping[str, Field]] = MappingProxyType({})  # filled by `settings`
     where: ClassVar[str] = ""  # the table's name in errors
-    error: ClassVar[type[SettingsError]] = SettingsError
+    error: ClassVar[type[LsrError]] = SettingsError
 
     def __post_init__(self) -> None:
         for name, field in self.fields.items():
@@ -260,8 +260,8 @@ def settings(cls: type[S]) -> type[S]:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes(table: type[Settings]) -> Callable[[F], F]:
-    """Decorator of a function whose ``**settings`` are the fields of a table: its signature and docstring show them.
+def takes(*tables: type[Settings]) -> Callable[[F], F]:
+    """Decorator of a function whose ``**settings`` are the fields of tables: its signature and docstring show them.
 
     In the docstring they stand for the entry ``**settings``. A name that is none of the arguments is refused with the
     nearest that is.
@@ -269,13 +269,18 @@ def takes(table: type[Settings]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         plain = inspect.signature(function)
-        own = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        fields = [field for field in table.fields.values() if field.name not in plain.parameters]
-        entries = (
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        own = {name: each for name, each in plain.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        fields = [field for table in tables for field in table.fields.values() if field.name not in own]
+        entries = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=field.type | None if field.optional else field.type,
+            )
             for field in fields
-        )
-        signature = plain.replace(parameters=[*own, *entries])
+        ]
+        signature = plain.replace(parameters=[*own.values(), *entries])
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -284,9 +289,8 @@ def takes(table: type[Settings]) -> Callable[[F], F]:
                     raise LsrError(f"{function.__name__} takes no {unknown(name, signature.parameters)}")
             return function(*args, **kwargs)
 
-        lines = [line for field in fields for line in field.documented]
-        text = "".join(f"    {line}\n" for line in lines)
-        run.__doc__ = re.sub(r"    \*\*settings\n(?: {8}.*\n)*", lambda _: text, function.__doc__ or "")
+        lines = "".join(f"    {line}\n" for field in fields for line in field.documented)
+        run.__doc__ = re.sub(r" *\*\*settings\n(?: {8}.*\n)*", lambda _: lines, function.__doc__ or "")
         run.__signature__ = signature  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
 

@@ -43,6 +43,7 @@ from lsrdecomp.compression.settings import Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator
+from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.dataset import judge, read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores
 from lsrdecomp.training.tasks import TASKS
@@ -284,7 +285,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     """Forty draws of the texts that a promise is made by, for several shares to keep."""
     subject = demo(arguments.data, arguments.work)
     sample = random.Random(100).sample(subject.texts, FRESH + 64)
-    evaluator = Evaluator(subject.base, subject.lora, sample, held_out=8)
+    evaluator = Evaluator(subject.base, subject.lora, sample, EvaluatorSettings(held_out=8))
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {ratio: reference.losses(evaluator.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}

@@ -157,7 +157,9 @@ def demo(
             "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what"
         )
         typer.echo("its layers do. Forty-eight times fewer parameters, kept where they matter (about a minute):\n")
-        compress(source, out / "lsr", ratio="48", calibrated=statistics, storage="float16", force=True, quiet=quiet)
+        compress(
+            source, out=out / "lsr", ratio=[48.0], calibrated=statistics, storage="float16", force=True, quiet=quiet
+        )
         typer.echo("\nAs a plain LoRA, for every tool that loads LoRA:")
         export(out / "lsr", out / "lora", force=True)
         typer.echo("\nThe same, measured again from the files:")

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,18 +22,18 @@ from lsrdecomp.cli.options import (
     MaxMemory,
     Name,
     Quiet,
-    SolveDevice,
     Storage,
     Wide,
 )
-from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN
+from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import MaxLength, Truncate
-from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
+from lsrdecomp.cli.settings import options_of
+from lsrdecomp.compression.plan import GOALS, CompressionPlan
+from lsrdecomp.errors import BudgetError, CheckpointError, LsrError, UnsupportedError
+from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import CompressionPlan
 
 IMAGES = ("kohya", "diffusers", "lycoris", "cloneofsimo")
 """Formats of image programs, whose bases `calibrate` does not run."""
@@ -49,44 +48,44 @@ WRECK = 0.7
 """Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
 
 
+def split_sizes(text: str) -> tuple[int, ...]:
+    """Sizes such as 4x2."""
+    parts = text.lower().replace("×", "x").split("x")
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
+    return tuple(int(part) for part in parts)
+
+
+def split_ratios(text: str) -> list[float]:
+    """Of ``96,48,19``."""
+    try:
+        ratios = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"numbers such as 48 or 96,48,19, got {text!r}", param_hint="--ratio") from error
+    if len(set(ratios)) < len(ratios):
+        raise typer.BadParameter(f"each ratio once, got {text!r}", param_hint="--ratio")
+    return ratios
+
+
+@options_of(CompressionPlan, elsewhere=("storage",), parsers={"ratio": split_ratios, "inner_shape": split_sizes})
+@options_of(MeasuredSettings)
 def compress(
     adapter: Adapter,
+    *,
     out: Annotated[
         Path | None,
         UNKNOWN,
         typer.Option("--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."),
     ] = None,
-    rtol: Annotated[float | None, typer.Option(help="Largest relative error of every layer, as written.")] = None,
-    ratio: Annotated[
-        str | None, typer.Option(help="So many times fewer parameters, over all layers; several, as 96,48,19.")
-    ] = None,
-    params: Annotated[int | None, typer.Option(help="So many parameters, over all layers.")] = None,
-    size: Annotated[
-        int | None, typer.Option("--bytes", help="A weight file of at most so many bytes; the others are some 4 kB.")
-    ] = None,
-    kl: Annotated[float | None, typer.Option(help="Estimated divergence of answers, nats; with --calibrated.")] = None,
-    separation_rank: Annotated[int | None, typer.Option(help="So many terms a side in every layer.")] = None,
-    inner_shape: Annotated[str | None, typer.Option(help="With it: split of the inner rank, such as 4x2.")] = None,
-    max_rank: Annotated[
-        int | None, typer.Option("--max-rank", min=1, help="No layer of a larger rank when it is served as a LoRA.")
-    ] = None,
     calibrated: Annotated[
         Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
     ] = None,
-    base: promise.Base = None,
-    data: promise.Data = None,
-    keep: promise.Keep = None,
-    distil: promise.DistilSteps = 0,
-    passes: promise.Passes = 2,
-    held_out: promise.HeldOut = 128,
-    batch: promise.Batch = None,
-    max_length: MaxLength = None,
-    truncate: Truncate = False,
-    dtype: promise.Dtype = "float32",
-    seed: promise.Seed = 0,
+    base: Annotated[
+        str | None, Input(), typer.Option(help="Measure what is kept on this base: a name or a directory.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")] = None,
     storage: Storage = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 1,
-    device: SolveDevice = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the table; write nothing.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Every layer in compression.json, not only sums.")] = False,
     report: Annotated[Path | None, NEW_FILE, typer.Option(help="Also write the report as one HTML file.")] = None,
@@ -98,12 +97,13 @@ def compress(
     json: JsonFile = None,
     force: Force = False,
     max_memory: MaxMemory = None,
+    **given: Any,
 ) -> None:
     """Turn a LoRA adapter into an LSR adapter that PEFT opens.
 
     One goal: --rtol, --ratio, --params, --bytes, --kl or --separation-rank. Without --calibrated errors are in the
     Frobenius norm, closeness of numbers: there plain truncated SVD is hard to beat, and is taken where it is better.
-    With it they are in the K-FAC norm, closeness of answers: there adapters 20 to 100 times smaller keep much of what
+    With it they are in the Fisher norm, closeness of answers: there adapters 20 to 100 times smaller keep much of what
     they do. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
 
     With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
@@ -116,26 +116,19 @@ def compress(
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
     """
-    goals: dict[str, Any] = {
-        "rtol": rtol,
-        "parameters": params,
-        "bytes": size,
-        "kl": kl,
-        "separation_rank": separation_rank,
-    }
-    shared: dict[str, Any] = {
-        "inner_shape": split_sizes(inner_shape),
-        "max_rank": max_rank,
-        "storage": storage or "float32",
-    }
-    measuring = promise.Measuring(base, data, keep, distil, passes, held_out, batch, max_length, truncate, dtype, seed)
-    plans = promise.plans(measuring, {**goals, **shared}, _ratios(ratio))
+    from lsrdecomp.fidelity.compress import compress as compress_measured  # here, since NumPy comes with it
+    from lsrdecomp.fidelity.compress import usual_storage
+
+    # 1. What is asked, before anything is opened.
+    chosen = {name: value for name, value in given.items() if value is not None}
+    of_base = {name: chosen.pop(name) for name in MeasuredSettings.fields if name in chosen}
+    plans = _plans(chosen, of_base, base, data)
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     if len(plans) > 1 and (report is not None or str(json) == "-"):
         raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
     _refuse_hub_name(adapter)
-    asked = [name for name, value in (("--base", base), ("--calibrated", calibrated), ("--report", report)) if value]
+    # 2. LoRA files that come back as they came have a way of their own.
     files = resize.several(adapter) if name is None and calibrated is None and base is None else []
     if files:
         if out is None:
@@ -144,78 +137,90 @@ def compress(
         return
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     if out is not None and compression.single_file(out, checkpoint):
-        if asked:
-            text = f"a LoRA file is cut without a model: leave {', '.join(asked)} out, or name a directory"
+        used = [name for name, value in (("--base", base), ("--calibrated", calibrated), ("--report", report)) if value]
+        if used:
+            text = f"a LoRA file is cut without a model: leave {', '.join(used)} out, or name a directory"
             raise typer.BadParameter(text, param_hint="--out")
         resize.resize(checkpoint, plans, out, storage, force, dry_run, quiet, json)
         return
-    if storage is None:
-        chooses_bits = base is not None and (keep is not None or size is not None)
-        storage = "auto" if chooses_bits else checkpoint.storage
-        plans = [None if plan is None else replace(plan, storage=storage) for plan in plans]
+    storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), chosen.get("bytes"))
+    plans = [None if plan is None else plan.replace(storage=storage) for plan in plans]
+    # 3. Where it is written.
     places = _places(None if dry_run else out, plans)
     for place in places:
         if place is not None:
             checkpoints.check_output(place, (adapter, *([] if calibrated is None else [calibrated])), force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
+    # 4. The results: of a base measured, otherwise drawn from one search.
     results: list[Any] = []
+    refusal: BudgetError | None = None
     journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
     with journal or nullcontext():
-        refusal: BudgetError | None = None
         with follow(quiet=quiet) as step:
-            draw = promise.drawer(
-                checkpoint,
-                plans,
-                measuring,
-                statistics=statistics,
-                resources=compression.Resources(workers, device, journal, step),
-                storage=storage,
-                max_rank=max_rank,
-                out=None if dry_run else out,
-            )
-            for plan in plans:
-                try:
-                    results.append(draw(plan))
-                except BudgetError as error:  # what was drawn before it is written
-                    refusal = error
-                    break
-        for result, place in zip(results, places, strict=False):  # a bar would break lines that are printed
+            try:
+                if base is not None and data is not None:
+                    if plans[0] is None:
+                        of_base |= {"storage": storage, "max_rank": chosen.get("max_rank")}
+                    with tables.quiet():
+                        result: Any = compress_measured(
+                            checkpoint,
+                            plans[0],
+                            base=base,
+                            data=data,
+                            statistics=statistics,
+                            workers=workers,
+                            journal=journal,
+                            on_step=step,
+                            **of_base,
+                        )
+                    results.append(result)
+                else:
+                    resources = compression.Resources(workers, of_base.get("device"), journal, step)
+                    wanted = [plan for plan in plans if plan is not None]
+                    searched = compression.search_adapter(
+                        checkpoint, wanted, statistics=statistics, resources=resources
+                    )
+                    for plan in wanted:
+                        results.append(searched.compress(plan))
+            except BudgetError as error:  # what was drawn before it is written
+                refusal = error
+        # 5. What is said and written when the bar is gone: it would break lines that are printed.
+        for result, place in zip(results, places, strict=False):
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 figures = json if len(plans) == 1 else None
-                _write(result, checkpoint, place, report, figures, force, record, unit, alpha)
+                _write(result, checkpoint, place, report=report, json=figures, force=force, record=record, unit=unit)
+                if place is not None:
+                    tables.show(json, tables.file_sizes(checkpoint, place))
+                    tables.show(json, f"Wrote {place}. {_next(checkpoint, place, alpha)}")
+                if report is not None:
+                    tables.show(json, f"Wrote {report}.")
                 tables.show(json, *promise.words(result))
                 if calibrated is None and base is None:
                     _warn_of_wreck(result, adapter, place)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
-    if promise.kept_too_little(results, measuring) or not all(result.met for result in results):
+    if promise.kept_too_little(results, "distil" in of_base) or not all(result.met for result in results):
         raise typer.Exit(1)
 
 
-def split_sizes(text: str | None) -> tuple[int, ...] | None:
-    """Sizes such as 4x2."""
-    if text is None:
-        return None
-    parts = text.lower().replace("×", "x").split("x")
-    if not all(part.isdecimal() for part in parts):
-        raise typer.BadParameter(f"expected two sizes such as 4x2, got {text!r}", param_hint="--inner-shape")
-    return tuple(int(part) for part in parts)
-
-
-def _ratios(text: str | float | None) -> list[float | None]:
-    """Of ``96,48,19``."""
-    if text is None:
+def _plans(
+    chosen: dict[str, Any], of_base: dict[str, Any], base: str | None, data: Path | None
+) -> Sequence[CompressionPlan | None]:
+    """A plan for each ratio; None where a share to keep is the only goal. Takes the ratios out of ``chosen``."""
+    settings = MeasuredSettings(**of_base)
+    ratios = chosen.pop("ratio", [None])
+    if base is None and (settings.keep is not None or data is not None or settings.distil):
+        raise LsrError("--keep, --data and --distil measure the model's answers: give --base with them")
+    if base is not None and data is None:
+        raise LsrError("what is kept is measured on texts of the task: give --data FILE with --base")
+    if base is not None and len(ratios) > 1:
+        raise LsrError("with --base one ratio at a time, or --keep for the smallest form that keeps a share")
+    if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
         return [None]
-    try:
-        found: list[float | None] = [float(part) for part in str(text).split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"numbers such as 48 or 96,48,19, got {text!r}", param_hint="--ratio") from error
-    if len(set(found)) < len(found):
-        raise typer.BadParameter(f"each ratio once, got {text!r}", param_hint="--ratio")
-    return found
+    return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
 
 
 def _places(out: Path | None, plans: Sequence[CompressionPlan | None]) -> list[Path | None]:
@@ -241,12 +246,12 @@ def _write(
     result: Any,
     checkpoint: Checkpoint,
     place: Path | None,
+    *,
     report: Path | None,
     json: Path | None,
     force: bool,
     record: bool,
     unit: str,
-    alpha: float | None,
 ) -> None:
     """The directory, its report and its figures: all appear, or none."""
     curves = () if report is None else compression.adapter_curves(checkpoint)
@@ -257,11 +262,6 @@ def _write(
         if report is not None:  # again, now with the sizes of the files
             page = compression.html_report(result, curves, out=place, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
-    if place is not None:
-        tables.show(json, tables.file_sizes(checkpoint, place))
-        tables.show(json, f"Wrote {place}. {_next(checkpoint, place, alpha)}")
-    if report is not None:
-        tables.show(json, f"Wrote {report}.")
 
 
 def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:

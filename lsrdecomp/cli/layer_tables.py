@@ -24,7 +24,7 @@ LAYER = Column("layer", justify="left", name=True)
 
 
 def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = False) -> Sheet:
-    """What each layer became; with statistics, the error in the K-FAC norm stands beside that of the numbers.
+    """What each layer became; with statistics, the error in the Fisher norm stands beside that of the numbers.
 
     Parameters
     ----------

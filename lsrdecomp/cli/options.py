@@ -45,7 +45,10 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what the outputs n
 ForceFile = Annotated[bool, typer.Option("--force", help="Replace a file that --json names.")]
 Storage = Annotated[
     str | None,
-    typer.Option("--storage", help="float32, float16, bfloat16; also int8, int4, auto. Absent: the source's."),
+    typer.Option(
+        "--storage",
+        help="float32, float16, bfloat16, int8, int4, auto. Absent the LoRA's; with --base and --keep or --bytes auto.",
+    ),
 ]
 Name = Annotated[str | None, typer.Option("--name", help="Weight file to take where the directory has several.")]
 Alpha = Annotated[float | None, typer.Option("--alpha", help="LoRA alpha, for files that do not hold it (loralib).")]

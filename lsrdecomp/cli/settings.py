@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -16,37 +17,42 @@ V = TypeVar("V", bound=Callable[..., Any])
 
 
 def options_of(
-    settings: type[Settings], *, elsewhere: tuple[str, ...] = (), only: tuple[str, ...] | None = None
+    settings: type[Settings],
+    *,
+    elsewhere: tuple[str, ...] = (),
+    only: tuple[str, ...] | None = None,
+    parsers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
 ) -> Callable[[V], V]:
     """The verb, whose ``**given`` takes the fields that are options; the help lists the others under ``--set``.
 
     ``given`` holds every such field under its name, None where it was not on the command line. The fields named in
     ``elsewhere`` are options that the verb declares itself; with ``only``, those named there are the options, and
-    neither defaults nor others are shown.
+    neither defaults nor others are shown. A field in ``parsers`` is read from its text by a function.
     """
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
         first, *others = (each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD)
-        fields = settings.fields.values()
+        fields = [each for each in settings.fields.values() if each.name not in elsewhere]
         chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
-        made = [_parameter(each, default=only is None) for each in chosen]
+        made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
         verb.__signature__ = signature.replace(parameters=[first, *made, *others])  # type: ignore[attr-defined]
         verb.__annotations__ |= {each.name: each.annotation for each in made}
-        if only is None:
-            rest = [each for each in fields if each not in chosen and each.name not in elsewhere]
+        rest = [each for each in fields if each not in chosen]
+        if only is None and rest:
             verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\n{_listed(rest)}"
         return verb
 
     return decorate
 
 
-def _parameter(field: Field, *, default: bool) -> inspect.Parameter:
+def _parameter(field: Field, parser: Callable[[str], Any] | None, *, default: bool) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
-    shown = default and (field.shown_default.strip('"') or False)
-    option = typer.Option(*flags, help=field.help, show_default=shown)
+    shown = default and field.type is not bool and (field.shown_default.strip('"') or False)
+    metavar = None if parser is None else "TEXT"
+    option = typer.Option(*flags, help=field.help, show_default=shown, parser=parser, metavar=metavar)
     marks = (Input, option) if READ in field.marks else (option,)
-    kind = field.type | None
+    kind = (field.type if parser is None else str) | None
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, *marks]
     )

@@ -129,7 +129,7 @@ def summary(result: Compression, unit: str = "example") -> Iterator[str]:
         "how close the numbers are."
     )
     if total.functional_error is not None:
-        words = f"Relative error in the K-FAC norm {total.functional_error:.3g}: how close the answers are."
+        words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
         if promise is None:  # nothing was measured
             of_all = "" if total.effect is None else f"of {total.effect:.3g} "
             how = ", to second order and often several times too low" if total.effect is None else ""

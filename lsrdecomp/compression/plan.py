@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from lsrdecomp.errors import BudgetError, ShapeError
-from lsrdecomp.precision import precision
+from lsrdecomp.fields import OPTION, Also, Check, Settings, settings
 
 if TYPE_CHECKING:
     from lsrdecomp.compression.layers import Layer
@@ -48,32 +48,19 @@ class Budget:
         return self.squared_error is not None or self.layer_rtol is not None
 
 
-@dataclass(frozen=True, slots=True)
-class CompressionPlan:
+SPLIT = Check(lambda value: True, str)  # checked with the goal it goes with
+AMOUNT = Check(
+    lambda value: not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0,
+    lambda: "a positive number",
+)
+
+
+@settings
+class CompressionPlan(Settings):
     """What is asked: one goal, and how factors are stored.
 
-    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the K-FAC norm, where they measure
+    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher norm, where they measure
     the change of the network's answers.
-
-    Parameters
-    ----------
-    rtol : float, optional
-        Largest ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own, on the tensors as written.
-    separation_rank : int, optional
-        Terms of each side of every layer.
-    parameters, ratio : float, optional
-        One budget over all layers: numbers in all factors, or how many times fewer than in the LoRA.
-    bytes : int, optional
-        One budget over all layers: size of the written weight file, heads and header included.
-    kl : float, optional
-        One budget over all layers: nats of divergence as estimated by `lsrdecomp.compression.report.totals`; needs
-        statistics.
-    inner_shape : tuple of int, optional
-        Split (r1, r2, …) of the inner rank, with ``separation_rank``; absent, the most even split of each layer's rank.
-    max_rank : int, optional
-        Largest inner rank of a layer, which is its rank as a LoRA: servers pay every slot at the largest rank.
-    storage : str
-        float32, float16, bfloat16, int8, int4, or auto: float16, int8 or int4 for each layer.
 
     Examples
     --------
@@ -81,26 +68,36 @@ class CompressionPlan:
     48
     """
 
-    rtol: float | None = None
-    separation_rank: int | None = None
-    parameters: float | None = None
-    ratio: float | None = None
-    bytes: int | None = None
-    kl: float | None = None
-    inner_shape: tuple[int, ...] | None = None
-    max_rank: int | None = None
-    storage: str = "float32"
+    error = BudgetError
 
-    def __post_init__(self) -> None:
+    rtol: Annotated[float | None, OPTION, AMOUNT, "Largest relative error of every layer, as written."] = None
+    separation_rank: Annotated[int | None, OPTION, AMOUNT, "So many terms a side in every layer."] = None
+    parameters: Annotated[
+        float | None, OPTION, AMOUNT, Also("params"), "So many parameters, in the factors of all layers."
+    ] = None
+    ratio: Annotated[float | None, OPTION, AMOUNT, "So many times fewer parameters, over all layers."] = None
+    bytes: Annotated[
+        int | None, OPTION, AMOUNT, "A weight file of at most so many bytes; the others are some 4 kB."
+    ] = None
+    kl: Annotated[
+        float | None, OPTION, AMOUNT, "Nats of divergence of answers: estimated by statistics, or on a base measured."
+    ] = None
+    inner_shape: Annotated[
+        tuple[int, ...] | None, OPTION, SPLIT, "With separation_rank: split of the inner rank, such as 4x2."
+    ] = None
+    max_rank: Annotated[int | None, OPTION, "No layer of a larger rank when it is served as a LoRA."] = None
+    storage: Annotated[
+        str, OPTION, "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer)."
+    ] = "float32"
+
+    def check_together(self) -> None:
+        """One goal, and what goes with it."""
         goals = [name for name in GOALS if getattr(self, name) is not None]
         if len(goals) != 1:
             raise BudgetError(
                 f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error (rtol), a number of terms "
                 "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
             )
-        value = getattr(self, goals[0])
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise BudgetError(f"{goals[0]} must be a positive number, got {value}")
         if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
             raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
         if self.ratio is not None and self.ratio <= 1.0:
@@ -110,13 +107,16 @@ class CompressionPlan:
                 "max_rank is a positive number and goes with goals that choose their shapes, not with separation_rank"
             )
         if self.inner_shape is not None:
-            inner = tuple(self.inner_shape)
             if self.separation_rank is None:
                 raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
+            inner = self.inner_shape
             if len(inner) < 2 or any(isinstance(q, bool) or not isinstance(q, int) or q < 1 for q in inner):
                 raise ShapeError(f"the inner shape is two or more positive integers r1, r2, …, got {inner}")
-            object.__setattr__(self, "inner_shape", inner)
         if self.storage not in STORAGES:
+            from lsrdecomp.precision import (
+                precision,  # here, since NumPy comes with it, and options are made from fields
+            )
+
             precision(self.storage)
 
     @property

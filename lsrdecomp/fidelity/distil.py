@@ -16,6 +16,8 @@ from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import check_pair, publish
+from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
     from lsrdecomp.fidelity.evaluate import Texts
@@ -60,26 +62,17 @@ class Distilled:
         return {**facts, "distillation": self.form.to_json()}
 
 
+@takes(DistilSettings)
 def distil(
     directory: str | Path,
     *,
     base: str | Path,
     data: str | Path | Texts,
     teacher: str | Path,
-    steps: int = 200,
     out: str | Path | None = None,
-    rate: float | None = None,
-    calibrated: str | Path | None = None,
-    held_out: int = 128,
-    batch: int | None = None,
-    micro: int | None = None,
-    max_length: int | None = None,
-    truncate: bool = False,
-    dtype: str = "float32",
-    device: str = "cpu",
-    seed: int = 0,
     force: bool = False,
     on_step: OnStep | None = None,
+    **settings: Any,
 ) -> Distilled:
     """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 
@@ -95,27 +88,14 @@ def distil(
         Texts of the task, without labels: a text a line, or as `read_data` takes them.
     teacher : path
         The LoRA that ``directory`` was made from, a PEFT directory.
-    steps : int
-        Optimizer steps at most, the short trials of learning rates among them.
     out : path, optional
         Where to write; absent, ``directory`` is replaced as a whole.
-    rate : float, optional
-        Relative change of a number per step; absent, tried out.
-    calibrated : path, optional
-        Statistics, so that integer codes are solved for in the K-FAC norm.
-    held_out : int
-        Examples the promise is measured on, which training does not see.
-    batch, micro : int, optional
-        Examples of a step, and of those at a time; absent, 8 for language models and 32 otherwise, all at once.
-    max_length : int, optional
-        Tokens of an example; absent, 1024 with prompts, and 128 of a text, whose rest is cut.
-    truncate : bool
-        Cut longer prompts at their beginning, instead of refusing them.
-    dtype, device : str
-        Precision and place of the base; factors are trained in float32.
-    seed : int
+    force : bool
+        Replace ``out`` if it exists.
     on_step : callable, optional
         Called with a `Step` before each part of the work and after every step of training.
+    **settings
+        The fields of `DistilSettings`.
 
     Returns
     -------
@@ -143,6 +123,7 @@ def distil(
     except ImportError as error:
         raise LsrError(f"distillation needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
+    chosen = DistilSettings(**settings)
     directory = Path(directory)
     source, compressed = open_checkpoint(teacher), open_checkpoint(directory)
     check_pair(compressed, source)
@@ -150,26 +131,17 @@ def distil(
     out = directory if out is None else Path(out)
     check_output(out, (source.path,), replaces)
     texts = read_data(data)
+    calibrated = chosen.calibrated
     statistics = None if calibrated is None else read_statistics(calibrated)
     if statistics is not None:
         statistics.check_base(source.config.get("base_model_name_or_path"))
-    team = PartialState(cpu=device == "cpu")
-    evaluator = Evaluator(
-        base,
-        source.path,
-        texts,
-        held_out=held_out,
-        batch=batch,
-        max_length=max_length,
-        truncate=truncate,
-        dtype=dtype,
-        device=str(team.device) if device == "cuda" and team.num_processes > 1 else device,
-        seed=seed,
-        on_step=on_step,
-    )
-    settings = {"steps": steps, "seed": seed, "teacher": source.source_sha256, "written": compressed.source_sha256}
-    settings |= {"batch": evaluator.size, "rate": rate}
-    settings |= {"max_length": max_length, "truncate": truncate}
+    team = PartialState(cpu=chosen.device in (None, "cpu"))
+    if chosen.device == "cuda" and team.num_processes > 1:
+        chosen = chosen.replace(device=str(team.device))
+    evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
+    about = {"steps": chosen.steps, "seed": chosen.seed, "teacher": source.source_sha256}
+    about |= {"written": compressed.source_sha256, "batch": evaluator.size, "rate": chosen.rate}
+    about |= {"max_length": chosen.max_length, "truncate": chosen.truncate}
     with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         form = distil_form(
@@ -177,12 +149,12 @@ def distil(
             directory,
             source,
             Path(folder) / "made",
-            steps=steps,
-            rate=rate,
-            micro=micro,
+            steps=chosen.steps,
+            rate=chosen.rate,
+            micro=chosen.micro,
             statistics=statistics,
             journal=journal,
-            key=content_key(settings, texts),
+            key=content_key(about, texts),
         )
         # 4. Report: what the better files keep, written with them.
         fidelity = evaluator.fidelity(form.behaviour, form.path, source, data_name(data), distilled=form.steps)

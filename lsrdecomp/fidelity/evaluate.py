@@ -34,6 +34,7 @@ from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.progress import OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity
+from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.tasks import find_task
 
 Item = Text | PromptExample
@@ -59,17 +60,7 @@ class Evaluator:
         The adapter whose behaviour is to be kept: a PEFT directory.
     texts : sequence of texts
         Split by seed; texts with the same first part fall on the same side.
-    held_out : int
-        Examples the promise is measured on; at most a quarter of all.
-    batch : int, optional
-        Examples at a time; absent, 8 for language models and 32 otherwise.
-    max_length : int, optional
-        Tokens of an example; absent, as `prompt_batches` and `batches` take it.
-    truncate : bool
-        Cut longer prompts at their beginning.
-    dtype, device : str
-        Precision and place of the base.
-    seed : int
+    settings : EvaluatorSettings, optional
     on_step : callable, optional
         Called with a `Step` before and during each part of the work.
 
@@ -90,28 +81,22 @@ class Evaluator:
         base: str | Path,
         lora: str | Path,
         texts: Texts,
+        settings: EvaluatorSettings | None = None,
         *,
-        held_out: int = 128,
-        batch: int | None = None,
-        max_length: int | None = None,
-        truncate: bool = False,
-        dtype: str = "float32",
-        device: str = "cpu",
-        seed: int = 0,
         on_step: OnStep | None = None,
     ) -> None:
-        self.on_step = on_step
-        self.held_out, self.calibration = split(texts, held_out, seed)
+        self.settings = settings = settings or EvaluatorSettings()
+        self.on_step, self.device = on_step, settings.device or "cpu"
+        self.held_out, self.calibration = split(texts, settings.held_out, settings.seed)
         self.say("opening the base")
         try:
-            self.source = load_base(base, lora, dtype=dtype, device=device)
+            self.source = load_base(base, lora, dtype=settings.dtype, device=self.device)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, LsrError):
                 raise
             words = " ".join(str(error).split())[:300]
             raise CheckpointError(f"does not open on the base {base}: {words}", path=lora) from error
-        self.size = batch or (8 if self.source.head in TOKEN_HEADS else 32)
-        self.max_length, self.truncate, self.device, self.seed = max_length, truncate, device, seed
+        self.size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
         if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
             tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
         self.say(f"the LoRA's own answers to {len(self.held_out)} held-out examples")
@@ -135,15 +120,15 @@ class Evaluator:
             some = order[start : start + size]
             prompts = [item for item in some if isinstance(item, PromptExample)]
             pairs = [item for item in some if not isinstance(item, PromptExample)]
-            settings: dict[str, Any] = {"size": size, "seed": self.seed}
+            settings: dict[str, Any] = {"size": size, "seed": self.settings.seed}
             if prompts:
                 yield from prompt_batches(self.source, prompts, **settings, **self._cut)
             if pairs:
-                yield from batches(self.source, pairs, **settings, max_length=self.max_length)
+                yield from batches(self.source, pairs, **settings, max_length=self.settings.max_length)
 
     @property
     def _cut(self) -> dict[str, Any]:
-        return {"max_length": self.max_length, "truncate": self.truncate}
+        return {"max_length": self.settings.max_length, "truncate": self.settings.truncate}
 
     def open(self, written: Path) -> Base:
         """The base with another adapter of the same task; its large weights are shared with the LoRA's."""
@@ -168,7 +153,7 @@ class Evaluator:
         many_tokens = self.source.head in TOKEN_HEADS
         texts = self.calibration[: SAMPLES // 2 if many_tokens else SAMPLES]
         digest = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
-        wanted = {"seed": self.seed, "samples": len(texts), "base": self.source.name, "adapter": digest}
+        wanted = {"seed": self.settings.seed, "samples": len(texts), "base": self.source.name, "adapter": digest}
         wanted["modules"] = list(self.source.modules)
         if (out / METADATA).exists():
             settings = read_statistics(out).metadata.get("settings", {})
@@ -182,7 +167,7 @@ class Evaluator:
                 self.batches(texts),
                 modules=self.source.modules,
                 out=out,
-                seed=self.seed,
+                seed=self.settings.seed,
                 samples=len(texts),
                 head=self.source.head,
                 base=self.source.name,

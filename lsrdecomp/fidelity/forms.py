@@ -23,6 +23,7 @@ from lsrdecomp.compression.layers import LayerStatistics
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
+from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 
@@ -94,8 +95,6 @@ class CompressedFormCache:
     folder : Path
         Where forms are kept under the hash of their numbers, with what was measured. The same folder in another run on
         the same texts, base and settings spares what is there already, and a distillation goes on from its last look.
-    settings : mapping
-        Of the evaluator, beyond those that it tells itself.
     """
 
     def __init__(
@@ -105,12 +104,11 @@ class CompressedFormCache:
         statistics: LayerStatistics,
         steps: int,
         folder: Path,
-        settings: Mapping[str, Any],
     ) -> None:
         self.evaluator, self.source, self.statistics, self.steps = evaluator, source, statistics, steps
-        about = [evaluator.source.adapter_sha256, evaluator.source.name, evaluator.size, evaluator.max_length]
+        settings = {name: getattr(evaluator.settings, name) for name in EvaluatorSettings.fields if name != "device"}
+        key = json.dumps([evaluator.source.adapter_sha256, evaluator.source.name, evaluator.size, settings])
         texts = repr((evaluator.held_out, evaluator.calibration))
-        key = json.dumps([*about, evaluator.seed, dict(settings)])
         self.folder = folder / _digest(key.encode(), texts.encode())
         self._measurements: dict[str, Measurement] = {}
 
@@ -213,7 +211,7 @@ def distil_form(
         Reference(evaluator.source, evaluator.batches(check)),
         steps=steps,
         rate=rate,
-        seed=evaluator.seed,
+        seed=evaluator.settings.seed,
         journal=journal,
         key=key,
         on_step=lambda step, all_steps, _: evaluator.say(stage, step, all_steps, "steps"),

@@ -7,7 +7,7 @@ stands in their place where a size was asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -89,12 +89,11 @@ class SmallestForm:
         searches: Searches,
         checkpoint: Checkpoint,
         keep: float,
-        storage: str,
-        max_rank: int | None,
+        form: Mapping[str, Any],
     ) -> None:
         self.forms, self.keep = forms, keep
-        self.counts_bytes = storage == "auto"
-        self.shared: dict[str, Any] = {"storage": storage, "max_rank": max_rank}
+        self.form = dict(form)  # storage and largest rank
+        self.counts_bytes = form["storage"] == "auto"
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
         file_bytes = float(checkpoint.weights.stat().st_size - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
@@ -154,8 +153,8 @@ class SmallestForm:
 
     def _plan(self, size: float) -> CompressionPlan:
         if self.counts_bytes:
-            return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.shared)
-        return CompressionPlan(parameters=size, **self.shared)
+            return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.form)
+        return CompressionPlan(parameters=size, **self.form)
 
     def _measure(self, size: float) -> Behaviour:
         self.by_size[size] = self.forms.untrained(self._compress(size))

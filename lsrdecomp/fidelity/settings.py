@@ -23,47 +23,47 @@ class EvaluatorSettings(Settings):
     lsrdecomp.fields.SettingsError: held_out must be a whole number, 8 or more, got 3
     """
 
-    held_out: Annotated[int, OPTION, whole(8), "Examples that the promise is measured on."] = 128
+    held_out: Annotated[int, OPTION, whole(8), "Examples that the promise is measured on; at most a quarter."] = 128
     batch: Annotated[
-        int | None, OPTION, whole(1), "Examples read at a time; absent, 8 for language models, else 32."
+        int | None, OPTION, whole(1), "Examples at a time, and in a step; absent, 8 for language models, else 32."
     ] = None
     max_length: Annotated[
         int | None, OPTION, whole(1), "Most tokens of an example: 1024 with prompts, 128 of a text, if absent."
     ] = None
     truncate: Annotated[bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."] = False
-    dtype: Annotated[str, OPTION, one_of(PRECISIONS), "Of the base: float32 or bfloat16."] = "float32"
-    device: Annotated[str, OPTION, "cpu, cuda, …"] = "cpu"
+    dtype: Annotated[str, OPTION, one_of(PRECISIONS), "Precision of the base: float32 or bfloat16."] = "float32"
+    device: Annotated[str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."] = None
     seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
 
 
 @settings
 class MeasuredSettings(EvaluatorSettings):
-    """What `lsrdecomp.compress` takes beside a base."""
+    """What `lsrdecomp.compress` takes with a base.
+
+    Examples
+    --------
+    >>> MeasuredSettings(keep=0.9).passes
+    2
+    """
 
     keep: Annotated[
         float | None, OPTION, SHARE_TO_KEEP, "With --base: the smallest form that keeps this share, such as 0.95."
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
-    passes: Annotated[
-        int, OPTION, whole(1), "With --base: 2 measures the norm anew around the compressed form."
-    ] = 2
-    batch: Annotated[
-        int | None,
-        OPTION,
-        whole(1),
-        "Examples read at a time, and in a step of --distil; absent, 8 for language models, else 32.",
-    ] = None
-    seed: Annotated[int, OPTION, "Of the split of the texts."] = 0
+    passes: Annotated[int, OPTION, whole(1), "With --base: 2 measures the norm anew around the compressed form."] = 2
 
 
 @settings
 class DistilSettings(EvaluatorSettings):
-    """What `lsrdecomp.distil` takes beside base, texts and teacher."""
+    """What `lsrdecomp.distil` takes beside base, texts and teacher.
+
+    Examples
+    --------
+    >>> DistilSettings(steps=60).steps
+    60
+    """
 
     steps: Annotated[int, OPTION, whole(1), "Training steps at most, trials of rates among them."] = 200
     rate: Annotated[float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."] = None
-    calibrated: Annotated[str | None, OPTION, READ, "Statistics, for codes solved in the K-FAC norm."] = None
-    batch: Annotated[
-        int | None, OPTION, whole(1), "Examples a step; absent, 8 for language models, else 32."
-    ] = None
-    micro: Annotated[int | None, OPTION, whole(1), "Of these, so many at a time."] = None
+    calibrated: Annotated[str | None, OPTION, READ, "Statistics, for codes solved in the Fisher norm."] = None
+    micro: Annotated[int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."] = None

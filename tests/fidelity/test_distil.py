@@ -31,6 +31,7 @@ from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
 from lsrdecomp.fidelity.forms import products_of  # noqa: E402
+from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -58,7 +59,9 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_pat
     done = run(folder, folder / "lsr", out=tmp_path / "distilled")
     assert done.form.after.kept > done.form.before.kept + 0.02
     assert done.promise.kept == done.form.after.kept
-    again = Evaluator(folder / "base", folder / "lora", TEXTS, batch=8, max_length=16).measure(tmp_path / "distilled")
+    again = Evaluator(folder / "base", folder / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)).measure(
+        tmp_path / "distilled"
+    )
     assert again.kept == pytest.approx(done.promise.kept, abs=1e-6)  # of the files, not of the training run
     record = json.loads((tmp_path / "distilled" / "compression.json").read_text())
     assert record["promise"]["kept"] == done.promise.kept
@@ -155,7 +158,10 @@ def test_passes_are_what_was_asked_of_the_base(kind, tmp_path, monkeypatch, requ
 
 
 def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tmp_path, monkeypatch):
-    evaluator, away = Evaluator(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16), []
+    evaluator, away = (
+        Evaluator(classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)),
+        [],
+    )
     for weight in (0.0, 4.0):
         monkeypatch.setattr(sys.modules[distil_factors.__module__], "FEATURES", weight)
         run(classifier, classifier / "lsr", out=tmp_path / f"{weight}")
@@ -205,7 +211,9 @@ def test_the_training_loss_is_the_divergence(classifier):
 
 
 def test_factors_of_an_open_model_are_those_of_its_file(language_model):
-    evaluator = Evaluator(language_model / "base", language_model / "lora", TEXTS, batch=8, max_length=16)
+    evaluator = Evaluator(
+        language_model / "base", language_model / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
+    )
     found = products_of(evaluator.open(language_model / "lsr"))
     written = open_checkpoint(language_model / "lsr")
     assert set(found) == {layer.name for layer in written.layers}
@@ -218,7 +226,7 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
 
 
 def test_only_lsr_factors_are_trained(classifier):
-    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, batch=8, max_length=16)
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16))
     student = evaluator.open(classifier / "lsr")
     count = sum(p.numel() for p in trained(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
@@ -252,8 +260,10 @@ def test_all_lengths_are_told_once_before_anything_is_answered(language_model, m
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "Reference", None)  # nothing is answered
         with pytest.raises(DataError, match=r"line 71: .*\(2 of 96 examples are.*--truncate"):
-            Evaluator(language_model / "base", language_model / "lora", rows, max_length=40)
-    evaluator = Evaluator(language_model / "base", language_model / "lora", rows, max_length=40, truncate=True)
+            Evaluator(language_model / "base", language_model / "lora", rows, EvaluatorSettings(max_length=40))
+    evaluator = Evaluator(
+        language_model / "base", language_model / "lora", rows, EvaluatorSettings(max_length=40, truncate=True)
+    )
     widths = [batch["input_ids"].shape[1] for batch in evaluator.batches(rows)]
     assert max(widths) == 40
 
@@ -271,7 +281,7 @@ def test_a_lora_that_does_nothing_has_nothing_to_keep(classifier, tmp_path):
     still = {name: value * (0.0 if "lora_B" in name else 1.0) for name, value in tensors.items()}
     save_file(still, tmp_path / "idle" / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(LsrError, match="there is no effect to keep"):
-        Evaluator(classifier / "base", tmp_path / "idle", TEXTS, batch=8, max_length=16)
+        Evaluator(classifier / "base", tmp_path / "idle", TEXTS, EvaluatorSettings(batch=8, max_length=16))
 
 
 def test_an_adapter_of_another_model_is_refused(classifier, language_model):

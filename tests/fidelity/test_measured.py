@@ -26,6 +26,7 @@ from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
 from lsrdecomp.fidelity.forms import DistilledForm  # noqa: E402
 from lsrdecomp.fidelity.keep import MOST_MEASURED  # noqa: E402
+from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
 TEXTS = [(" ".join(f"w{WORDS.randrange(30)}" for _ in range(3 + i % 6)), None) for i in range(96)]
@@ -58,7 +59,7 @@ def test_the_form_found_keeps_what_was_asked_as_written(folder, tmp_path, keep):
     assert result.promise.measurements <= 2 * MOST_MEASURED
     assert result.totals.parameters <= lora.adapter_parameters
     result.save(tmp_path / "out")
-    again = Evaluator(folder / "base", folder / "lora", TEXTS, **SETTINGS).measure(tmp_path / "out")
+    again = Evaluator(folder / "base", folder / "lora", TEXTS, EvaluatorSettings(**SETTINGS)).measure(tmp_path / "out")
     assert again.kept == pytest.approx(result.promise.kept, abs=1e-6)
     assert again.standard_error == pytest.approx(result.promise.standard_error, rel=1e-4)
     record = json.loads((tmp_path / "out" / "compression.json").read_text())
@@ -108,7 +109,7 @@ def test_the_better_of_untrained_and_trained_is_promised(folder, left, tmp_path,
 
 def test_a_measured_divergence_is_a_goal(folder):
     lora = lsr.open_checkpoint(folder / "lora")
-    effect = Evaluator(folder / "base", folder / "lora", TEXTS, **SETTINGS).reference.effect
+    effect = Evaluator(folder / "base", folder / "lora", TEXTS, EvaluatorSettings(**SETTINGS)).reference.effect
     plan = lsr.CompressionPlan(kl=0.3 * effect)
     result = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
     assert result.promise.kl <= 0.3 * effect * (1 + 1e-9)
