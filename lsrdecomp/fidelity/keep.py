@@ -18,7 +18,7 @@ from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import SearchedAdapter
+from lsrdecomp.compression.compress import EMPTY_FILE, SearchedAdapter
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import Compression
 from lsrdecomp.errors import BudgetError
@@ -97,7 +97,8 @@ class SmallestForm:
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
         file_bytes = float(checkpoint.weights.stat().st_size - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
-        self.searched = searches([self._plan(self.whole / LARGEST), self._plan(self.whole / SMALLEST)])
+        least = max(self.whole / SMALLEST, EMPTY_FILE + 1.0) if self.counts_bytes else self.whole / SMALLEST
+        self.searched = searches([self._plan(self.whole / LARGEST), self._plan(least)])
         self.expected = cache(lambda size: self.searched.expected_error(self._plan(size)))
         self.by_size: dict[float, CompressedForm] = {}  # untrained
         self.enough: MeasuredSize | None = None

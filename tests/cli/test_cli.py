@@ -100,7 +100,7 @@ def test_demo_runs_and_measures_what_it_wrote(tmp_path):
     assert len(errors) == 2
     assert float(errors[0]) == pytest.approx(float(errors[1]), abs=2e-6)
     ours, svd = (
-        float(re.search(pattern, done.stdout)[1]) for pattern in (r"K-FAC norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
+        float(re.search(pattern, done.stdout)[1]) for pattern in (r"Fisher norm ([0-9.]+):", r"same norm: ([0-9.]+)\.")
     )
     assert ours < 0.75 * svd
     assert open_checkpoint(tmp_path / "demo-output" / "lsr").adapter_parameters <= 73_728 / 48

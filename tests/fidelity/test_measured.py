@@ -18,6 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 import lsrdecomp as lsr  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
+from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.tables import summary  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
@@ -162,7 +163,7 @@ def test_where_no_training_brings_enough_the_smallest_untrained_form_stays(folde
 
 
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
-    place, counted, plain, end = tmp_path / ".out.statistics", [], forms.distil_form, Evaluator.fidelity
+    out, counted, plain, end = tmp_path / "out", [], forms.distil_form, Evaluator.fidelity
     settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, "storage": "float32", **SETTINGS}
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (counted.append(1), plain(*given, **named))[1])
     told = []
@@ -182,17 +183,18 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     def killed(*given, **named):
         raise Killed
 
-    with pytest.raises(Killed):  # in the first training
-        lsr.compress(folder / "lora", **settings, workspace=place, on_step=stop)
+    with pytest.raises(Killed), Journal.beside(out) as journal:  # in the first training
+        lsr.compress(folder / "lora", **settings, journal=journal, on_step=stop)
     steps = []
     monkeypatch.setattr(Evaluator, "fidelity", killed)
-    with pytest.raises(Killed):  # when all of them are done
-        lsr.compress(folder / "lora", **settings, workspace=place, on_step=steps.append)
+    with pytest.raises(Killed), Journal.beside(out) as journal:  # when all of them are done
+        lsr.compress(folder / "lora", **settings, journal=journal, on_step=steps.append)
     assert next(step.done for step in steps if step.unit == "steps") > 10  # not from its beginning
     counted.clear()
     monkeypatch.setattr(Evaluator, "measure", killed)  # nothing is measured again either
     monkeypatch.setattr(Evaluator, "fidelity", end)
-    result = lsr.compress(folder / "lora", **settings, workspace=place)
+    with Journal.beside(out) as journal:
+        result = lsr.compress(folder / "lora", **settings, journal=journal)
     assert not counted
     assert len([one for one in result.tried if one.steps]) == trainings
     assert [one.parameters for one in result.tried] == [one.parameters for one in whole.tried]
@@ -234,8 +236,8 @@ def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     done = command(folder, lines, "--keep", 0.99999, "--storage", "int4", "--out", tmp_path / "out")
     assert isinstance(done.exception, lsr.errors.BudgetError)
     assert "no form that was measured keeps 0.99999" in str(done.exception)
-    assert "waits in .out.*" in str(done.exception)
-    assert {path.name for path in tmp_path.iterdir()} == {".out.statistics", ".out.forms"}
+    assert "What was done waits in" in done.exception.__notes__[0]
+    assert {path.name for path in (tmp_path / ".out.journal").iterdir()} >= {"statistics", "forms"}
     done = command(folder, lines, "--keep", 0.7, "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
@@ -275,22 +277,22 @@ def test_base_and_texts_go_together(folder, tmp_path):
 
 def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
     lora = lsr.open_checkpoint(folder / "lora")
-    place = tmp_path / "statistics"
     plain = compress_module.search_adapter
 
     def killed(*given, **named):
         raise KeyboardInterrupt
 
-    settings = {"base": folder / "base", "data": TEXTS, "workspace": place, "passes": 1, **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "passes": 1, **SETTINGS}
     with monkeypatch.context() as patch:
         patch.setattr(compress_module, "search_adapter", killed)
-        with pytest.raises(KeyboardInterrupt):
-            lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings)
-    assert (place / "statistics.json").exists()
+        with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
+            lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings, journal=journal)
+    assert (journal.path / "statistics" / "statistics.json").exists()
     monkeypatch.setattr(evaluate, "calibrate", killed)  # it is not done again
     monkeypatch.setattr(compress_module, "search_adapter", plain)
-    assert lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings).promise.kept > 0
-    assert not place.exists()
+    with Journal.beside(tmp_path / "out") as journal:
+        assert lsr.compress(lora, lsr.CompressionPlan(ratio=4), **settings, journal=journal).promise.kept > 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("goal", [{"ratio": 12}, {"keep": 0.7}])
@@ -330,13 +332,14 @@ def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(fol
         return measure(evaluator, path)
 
     monkeypatch.setattr(evaluate, "calibrate", counted)
-    settings = {"base": folder / "base", "data": TEXTS, "workspace": tmp_path / "statistics", **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
     lora, plan = lsr.open_checkpoint(folder / "lora"), lsr.CompressionPlan(ratio=12)
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "measure", killed)
-        with pytest.raises(KeyboardInterrupt):
-            lsr.compress(lora, plan, **settings)
+        with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
+            lsr.compress(lora, plan, **settings, journal=journal)
     assert [out.name for out in calls] == ["statistics", "statistics-2"]
-    assert len(lsr.compress(lora, plan, **settings).tried) == 2
+    with Journal.beside(tmp_path / "out") as journal:
+        assert len(lsr.compress(lora, plan, **settings, journal=journal).tried) == 2
     assert len(calls) == 2
     assert not list(tmp_path.iterdir())
