@@ -9,9 +9,10 @@ import pytest
 
 import lsrdecomp as lsr
 from lsrdecomp.compression import Search
-from lsrdecomp.compression.plan import GOALS
+from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity import Fidelity, MeasuredCompression
+from lsrdecomp.fidelity.settings import DistilSettings, MeasuredSettings
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
 QUICK = Search(orders=(2,), rounds=0)
@@ -97,3 +98,21 @@ def test_a_misspelt_goal_is_told_the_right_word(word, right):
 def test_the_signature_shows_every_setting_and_goal():
     assert {"held_out", "max_length", "dtype", "steps"} <= set(inspect.signature(lsr.distil).parameters)
     assert set(GOALS) <= set(inspect.signature(lsr.compress).parameters)
+
+
+def test_what_is_said_of_a_setting_is_said_once():
+    """Arguments, their defaults and docstrings, and the command's options come from the fields of one table."""
+    for function, table in (
+        (lsr.compress, MeasuredSettings),
+        (lsr.compress, CompressionPlan),
+        (lsr.distil, DistilSettings),
+    ):
+        shown, help_text = inspect.signature(function).parameters, function.__doc__
+        for name, field in table.fields.items():
+            if name != "storage":  # its default depends on the LoRA
+                assert shown[name].default == field.default
+                assert field.help in help_text
+    with pytest.raises(LsrError, match="steps must be a whole number, 1 or more, got 0"):
+        lsr.distil("small", base="b", data="texts.txt", teacher="lora", steps=0)
+    with pytest.raises(LsrError, match="keep must be between 0 and 1"):
+        lsr.compress(DEMO, base="b", data="texts.txt", keep=1.5)
