@@ -16,6 +16,7 @@ from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
+from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
@@ -32,7 +33,7 @@ from lsrdecomp.training.trainer import (
     training_arguments,
 )
 
-SETTINGS, CLOCK = "settings.json", "clock.json"
+CLOCK = "clock.json"
 TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
 DEFAULT_EPOCHS = 3
 
@@ -46,7 +47,7 @@ def finetune(
 ) -> Record:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
-    The directory appears as a whole when the run is finished. Until then the run lives in ``.<name>.run`` beside it;
+    The directory appears as a whole when the run is finished. Until then the run lives in the journal beside it;
     with ``save_every`` or ``patience``, the same call after a kill goes on from the last whole checkpoint there, and
     ends as an uninterrupted run would. Under `accelerate launch` every process makes this call, and the first writes.
 
@@ -56,7 +57,7 @@ def finetune(
     out : path
         A directory that does not exist.
     resume : bool
-        False: an interrupted run to the same place is thrown away.
+        False: an interrupted run to the same place with these settings is thrown away.
     on_step : callable, optional
         Called with the number of the step and of all steps, after every step.
 
@@ -72,7 +73,7 @@ def finetune(
     TaskError
         If a task's file holds a bad row.
     CheckpointError
-        If ``out`` exists, if an interrupted run there had other settings, or if an adapter directory does not fit.
+        If ``out`` exists, if another run is writing there, or if an adapter directory does not fit.
 
     Notes
     -----
@@ -94,23 +95,23 @@ def finetune(
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length
         again = needs_checkpointing(model.model, tokens * settings.batch // parts)
         settings = settings.replace(gradient_checkpointing=again)
-    run = out.absolute().with_name(f".{out.absolute().name}.run")
-    if state.is_main_process:
-        _enter(run, wanted, resume)
-    state.wait_for_everyone()
-    try:
-        record = _train(settings, dataset, model, run, on_step)
-    except BaseException:
-        if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
-            shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
-        raise
-    if state.is_main_process:
-        record.write(run)
-        shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
-        for file in (SETTINGS, CLOCK):
-            (run / file).unlink(missing_ok=True)
-        os.replace(run, out.absolute())
-    state.wait_for_everyone()
+    with Journal.beside(out, reads_only=not state.is_main_process) as journal:
+        run = journal.directory(content_key(wanted.to_json()))
+        if state.is_main_process:
+            _enter(run, resume)
+        state.wait_for_everyone()
+        try:
+            record = _train(settings, dataset, model, run, on_step)
+        except BaseException:
+            if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
+                shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
+            raise
+        if state.is_main_process:
+            record.write(run)
+            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+            (run / CLOCK).unlink(missing_ok=True)
+            os.replace(run, out.absolute())
+        state.wait_for_everyone()
     return record
 
 
@@ -148,19 +149,11 @@ def _settled(settings: FinetuneSettings) -> FinetuneSettings:
     return settings.replace(precision="bfloat16" if on_gpu else "float32")
 
 
-def _enter(run: Path, settings: FinetuneSettings, resume: bool) -> None:
-    """Make the place of the run, or find in it an interrupted one with these settings."""
-    file = run / SETTINGS
-    if run.exists() and not resume:
-        shutil.rmtree(run)
-    if file.exists():
-        if json.loads(file.read_text(encoding="utf-8")) != settings.to_json():
-            raise CheckpointError(
-                "an interrupted run with other settings is here; remove it, or start afresh without resuming", path=run
-            )
-    else:
-        run.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(settings.to_json()), encoding="utf-8")
+def _enter(run: Path, resume: bool) -> None:
+    """Make the place of the run, or keep of an interrupted one with these settings what is whole."""
+    if not resume:
+        shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True, exist_ok=True)
     for checkpoint in (run / CHECKPOINTS).glob("checkpoint-*"):
         if not _whole(checkpoint):
             shutil.rmtree(checkpoint)

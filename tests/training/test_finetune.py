@@ -163,14 +163,22 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists()
-    (run,) = tmp_path.iterdir()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.journal"]
+    (run,) = (path for path in (tmp_path / ".out.journal").iterdir() if path.is_dir())
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-12"}
     (run / "checkpoints" / "checkpoint-13").mkdir()  # what a kill while saving leaves
     with (run / "layers.jsonl").open("a") as log:
         log.write('{"step": 15, "la')
-    with pytest.raises(CheckpointError, match="interrupted run with other settings"):
-        finetune(settings.replace(learning_rate=0.02), tmp_path / "out")
+
+    def stop(step, steps):
+        seen.append(step)
+        raise KeyboardInterrupt
+
     seen = []
+    with pytest.raises(KeyboardInterrupt):  # with other settings: from its first step, and nothing of this run goes
+        finetune(settings.replace(learning_rate=0.02), tmp_path / "out", on_step=stop)
+    assert seen == [1]
+    seen.clear()
     record = finetune(settings, tmp_path / "out", on_step=lambda step, steps: seen.append(step))
     assert seen == list(range(13, 25))
     whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
