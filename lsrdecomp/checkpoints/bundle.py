@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Bundle:
         return CheckpointError(message, path=self.config_path)
 
 
-def open_bundle(path: str | Path, name: str | None = None, max_memory: int | None = None) -> Bundle:
+def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: int | None = None) -> Bundle:
     """Find config and weights at a path and read the headers; `CheckpointError` if there is not exactly one adapter.
 
     Parameters

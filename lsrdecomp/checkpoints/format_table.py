@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from os import PathLike
 
 from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
 from lsrdecomp.checkpoints.format import Format
+from lsrdecomp.checkpoints.in_memory import AdapterSource, bundle_in_memory
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import cloneofsimo, lsr, lycoris
 from lsrdecomp.checkpoints.readers.lycoris import loha, lokr
@@ -41,18 +42,23 @@ FORMATS: tuple[Format, ...] = (
 
 
 def open_checkpoint(
-    path: str | Path, *, name: str | None = None, alpha: float | None = None, max_memory: int | None = None
+    path: AdapterSource,
+    *,
+    name: str | None = None,
+    alpha: float | None = None,
+    max_memory: int | None = None,
 ) -> Checkpoint:
     """Open an adapter: find its files, tell its format, check every header; numbers are read later, layer by layer.
 
     Parameters
     ----------
-    path : str or Path
-        An adapter directory or a weight file.
+    path : str, Path, mapping or model
+        An adapter directory or a weight file; a state dict with the keys of any format, or a ``PeftModel``, which are
+        saved to a temporary directory that lives as long as what was read from it.
     name : str, optional
         Weight file or sub-directory to take where a directory has several.
     alpha : float, optional
-        LoRA alpha, for formats whose files do not hold it.
+        LoRA alpha, for formats whose files do not hold it, and for state dicts of PEFT.
     max_memory : int, optional
         Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are refused before they
         are read.
@@ -70,8 +76,19 @@ def open_checkpoint(
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
     >>> len(lora.layers), lora.adapter_parameters
     (12, 73728)
+
+    What a program holds in memory:
+
+    >>> import numpy as np
+    >>> pair = {"lora_A.weight": np.ones((2, 6)), "lora_B.weight": np.ones((4, 2))}
+    >>> open_checkpoint({f"base_model.model.q_proj.{half}": array for half, array in pair.items()}, alpha=4).layers
+    (LoraLayer(name='q_proj', kind='linear', out_features=4, in_features=6, rank=2, scale=2.0, dtype='float64', ...),)
     """
-    bundle = open_bundle(path, name, max_memory)
+    if isinstance(path, str | PathLike):
+        bundle = open_bundle(path, name, max_memory)
+    else:
+        bundle = bundle_in_memory(path, name, alpha)
+        alpha = None if bundle.config is not None else alpha
     packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
     if packed is not None and max_memory is not None and packed.nbytes > max_memory:
         raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")

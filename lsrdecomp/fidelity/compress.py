@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
+from lsrdecomp.checkpoints.in_memory import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.plan import GOALS, CompressionPlan, share_of_effect
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @overload
 def compress(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,
     *,
     base: None = None,
@@ -50,7 +51,7 @@ def compress(
 
 @overload
 def compress(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,
     *,
     base: str | Path,
@@ -67,7 +68,7 @@ def compress(
 
 @takes(CompressionPlan, MeasuredSettings)
 def compress(
-    checkpoint: Checkpoint | str | Path,
+    checkpoint: Checkpoint | AdapterSource,
     plan: CompressionPlan | None = None,
     *,
     base: str | Path | None = None,
@@ -84,8 +85,8 @@ def compress(
 
     Parameters
     ----------
-    checkpoint : str, path or Checkpoint
-        A directory or file that `open_checkpoint` reads, or what it returned.
+    checkpoint : str, path, Checkpoint, state dict or PeftModel
+        What `open_checkpoint` reads, or what it returned.
     plan : CompressionPlan, optional
         A size or an error, to be used more than once; otherwise one of the goals below.
     base : str or path, optional
