@@ -35,8 +35,8 @@ from lsrdecomp.fidelity.settings import MeasuredSettings
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
 
-IMAGES = ("kohya", "diffusers", "lycoris", "cloneofsimo")
-"""Formats of image programs, whose bases `calibrate` does not run."""
+TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
+"""Task types of the adapters whose bases `calibrate` runs."""
 FLAGS = {
     "rtol": "--rtol",
     "ratio": "--ratio",
@@ -306,16 +306,23 @@ def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
         f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "
         "layers left out."
     )
-    if result.source.format in IMAGES:
-        tables.say("Allow a larger size: without a base and prompts it is closeness of numbers that is kept.")
+    source, plan = result.source, result.plan
+    if not source.format.startswith("peft-") or source.config.get("task_type") not in TASKS:
+        tables.say(
+            "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are "
+            f"run for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
+        )
         return
-    base = result.source.config.get("base_model_name_or_path") or "BASE"
-    goal = next((name, value) for name, value in result.plan.to_json().items() if name in FLAGS)
+    base = source.config.get("base_model_name_or_path") or "BASE"
+    goal = next((name, value) for name, value in plan.to_json().items() if name in FLAGS)
+    storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
     again = quoted(adapter.with_name("small") if place is None else place.with_name(f"{place.name}-calibrated"))
     tables.say(
         "Measure what its layers do and compress by that:\n"
-        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(adapter)} --text TEXTS.txt --out statistics\n"
-        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]} --out {again}"
+        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(source.weights.parent)} --text TEXTS.txt "
+        "--out statistics\n"
+        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]}{storage} "
+        f"--out {again}"
     )
 
 

@@ -91,17 +91,36 @@ def _kron(side, k):
     return product
 
 
-def test_an_image_lora_is_not_sent_to_calibrate_and_a_text_lora_is_by_a_whole_command(tmp_path):
-    for form, sent in (("kohya", False), ("peft-lora", True)):
-        folder = tmp_path / form
-        folder.mkdir()
-        done = lsr("compress", write(folder, form), "--ratio", "30", "--out", "small", cwd=folder)
-        assert "WARNING: little of this adapter is left" in done.stderr
-        assert ("lsrdecomp calibrate" in done.stderr) == sent
-    (again,) = re.findall(r"lsrdecomp (compress .*)", done.stderr)
-    refused = lsr(*shlex.split(again), cwd=tmp_path / "peft-lora")
-    assert "statistics" in refused.stderr
-    assert "Usage" not in refused.stderr
+@pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora"])
+def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
+    given, alpha = write(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
+    order = ["compress", tmp_path / given, *alpha, "--ratio", 30, "--out", tmp_path / "small"]
+    done = CliRunner().invoke(app, list(map(str, order)))
+    assert "WARNING: little of this adapter is left" in done.stderr
+    assert "calibrate" not in done.stderr
+    assert "Allow a larger size" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
+def test_a_text_lora_is_sent_to_calibrate_by_commands_that_run(kind, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    from tiny_bases import TEXTS, make
+
+    from lsrdecomp.calibration.base_model import LOADERS
+    from lsrdecomp.cli.compress import TASKS
+
+    assert set(TASKS) == set(LOADERS)
+    monkeypatch.chdir(make(tmp_path, kind))
+    (tmp_path / "TEXTS.txt").write_text("\n".join(text for text, _ in TEXTS))
+    done = CliRunner().invoke(app, ["compress", "lora", "--ratio", "20", "--storage", "int8", "--out", "little"])
+    commands = re.findall(r"lsrdecomp (.*)", done.stderr)
+    assert [command.split()[0] for command in commands] == ["calibrate", "compress"]
+    for command in commands:
+        words = ["base" if word == "BASE" else word for word in shlex.split(command)]
+        ran = CliRunner().invoke(app, words)
+        assert ran.exit_code == 0, (command, ran.output, ran.stderr)
+    assert open_checkpoint("little-calibrated").layers
+    assert "--storage int8" in commands[1]
 
 
 @pytest.mark.parametrize("form", [form for form in KEYS if form not in OUTSIDE])
