@@ -68,6 +68,8 @@ def distil_factors(
     seed: int = 0,
     journal: Journal | None = None,
     key: str = "",
+    answered: dict[int, list[Lesson]] | None = None,
+    enough: float = math.inf,
     on_step: Callable[[int, int, float], object] | None = None,
 ) -> Distillation:
     """Train the factors of ``student`` on the answers of ``source``; the best factors seen are left in it.
@@ -89,6 +91,10 @@ def distil_factors(
         Where the state of an unfinished run is kept at every check, and gone on from.
     key : str
         Under which: a digest of all that the run depends on.
+    answered : dict, optional
+        The source's answers to lessons by their index; those that are asked here are added, for the next run on them.
+    enough : float
+        Share kept on the check texts at which training ends.
     on_step : callable, optional
         Called with the step, the number of steps and the loss, nats per answer.
 
@@ -109,7 +115,7 @@ def distil_factors(
     """
     if steps < 1 or not lessons:
         raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
-    work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None))
+    work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None), answered)
     # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
     now = None if journal is None else _load(journal, key, work.zero.device)
     if now is None:
@@ -118,7 +124,7 @@ def distil_factors(
         now = work.best_of_trials(now) if rate is None else replace(now, rate=rate)
     # 2. Steps, with a look at the held-out share now and then, until they are done or no longer help.
     every = max(1, math.ceil(steps / work.looks))
-    while now.step < steps and not _stalled(now.checks):
+    while now.step < steps and not _stalled(now.checks) and now.checks[-1][1] < enough:
         work.step(now, work.scheduled(now))
         if now.step % every == 0 or now.step == steps:
             work.look(now)
@@ -187,6 +193,7 @@ class _Work:
         steps: int,
         seed: int,
         on_step: Callable[[int, int, float], object],
+        answered: dict[int, list[Lesson]] | None,
     ) -> None:
         self.student, self.check, self.steps, self.seed, self.on_step = student, check, steps, seed, on_step
         if not check.effect > 0.0:
@@ -197,7 +204,9 @@ class _Work:
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
         self.source, self.lessons = source, lessons
-        self.answered: dict[int, list[Lesson]] = {0: [lesson(source, batch) for batch in lessons[0]]}
+        self.answered = {} if answered is None else answered
+        if 0 not in self.answered:
+            self.answered[0] = [lesson(source, batch) for batch in lessons[0]]
         apart = distance_without(source, self.answered[0])
         self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
         self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))

@@ -248,7 +248,7 @@ def _measured(
     try:
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
-        from lsrdecomp.fidelity.keep import FormOfSize, SmallestForm
+        from lsrdecomp.fidelity.keep import CLOSE, ROUGH, FormOfSize, SmallestForm
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
@@ -262,27 +262,30 @@ def _measured(
     norm = evaluator.statistics(work / "statistics") if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, work / "forms")
 
-    # 2. Fit: a search in the norm around the LoRA, then in that around the form that came of it.
-    def goal_in(norm: Statistics) -> Goal:
+    # 2. Fit: a search in the norm around the LoRA, then in that around the form that came of it. How large exactly a
+    #    form must be is asked in the last norm alone, and not where it is trained afterwards.
+    def goal_in(norm: Statistics, prior: float = 1.0) -> Goal:
         searches = partial(search, statistics=norm)
         if plan is not None:
             return FormOfSize(forms, searches, plan)
         assert keep is not None
-        return SmallestForm(forms, searches, checkpoint, keep, form)
+        return SmallestForm(forms, searches, checkpoint, keep, form, prior)
 
+    last = ROUGH if settings.distil else CLOSE
     goal = goal_in(norm)
-    best = goal.untrained()
+    best = goal.untrained(last if settings.passes == 1 else ROUGH)
     for turn in range(2, settings.passes + 1):
         # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
         if best is None:
             break
         norm = evaluator.statistics(forms.folder / f"statistics-{turn}", best.path)
         try:
-            next_goal = goal_in(norm)
-            new = next_goal.untrained()
+            next_goal = goal_in(norm, goal.prior)
+            new = next_goal.untrained(last if turn == settings.passes else ROUGH)
         except BudgetError:  # nothing keeps as much in this norm
-            break
+            new = None
         if new is None or not goal.is_better(new, best):
+            best = goal.untrained(last)
             break
         goal, best, forms.statistics = next_goal, new, norm
     if settings.distil or best is None:

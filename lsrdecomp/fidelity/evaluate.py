@@ -42,8 +42,8 @@ Texts = Sequence[Item]
 
 NO_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
-SAMPLES = 512
-"""Examples that calibration reads at most, and half of that where each asks for many tokens."""
+SAMPLES, SAMPLES_OF_TOKENS = 512, 128
+"""Examples that calibration reads at most, and where each asks for many tokens."""
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD_OUT = 8
@@ -151,7 +151,7 @@ class Evaluator:
         ``out`` are read.
         """
         many_tokens = self.source.head in TOKEN_HEADS
-        texts = self.calibration[: SAMPLES // 2 if many_tokens else SAMPLES]
+        texts = self.calibration[: SAMPLES_OF_TOKENS if many_tokens else SAMPLES]
         digest = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
         wanted = {"seed": self.settings.seed, "samples": len(texts), "base": self.source.name, "adapter": digest}
         wanted["modules"] = list(self.source.modules)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.distil import Distillation, distil_factors
 from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.features import Lesson
+from lsrdecomp.calibration.questions import Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
 from lsrdecomp.compression.compress import Compression
@@ -80,6 +84,27 @@ class CompressedForm:
         return {} if self.distilled is None else {"distillation": self.distilled.to_json()}
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """What forms are trained on, with the LoRA's answers."""
+
+    batches: list[list[Batch]]  # for a step each, in micro-batches
+    check: Reference  # says when to stop
+    answered: dict[int, list[Lesson]] = field(default_factory=dict)  # by index, as they are asked
+
+    @classmethod
+    def of(cls, evaluator: Evaluator, steps: int, micro: int | None = None) -> Lessons:
+        """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
+        size, texts = evaluator.size, evaluator.calibration
+        check, rest = texts[: CHECK_BATCHES * size], texts[CHECK_BATCHES * size :]
+        if len(rest) < size:
+            check, rest = texts[::4], [text for index, text in enumerate(texts) if index % 4]
+        count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
+        parts = [rest[start : start + size] for start in range(0, len(rest), size)[:count]]
+        batches = [list(evaluator.batches(part, micro or size)) for part in parts]
+        return cls(batches, Reference(evaluator.source, evaluator.batches(check)))
+
+
 class CompressedFormCache:
     """Writes forms to a directory, measures and distils them, each once.
 
@@ -138,8 +163,16 @@ class CompressedFormCache:
         self._measurements.setdefault(path.name, measurement)
         return CompressedForm(compression, path, behaviour)
 
-    def distilled(self, form: CompressedForm, words: str = "") -> CompressedForm:
-        """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is."""
+    @cached_property
+    def lessons(self) -> Lessons:
+        """What every form is trained on: the LoRA answers once."""
+        return Lessons.of(self.evaluator, self.steps)
+
+    def distilled(self, form: CompressedForm, words: str = "", enough: float = math.inf) -> CompressedForm:
+        """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is.
+
+        Training ends when the share ``enough`` is kept.
+        """
         out = form.path.with_name(f"{form.path.name}-{self.steps}")
         done = out.with_suffix(".json")
         if done.exists():
@@ -158,6 +191,8 @@ class CompressedFormCache:
                     journal=journal,
                     key="training",
                     words=words,
+                    lessons=self.lessons,
+                    enough=enough,
                 )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
             _write(done, {**behaviours, "training": asdict(trained.training)})
@@ -182,6 +217,8 @@ def distil_form(
     journal: Journal | None = None,
     key: str = "",
     words: str = "",
+    lessons: Lessons | None = None,
+    enough: float = math.inf,
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
 
@@ -193,23 +230,18 @@ def distil_form(
         evaluator.say(f"{words}measuring")
         before = evaluator.reference.compare(student)
     # 2. Of the texts that are not held out, some say when to stop, the others are learned from.
-    size, texts = evaluator.size, evaluator.calibration
-    check, rest = texts[: CHECK_BATCHES * size], texts[CHECK_BATCHES * size :]
-    if len(rest) < size:
-        check, rest = texts[::4], [text for index, text in enumerate(texts) if index % 4]
-    lessons = [
-        list(evaluator.batches(rest[start : start + size], micro or size))
-        for start in range(0, len(rest), size)[: max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))]
-    ]
+    lessons = lessons or Lessons.of(evaluator, steps, micro)
     # 3. Training.
-    stage = f"{words}distilling, at most {steps} steps of {size} examples"
+    stage = f"{words}distilling, at most {steps} steps of {evaluator.size} examples"
     evaluator.say(stage)
     training = distil_factors(
         evaluator.source,
         student,
-        lessons,
-        Reference(evaluator.source, evaluator.batches(check)),
+        lessons.batches,
+        lessons.check,
         steps=steps,
+        answered=lessons.answered,
+        enough=enough,
         rate=rate,
         seed=evaluator.settings.seed,
         journal=journal,

@@ -26,9 +26,10 @@ from lsrdecomp.fidelity.evaluate import share_kept
 from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
 
 MOST_MEASURED = 7
-MOST_DISTILLED = 3
-CLOSE = 1.08
-"""Sizes within this factor of each other, one that keeps enough and one that does not, end the search."""
+MOST_DISTILLED = 2
+CLOSE, ROUGH = 1.08, 1.5
+"""Sizes within this factor of each other, one that keeps enough and one that does not, end the search: of the form that
+is wanted, and of one that only shows where the next norm is measured, or where training begins."""
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
 SMALLEST = 4096.0
@@ -37,6 +38,8 @@ LARGEST = 6.0
 """Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
 ENOUGH = 0.5
 """Standard errors above the share that was asked within which a form is taken."""
+SURE = 0.1
+"""Of the loss that is allowed, what training goes beyond it before it ends early: it is looked at on other texts."""
 SAFETY = 0.95
 """Of the loss that is allowed, what is aimed at while every form has lost too much."""
 REACH = 4.0
@@ -53,8 +56,11 @@ Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
 class Goal(Protocol):
     """What is asked for, under one norm: one search."""
 
-    def untrained(self) -> CompressedForm | None:
-        """The form that meets it without training; None if only training can."""
+    prior: float
+    """What is lost by a squared error, as measured so far."""
+
+    def untrained(self, close: float = CLOSE) -> CompressedForm | None:
+        """The form that meets it without training, its size known within a factor; None if only training can."""
 
     def trained(self) -> CompressedForm:
         """The form that meets it with training, or without where that is as good."""
@@ -67,10 +73,10 @@ class FormOfSize:
     """The form of one plan."""
 
     def __init__(self, forms: CompressedFormCache, searches: Searches, plan: CompressionPlan) -> None:
-        self.forms = forms
+        self.forms, self.prior = forms, 1.0
         self.compress = cache(lambda: forms.untrained(searches([plan]).compress(plan)))
 
-    def untrained(self) -> CompressedForm:
+    def untrained(self, close: float = CLOSE) -> CompressedForm:
         return self.compress()
 
     def trained(self) -> CompressedForm:
@@ -90,8 +96,9 @@ class SmallestForm:
         checkpoint: Checkpoint,
         keep: float,
         form: Mapping[str, Any],
+        prior: float = 1.0,
     ) -> None:
-        self.forms, self.keep = forms, keep
+        self.forms, self.keep, self.prior = forms, keep, prior
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
@@ -103,7 +110,7 @@ class SmallestForm:
         self.by_size: dict[float, CompressedForm] = {}  # untrained
         self.enough: MeasuredSize | None = None
 
-    def untrained(self) -> CompressedForm | None:
+    def untrained(self, close: float = CLOSE) -> CompressedForm | None:
         """A measurement is a forward pass over the held-out texts. Raises `BudgetError` if nothing keeps as much."""
 
         def say(measured: Sequence[MeasuredSize]) -> None:
@@ -111,11 +118,20 @@ class SmallestForm:
             self.forms.evaluator.say(f"form {len(measured)} of at most {MOST_MEASURED} {kept}")
 
         try:
-            self.enough = smallest(self.keep, self.whole, self.expected, self._measure, on_measured=say)[0]
+            self.enough, _ = smallest(
+                self.keep,
+                self.whole,
+                self.expected,
+                self._measure,
+                prior=self.prior,
+                close=close,
+                on_measured=say,
+            )
         except BudgetError:
             if not self.forms.steps:
                 raise
             return None
+        self.prior = max(1.0 - self.enough.kept, TINY) / max(self.expected(self.enough.size), TINY)
         return self.by_size[self.enough.size]
 
     def trained(self) -> CompressedForm:
@@ -130,7 +146,7 @@ class SmallestForm:
             self._measure(size)
             words = f"training {len(trained) + 1} of at most {MOST_DISTILLED}, "
             words += f"{self.by_size[size].compression.totals.ratio:.3g} times fewer numbers: "
-            trained[size] = self.forms.distilled(self.by_size[size], words)
+            trained[size] = self.forms.distilled(self.by_size[size], words, self.keep + SURE * (1.0 - self.keep))
             return trained[size].behaviour
 
         classifier = self.forms.evaluator.source.head in (Head.classification, Head.regression)

