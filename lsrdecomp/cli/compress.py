@@ -108,7 +108,7 @@ def compress(
 
     With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
     adapter does on held-out texts. --distil 200 then trains smaller ones on the LoRA's own answers, without labels:
-    at most three sizes, and the smallest that keeps as much is written; if none does, the untrained one.
+    at most two sizes, and the smallest that keeps as much is written; if none does, the untrained one.
 
     With --out small.safetensors a LoRA file comes back in its own format, in seconds: truncated SVD with one threshold
     over all layers. So does every file of a directory of such; --dry-run shows the curve.

@@ -30,7 +30,7 @@ from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
-from lsrdecomp.fidelity.forms import products_of  # noqa: E402
+from lsrdecomp.fidelity.forms import Lessons, distil_form, products_of  # noqa: E402
 from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
@@ -173,6 +173,24 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tm
             ]
         away.append(sum(float((mine - its).square().sum()) for mine, its in pairs))
     assert away[1] < 0.9 * away[0]
+
+
+def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(classifier, tmp_path):
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
+    lessons, lora = Lessons.of(evaluator, 60), open_checkpoint(classifier / "lora")
+
+    def train(name, **settings):
+        form = distil_form(
+            evaluator, classifier / "lsr", lora, tmp_path / name, steps=60, rate=0.03, lessons=lessons, **settings
+        )
+        return form.training
+
+    first, again, short = train("first"), train("again"), train("short", enough=-1.0)
+    assert len(lessons.answered) > 1
+    assert again.steps == first.steps
+    assert again.passes == first.passes - (len(lessons.answered) - 1)
+    assert short.steps == 0  # as much is kept before the first step
 
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
