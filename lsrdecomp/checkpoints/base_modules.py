@@ -113,6 +113,11 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     task_type : str, optional
         As PEFT calls it: which class of model to build from a config alone.
 
+    Returns
+    -------
+    BaseModules
+        Sizes of weights by the names of modules.
+
     Raises
     ------
     CheckpointError

@@ -63,6 +63,11 @@ def open_checkpoint(
         Bytes that one layer as a LoRA in float64, or one other tensor, may take; larger ones are refused before they
         are read.
 
+    Returns
+    -------
+    Checkpoint
+        Layers, and everything else the files hold, none of it read yet.
+
     Raises
     ------
     CheckpointError

@@ -221,6 +221,15 @@ def read_statistics(directory: str | Path) -> Statistics:
 
     The file of tensors is read through once and held to its recorded digest.
 
+    Parameters
+    ----------
+    directory : str or Path
+
+    Returns
+    -------
+    Statistics
+        A mapping of module names to the statistics of each layer.
+
     Raises
     ------
     CheckpointError

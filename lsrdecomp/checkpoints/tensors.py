@@ -80,6 +80,17 @@ class StoredTensor:
         return array
 
     def renamed(self, name: str) -> StoredTensor:
+        """The same numbers under another key.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        StoredTensor
+            Read from where it lay.
+        """
         return replace(self, name=name)
 
     def error(self, message: str) -> CheckpointError:

@@ -54,6 +54,19 @@ def find_adapters(folder: Path) -> list[str]:
     A file is one where no config lies beside it, of an adapter, a model or statistics. Hidden directories are left
     out: what a killed run left half written is one.
 
+    Parameters
+    ----------
+    folder : Path
+
+    Returns
+    -------
+    list of str
+
+    Raises
+    ------
+    CheckpointError
+        If it is no directory.
+
     Examples
     --------
     >>> from importlib.resources import files
@@ -266,6 +279,15 @@ def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """Counts and sums for the last line of a run.
+
+    Parameters
+    ----------
+    outcomes : iterable of Outcome
+
+    Returns
+    -------
+    dict
+        Numbers of adapters by their state, and of parameters before and after.
 
     Examples
     --------

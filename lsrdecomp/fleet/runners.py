@@ -25,6 +25,11 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     per_gpu : int
         Processes that share a GPU.
 
+    Returns
+    -------
+    callable
+        A `Runner` for `run_fleet`.
+
     Raises
     ------
     LsrError
@@ -92,6 +97,16 @@ def ray_runner(
         As for `lsrdecomp.compress`. With ``"cuda"`` every job asks the cluster for its share of a GPU.
     per_gpu : int
         Jobs that share a GPU.
+
+    Returns
+    -------
+    callable
+        A `Runner` for `run_fleet`.
+
+    Raises
+    ------
+    LsrError
+        When it is run, if ray is missing or the cluster lacks the device.
     """
 
     def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome | Broken]:

@@ -82,6 +82,18 @@ def plot_error_curves(
 def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: Axes | None = None) -> Axes:
     """The Pareto front as steps; each run of points of one curve has that curve's name.
 
+    Parameters
+    ----------
+    points : sequence of ParetoPoint
+    size : str
+        What the sizes count, as the axis says it.
+    ax : Axes, optional
+        Absent, one of a new figure.
+
+    Returns
+    -------
+    Axes
+
     Examples
     --------
     >>> import numpy as np
@@ -113,6 +125,16 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
 def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
     """Singular values of rearrangements, relative to the largest, against their number.
 
+    Parameters
+    ----------
+    spectra : iterable of Spectrum
+    ax : Axes, optional
+        Absent, one of a new figure.
+
+    Returns
+    -------
+    Axes
+
     Examples
     --------
     >>> import numpy as np
@@ -136,6 +158,19 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
 def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condition", ax: Axes | None = None) -> Axes:
     """How γ ("condition") or the error ("relative_error") went along the sweeps of solvers, one line a solve.
 
+    Parameters
+    ----------
+    sweeps : mapping of str to sequence of Sweep
+        By the name of each solve.
+    quantity : str
+        ``"condition"`` or ``"relative_error"``.
+    ax : Axes, optional
+        Absent, one of a new figure.
+
+    Returns
+    -------
+    Axes
+
     Examples
     --------
     >>> from lsrdecomp.solvers import Sweep
@@ -157,6 +192,16 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
 
 def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     """A figure for every layer as a heat map: blocks down, modules across, values written where they fit.
+
+    Parameters
+    ----------
+    grid : LayerGrid
+    ax : Axes, optional
+        Absent, one of a new figure.
+
+    Returns
+    -------
+    Axes
 
     Examples
     --------
@@ -192,6 +237,13 @@ def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
 
 def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
     """Write the figure of ``ax`` as PNG or SVG, by ``form`` or the ending of ``path``, without a date inside.
+
+    Parameters
+    ----------
+    ax : Axes
+    path : path or binary file
+    form : str, optional
+        ``"png"`` or ``"svg"``.
 
     Examples
     --------

@@ -117,6 +117,11 @@ def ask_server(
     dtype : str
         Of the base.
 
+    Returns
+    -------
+    Asked
+        Whether the adapter acts, and with a base at which scale.
+
     Raises
     ------
     LsrError

@@ -50,6 +50,11 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     base : path
         As `read_modules` takes it.
 
+    Returns
+    -------
+    ServingCheck
+        The fate of every layer, and why a file would be refused as a whole.
+
     Raises
     ------
     LsrError
@@ -59,15 +64,15 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     """
     if server not in SERVERS:
         raise LsrError(f"no rules are known of the server {unknown(server, SERVERS)}")
-    given = read_adapter(adapter)
-    modules = read_modules(base, task_type=given.task_type)
-    found = SERVERS[server].judge(given, modules)
+    stored = read_adapter(adapter)
+    modules = read_modules(base, task_type=stored.task_type)
+    fates = SERVERS[server].judge(stored, modules)
     return ServingCheck(
         server,
         SERVERS[server].rules,
-        given.path,
+        stored.path,
         modules.path,
-        tuple(found.modules),
-        tuple(found.refusals),
-        tuple(found.notes),
+        tuple(fates.modules),
+        tuple(fates.refusals),
+        tuple(fates.notes),
     )

@@ -72,6 +72,15 @@ class GgufBase:
 def read_base(path: str | Path) -> GgufBase:
     """The base at a path: a GGUF file, a model's directory with config.json, or such a config.
 
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    GgufBase
+        What names and orders of rows depend on.
+
     Raises
     ------
     CheckpointError
@@ -122,6 +131,11 @@ def write_gguf(
         As `read_base` gives it.
     storage : str
         "f16", "f32" or "q8_0".
+
+    Returns
+    -------
+    Path
+        ``out_file``.
 
     Raises
     ------

@@ -72,6 +72,16 @@ def write_lsr(
     -------
     Path
         ``out_dir``.
+
+    Raises
+    ------
+    CheckpointError
+        If ``out_dir`` exists (unless ``force``), factors are not of the size of the source's layer, or a number
+        overflows ``storage``.
+    ShapeError
+        If the factors of a layer do not go together.
+    UnsupportedError
+        For an adapter that trains single token embeddings.
     """
     out = Path(out_dir)
     if source.config.get("trainable_token_indices"):

@@ -61,6 +61,15 @@ def write_lora(
     Path
         ``out_dir``.
 
+    Raises
+    ------
+    CheckpointError
+        If ``out_dir`` exists (unless ``force``), a number overflows ``storage``, or a word is not one of those above.
+    ShapeError
+        If B and A do not multiply, or are not of the size of the source's layer.
+    UnsupportedError
+        For other tensors, or too large a rank, under the profiles server and lorax.
+
     Examples
     --------
     >>> import tempfile

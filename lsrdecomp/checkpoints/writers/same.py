@@ -29,7 +29,17 @@ MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
 
 
 def check_same(like: Checkpoint) -> None:
-    """Raise `UnsupportedError` for an adapter that is no file of pairs with keys of their own."""
+    """Refuse an adapter that `write_same` could not give back as it came.
+
+    Parameters
+    ----------
+    like : Checkpoint
+
+    Raises
+    ------
+    UnsupportedError
+        For an adapter that is no file of pairs with keys of their own.
+    """
     odd = next((layer for layer in like.layers if not isinstance(layer, LoraLayer) or ".hada_" in layer.up.name), None)
     if like.format == "lsr":
         raise UnsupportedError("is an LSR adapter: name the LoRA that it was made from by --like", path=like.path)
@@ -41,7 +51,16 @@ def check_same(like: Checkpoint) -> None:
 
 
 def same_is_directory(like: Checkpoint) -> bool:
-    """Whether the format of an adapter is a directory with a config, not one file."""
+    """Whether the format of an adapter is a directory with a config, not one file.
+
+    Parameters
+    ----------
+    like : Checkpoint
+
+    Returns
+    -------
+    bool
+    """
     return like.format == "peft-lora" or (like.format == "mlx" and (like.weights.parent / CONFIG).is_file())
 
 
@@ -71,6 +90,11 @@ def write_same(
         Taken one at a time, under the names of ``like``.
     storage : str, optional
         Absent, the type of each layer in ``like``.
+
+    Returns
+    -------
+    Path
+        ``out``.
 
     Raises
     ------
