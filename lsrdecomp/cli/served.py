@@ -30,35 +30,35 @@ def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) ->
     """`serving.check_served` in words; exit code 1 if no layer would apply."""
     if base is None:
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
-    found = serving.check_served(adapter, server, base_files(base))
-    tables.show(json, *_sentences(found))
+    check = serving.check_served(adapter, server, base_files(base))
+    tables.show(json, *_sentences(check))
     if json is not None:
-        tables.write_json(found.to_json(), json)
-    if not found.applied:
+        tables.write_json(check.to_json(), json)
+    if not check.applied:
         raise typer.Exit(1)
 
 
-def _sentences(found: serving.ServingCheck) -> Iterator[str]:
-    count, rank = len(found.applied), max((module.rank for module in found.applied), default=0)
+def _sentences(check: serving.ServingCheck) -> Iterator[str]:
+    count, rank = len(check.applied), max((module.rank for module in check.applied), default=0)
     size = f", the largest rank {rank}" if count else ""
-    yield f"{found.server} on {found.base}: {count} of {len(found.modules)} layers would apply{size}."
-    for reason in found.refusals:
+    yield f"{check.server} on {check.base}: {count} of {len(check.modules)} layers would apply{size}."
+    for reason in check.refusals:
         yield f"The file would be refused as a whole: {reason}."
     groups: dict[str, list[str]] = defaultdict(list)
-    for module in found.ignored:
+    for module in check.ignored:
         groups[str(module.fault)].append(module.name)
     for fault, names in groups.items():
         more = f" and {len(names) - NAMED} more (--json names all)" if len(names) > NAMED else ""
         yield f"{len(names)} would not, {fault}: {', '.join(names[:NAMED])}{more}."
-    if found.rescaled:
-        factors = sorted({round(module.factor, 4) for module in found.rescaled})
+    if check.rescaled:
+        factors = sorted({round(module.factor, 4) for module in check.rescaled})
         spread = f"{factors[0]:g}" if len(factors) == 1 else f"{factors[0]:g} to {factors[-1]:g}"
-        place = quote(str(found.adapter))
-        baked = f"`lsrdecomp export {place} --profile server --out {place}-server` bakes it into B"
-        yield f"{len(found.rescaled)} would act at {spread} times their own scale: {baked}."
-    for note in found.notes:
+        path = quote(str(check.adapter))
+        baked = f"`lsrdecomp export {path} --profile server --out {path}-server` bakes it into B"
+        yield f"{len(check.rescaled)} would act at {spread} times their own scale: {baked}."
+    for note in check.notes:
         yield f"Note: {note}."
-    yield f"Rules read in {found.rules}; the server itself was not run."
+    yield f"Rules read in {check.rules}; the server itself was not run."
 
 
 def by_asking(
@@ -67,26 +67,26 @@ def by_asking(
     """`serving.ask_server` in words; exit code 1 if the adapter does not act, or acts at another scale."""
     lines = {} if prompts is None else {"prompts": read_text_lines(prompts)}
     with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
-        found = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
-    tables.show(json, *_answers(found, url))
+        reply = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
+    tables.show(json, *_answers(reply, url))
     if json is not None:
-        tables.write_json(found.to_json(), json)
-    if not found.acts or found.scaled_right is False:
+        tables.write_json(reply.to_json(), json)
+    if not reply.acts or reply.scaled_right is False:
         raise typer.Exit(1)
 
 
-def _answers(found: serving.Asked, url: str) -> Iterator[str]:
-    verdict = "acts" if found.acts else "does NOT act"
+def _answers(reply: serving.Asked, url: str) -> Iterator[str]:
+    verdict = "acts" if reply.acts else "does NOT act"
     yield (
-        f"{found.server} at {url}: {found.adapter} {verdict}. It changes log-probabilities by {found.effect:.3g} nats "
-        f"on {found.prompts} prompts; two equal requests differ by {found.noise:.3g}."
+        f"{reply.server} at {url}: {reply.adapter} {verdict}. It changes log-probabilities by {reply.effect:.3g} nats "
+        f"on {reply.prompts} prompts; two equal requests differ by {reply.noise:.3g}."
     )
-    if found.set_scale is not None:
-        off = "; it was asked for at 1" if found.set_scale == 0.0 else ""
-        yield f"The server's own setting is scale {found.set_scale:g}{off}."
-    if found.fitted_scale is not None:
-        wrong = "" if found.scaled_right else f", NOT the {found.wanted_scale:g} that was asked for"
+    if reply.set_scale is not None:
+        off = "; it was asked for at 1" if reply.set_scale == 0.0 else ""
+        yield f"The server's own setting is scale {reply.set_scale:g}{off}."
+    if reply.fitted_scale is not None:
+        wrong = "" if reply.scaled_right else f", NOT the {reply.wanted_scale:g} that was asked for"
         yield (
-            f"PEFT is nearest at scale {found.fitted_scale:.3g}{wrong}: {found.fit:.3g} nats from the server there, "
-            f"{found.misfit:.3g} without the adapter."
+            f"PEFT is nearest at scale {reply.fitted_scale:.3g}{wrong}: {reply.fit:.3g} nats from the server there, "
+            f"{reply.misfit:.3g} without the adapter."
         )

@@ -64,8 +64,8 @@ class StoredAdapter:
     @property
     def task_type(self) -> str | None:
         """What PEFT would open the base as."""
-        found = self.config.get("task_type")
-        return found if isinstance(found, str) else None
+        task = self.config.get("task_type")
+        return task if isinstance(task, str) else None
 
 
 def read_adapter(path: str | Path) -> StoredAdapter:
@@ -73,12 +73,12 @@ def read_adapter(path: str | Path) -> StoredAdapter:
     path = Path(path)
     if path.suffix == ".gguf":
         return _gguf(path)
-    found = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     layers = tuple(
         StoredLayer(x.name, (x.out_features, x.in_features), x.rank, x.scale, x.kind, tuple(x.kernel))
-        for x in found.layers
+        for x in checkpoint.layers
     )
-    return StoredAdapter(path, found.format, layers, tuple(found.extras), found.config)
+    return StoredAdapter(path, checkpoint.format, layers, tuple(checkpoint.extras), checkpoint.config)
 
 
 def _gguf(path: Path) -> StoredAdapter:

@@ -149,11 +149,11 @@ def ask_server(
     plain = [client.ask(text, adapted=False) for text in texts]
     again = [client.ask(text, adapted=False) for text in texts]
     adapted = [client.ask(text, adapted=True) for text in texts]
-    found = (client.server, client.adapter, len(texts), _distance(plain, again), _distance(plain, adapted))
+    measured = (client.server, client.adapter, len(texts), _distance(plain, again), _distance(plain, adapted))
     if expected is None:
-        return Asked(*found, client.scale)
+        return Asked(*measured, client.scale)
     scale, fit = fitted_scale(lambda s: _distance(adapted, expected(s)))
-    return Asked(*found, client.scale, scale, fit, _distance(adapted, expected(0.0)))
+    return Asked(*measured, client.scale, scale, fit, _distance(adapted, expected(0.0)))
 
 
 def fitted_scale(distance: Callable[[float], float]) -> tuple[float, float]:
@@ -164,9 +164,9 @@ def fitted_scale(distance: Callable[[float], float]) -> tuple[float, float]:
     best = int(np.argmin(seen))
     low, high = SCALES[max(best - 1, 0)], SCALES[min(best + 1, len(SCALES) - 1)]
     options = {"maxiter": REFINEMENTS, "xatol": 1e-3}
-    found = minimize_scalar(distance, bounds=(low, high), method="bounded", options=options)
-    if found.fun < seen[best]:
-        return float(found.x), float(found.fun)
+    nearest = minimize_scalar(distance, bounds=(low, high), method="bounded", options=options)
+    if nearest.fun < seen[best]:
+        return float(nearest.x), float(nearest.fun)
     return SCALES[best], seen[best]
 
 

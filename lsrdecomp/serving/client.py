@@ -91,7 +91,9 @@ class LlamaCpp:
         fields = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "n_predict": 1, "temperature": 0}
         reply = _request(f"{self.root}/completion", fields | {"n_probs": TOP, "cache_prompt": False, "lora": lora})
         try:
-            return {one["id"]: float(one["logprob"]) for one in reply["completion_probabilities"][0]["top_logprobs"]}
+            return {
+                token["id"]: float(token["logprob"]) for token in reply["completion_probabilities"][0]["top_logprobs"]
+            }
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise LsrError(f"{self.root}/completion: no log-probabilities in its answer") from error
 
@@ -119,8 +121,8 @@ class OpenAi:
                 if attempt is attempts[-1]:
                     raise LsrError(str(error)) from None
         try:
-            found = reply["choices"][0]["logprobs"]["top_logprobs"][0]
-            return {_token(key): float(value) for key, value in found.items()}
+            likeliest = reply["choices"][0]["logprobs"]["top_logprobs"][0]
+            return {_token(key): float(value) for key, value in likeliest.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise LsrError(f"{self.root}/v1/completions: no log-probabilities in its answer") from error
 
@@ -131,20 +133,20 @@ def _token(key: str) -> Token:
 
 
 def _llama_cpp(root: str, listed: list[Any], adapter: str | None, file: Path) -> LlamaCpp:
-    known = {int(one["id"]): one for one in listed if isinstance(one, dict) and isinstance(one.get("id"), int)}
-    names = {number: str(one.get("path", number)) for number, one in known.items()}
+    loras = {int(lora["id"]): lora for lora in listed if isinstance(lora, dict) and isinstance(lora.get("id"), int)}
+    names = {number: str(lora.get("path", number)) for number, lora in loras.items()}
     chosen = _chosen(root, names, adapter, file)
-    scale = known[chosen].get("scale")
-    return LlamaCpp(root, tuple(known), chosen, names[chosen], float(scale) if isinstance(scale, int | float) else None)
+    scale = loras[chosen].get("scale")
+    return LlamaCpp(root, tuple(loras), chosen, names[chosen], float(scale) if isinstance(scale, int | float) else None)
 
 
 def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
     listed = reply.get("data") if isinstance(reply, dict) else None
-    models = [one for one in listed or () if isinstance(one, dict) and isinstance(one.get("id"), str)]
+    models = [model for model in listed or () if isinstance(model, dict) and isinstance(model.get("id"), str)]
     if len(models) < 2:
         text = f"{root}/v1/models names {len(models)} models; an adapter that is served is named beside its base"
         raise LsrError(text)
-    parents = {one["id"]: one.get("parent") for one in models}
+    parents = {model["id"]: model.get("parent") for model in models}
     adapters = [name for name, parent in parents.items() if parent] or list(parents)[1:]
     chosen = _chosen(root, dict(enumerate(adapters)), adapter, file)
     parent = parents[adapters[chosen]]
@@ -156,20 +158,20 @@ def _openai(root: str, reply: Any, adapter: str | None, file: Path) -> OpenAi:
     return OpenAi(root, base, adapters[chosen])
 
 
-def _chosen(root: str, names: Mapping[int, str], asked: str | None, file: Path) -> int:
+def _chosen(root: str, names: Mapping[int, str], wanted: str | None, file: Path) -> int:
     """The number of the adapter that is meant."""
-    held = ", ".join(f"{number} ({name})" for number, name in names.items()) or "none"
-    if asked is not None:
-        found = [n for n, name in names.items() if asked in (str(n), name, Path(name).name, Path(name).stem)]
-        if len(found) != 1:
-            raise LsrError(f"{root} has no one adapter {ascii(asked)[:80]}; there are: {held}")
-        return found[0]
+    listing = ", ".join(f"{number} ({name})" for number, name in names.items()) or "none"
+    if wanted is not None:
+        matches = [n for n, name in names.items() if wanted in (str(n), name, Path(name).name, Path(name).stem)]
+        if len(matches) != 1:
+            raise LsrError(f"{root} has no one adapter {ascii(wanted)[:80]}; there are: {listing}")
+        return matches[0]
     if len(names) == 1:
         return next(iter(names))
-    found = [number for number, name in names.items() if Path(name).stem == file.stem]
-    if len(found) != 1:
-        raise LsrError(f"{root} has {len(names)} adapters; say which by --served-as: {held}")
-    return found[0]
+    matches = [number for number, name in names.items() if Path(name).stem == file.stem]
+    if len(matches) != 1:
+        raise LsrError(f"{root} has {len(names)} adapters; say which by --served-as: {listing}")
+    return matches[0]
 
 
 class _RefusedError(LsrError):

@@ -41,7 +41,7 @@ class Expected:
     def _answers(self) -> list[Mapping[Token, float]]:
         import torch
 
-        found: list[Mapping[Token, float]] = []
+        answers: list[Mapping[Token, float]] = []
         for tokens in self.tokens:
             with torch.no_grad():
                 logits = self.model.model(input_ids=torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].float()
@@ -49,5 +49,5 @@ class Expected:
             pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             # Two tokens may read alike: the likelier one is what a server would name.
             named: dict[Token, float] = {self._text(token): value for token, value in reversed(pairs)}
-            found.append({**named, **dict(pairs)})
-        return found
+            answers.append({**named, **dict(pairs)})
+        return answers

@@ -19,14 +19,14 @@ TEXT_PARTS = ("self_attn", "mlp")
 
 def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
-    found = Fates()
+    fates = Fates()
     if adapter.format not in ("diffusers", "kohya"):
         way_out = adapter.export("--to diffusers", "-diffusers.safetensors", check_diffusers_name)
-        found.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
+        fates.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
     if adapter.extras:
-        found.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({adapter.extras[0]}), at which it stops")
-    if _unreadable(adapter, base, found):
-        return found
+        fates.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({adapter.extras[0]}), at which it stops")
+    if _unreadable(adapter, base, fates):
+        return fates
     modules = _by_name(base) if adapter.format != "kohya" else _flattened(base, lambda name: True)
     flattened = False
     for layer in adapter.layers:
@@ -39,37 +39,37 @@ def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
         if fault is None and component.startswith("text_encoder") and not name.endswith(TEXT_WORDS):
             fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
         if fault is not None and name in modules:
-            found.refuse("diffusers raises where a size differs")
-        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
+            fates.refuse("diffusers raises where a size differs")
+        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
     if flattened and adapter.format == "diffusers":
-        found.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
-    return found
+        fates.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
+    return fates
 
 
 def kohya(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
-    found = Fates()
+    fates = Fates()
     if adapter.format not in ("kohya", "lycoris"):
         way_out = adapter.export("--to kohya", "-kohya.safetensors", kohya_name)
-        found.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
-    if _unreadable(adapter, base, found):
-        return found
+        fates.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
+    if _unreadable(adapter, base, fates):
+        return fates
     modules = _flattened(base, _visited)
     for layer in adapter.layers:
         fault = _fault(layer, layer.name, modules, base)
         if fault is not None and layer.name in modules:
-            found.refuse("kohya-ss raises where a size differs")
-        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return found
+            fates.refuse("kohya-ss raises where a size differs")
+        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
+    return fates
 
 
-def _unreadable(adapter: StoredAdapter, base: BaseModules, found: Fates) -> bool:
+def _unreadable(adapter: StoredAdapter, base: BaseModules, fates: Fates) -> bool:
     """Whether names need not be compared: the file is refused for its form, or the base is none of such a model."""
     if not base.components:
-        found.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
-    if found.refusals:
-        found.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
-    return bool(found.refusals)
+        fates.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
+    if fates.refusals:
+        fates.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
+    return bool(fates.refusals)
 
 
 def _by_name(base: BaseModules) -> Mapping[str, str]:
@@ -84,13 +84,13 @@ def _without_level(name: str) -> str:
 
 def _flattened(base: BaseModules, wanted: Callable[[str], bool]) -> Mapping[str, str]:
     sdxl = "text_encoder_2" in base.components
-    found = {}
+    stored = {}
     for name in base.shapes:
         if wanted(name):
             flat = flat_name(name, sdxl=sdxl)
             if flat is not None:
-                found[flat] = name
-    return found
+                stored[flat] = name
+    return stored
 
 
 def _visited(name: str) -> bool:

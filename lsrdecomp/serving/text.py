@@ -24,39 +24,39 @@ MISSING = "the base has no module of that name"
 
 def peft(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """Layers are made for what target_modules names; numbers of other layers are left out, wrong sizes raise."""
-    found = Fates()
+    fates = Fates()
     if adapter.format not in PEFT_FORMATS:
-        found.refuse(f"PEFT opens directories with adapter_config.json, and this is a {adapter.format} file")
+        fates.refuse(f"PEFT opens directories with adapter_config.json, and this is a {adapter.format} file")
     if adapter.format == "lsr":
-        found.notes.append("PEFT knows LSR after `import lsrdecomp.adapters`")
+        fates.notes.append("PEFT knows LSR after `import lsrdecomp.adapters`")
     for layer in adapter.layers:
         stored = base.find_as_opened(layer.name, adapter.task_type)
         if stored is None:
             fault: str | None = MISSING
         elif not layer.fits(base.shapes[stored]):
             fault = _sizes(layer, base, stored)
-            found.refuse("PEFT raises where a size differs")
+            fates.refuse("PEFT raises where a size differs")
         elif adapter.format != "lsr" and not _targeted(layer.name, adapter):
             fault = "target_modules of adapter_config.json does not name it"
         else:
             fault = None
-        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return found
+        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
+    return fates
 
 
 def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """One scale for all; a last word that no linear layer has stops the load, a wrong full name is passed over."""
-    found, config = Fates(), adapter.config
+    fates, config = Fates(), adapter.config
     for_server = adapter.export("--profile server", "-server", str)
     if adapter.format != "peft-lora":
-        found.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
+        fates.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
     if config.get("modules_to_save"):
-        found.refuse(f"modules_to_save is set, which vLLM refuses: heads are left out by {for_server}")
+        fates.refuse(f"modules_to_save is set, which vLLM refuses: heads are left out by {for_server}")
     if config.get("bias", "none") != "none":
-        found.refuse("bias is set, and vLLM loads no biases")
+        fates.refuse("bias is set, and vLLM loads no biases")
     others = [name for name in adapter.extras if "base_layer" not in name]
     if others:
-        found.refuse(f"{len(others)} tensors are no LoRA weights ({others[0]}), at which vLLM stops")
+        fates.refuse(f"{len(others)} tensors are no LoRA weights ({others[0]}), at which vLLM stops")
     rank = config.get("r")
     rank = rank if type(rank) is int and rank > 0 else 0
     alpha = config.get("lora_alpha")
@@ -64,63 +64,63 @@ def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
     if rank and isinstance(alpha, int | float):
         used = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     if rank > SERVER_RANKS[-1]:
-        found.refuse(f"r is {rank}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
+        fates.refuse(f"r is {rank}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
     elif rank > DEFAULT_RANK:
         slot = next(size for size in SERVER_RANKS if size >= rank)
-        found.notes.append(f"vLLM needs --max-lora-rank {slot}: r is {rank}, and {DEFAULT_RANK} is what it admits")
+        fates.notes.append(f"vLLM needs --max-lora-rank {slot}: r is {rank}, and {DEFAULT_RANK} is what it admits")
     for layer in adapter.layers:
         stored, fault = base.find(layer.name), None
         if _unexpected(layer, base):
             fault = "no layer of the base has this last word"
-            found.refuse("vLLM stops at names whose last word no layer of the base has")
+            fates.refuse("vLLM stops at names whose last word no layer of the base has")
         elif stored is None:
             fault = f"{MISSING}, and vLLM passes over it in silence"
         elif layer.kind not in ("linear", "conv1d", "embedding"):
             fault = f"vLLM has no LoRA for a layer of kind {layer.kind}"
-            found.refuse(fault)
+            fates.refuse(fault)
         elif not layer.fits(base.shapes[stored]):
             fault = _sizes(layer, base, stored)
-            found.refuse("vLLM raises where a size differs")
+            fates.refuse("vLLM raises where a size differs")
         elif rank and layer.rank > rank:
             fault = f"its rank {layer.rank} is above r = {rank}, by which vLLM chooses the slot"
-            found.refuse(fault)
+            fates.refuse(fault)
         factor = used / layer.scale if used and layer.scale else 1.0
-        found.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
+        fates.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
     if base.from_gguf:
-        found.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
-    return found
+        fates.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
+    return fates
 
 
 def llama_cpp(adapter: StoredAdapter, base: BaseModules) -> Fates:
     """All or nothing: one tensor that the base lacks, or of another size, and the file is not loaded."""
-    found = Fates()
+    fates = Fates()
     if adapter.format != GGUF:
-        found.refuse(f"llama.cpp loads GGUF files: {_as_gguf(adapter, base)}")
-        found.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
-        return found
+        fates.refuse(f"llama.cpp loads GGUF files: {_as_gguf(adapter, base)}")
+        fates.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
+        return fates
     fields = adapter.config
     for field, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if fields.get(field) != wanted:
-            found.refuse(f"{field} is {fields.get(field)!r}, expected {wanted!r}")
+            fates.refuse(f"{field} is {fields.get(field)!r}, expected {wanted!r}")
     if base.gguf is None:
-        found.refuse("the base is of no architecture whose GGUF names are known here; name its GGUF file")
+        fates.refuse("the base is of no architecture whose GGUF names are known here; name its GGUF file")
     elif fields.get("general.architecture") != base.gguf.architecture:
         ours = fields.get("general.architecture")
-        found.refuse(f"general.architecture is {ours!r}, and the base is {base.gguf.architecture!r}")
+        fates.refuse(f"general.architecture is {ours!r}, and the base is {base.gguf.architecture!r}")
     odd = [name for name in adapter.extras if not name.endswith("_norm.weight")]
     if odd:
-        found.refuse(f"{len(odd)} tensors are in no pair of lora_a and lora_b ({odd[0]})")
+        fates.refuse(f"{len(odd)} tensors are in no pair of lora_a and lora_b ({odd[0]})")
     shapes = _gguf_shapes(base)
     for layer in adapter.layers:
         fault = None
         if layer.name not in shapes:
             fault = "the base has no tensor of that name"
-            found.refuse("llama.cpp stops at a tensor that the base lacks")
+            fates.refuse("llama.cpp stops at a tensor that the base lacks")
         elif not layer.fits(shapes[layer.name]):
             fault = f"{layer.shape[0]} x {layer.shape[1]}, but {shapes[layer.name]} in the base"
-            found.refuse("llama.cpp stops where a size differs")
-        found.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return found
+            fates.refuse("llama.cpp stops where a size differs")
+        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
+    return fates
 
 
 def _as_gguf(adapter: StoredAdapter, base: BaseModules) -> str:
@@ -139,7 +139,7 @@ def _gguf_shapes(base: BaseModules) -> Mapping[str, tuple[int, ...] | None]:
     if base.gguf is None or base.from_gguf:
         return base.shapes
     find = gguf_names(base.gguf)
-    return {found: shape for name, shape in base.shapes.items() if (found := find(name)) is not None}
+    return {gguf_name: shape for name, shape in base.shapes.items() if (gguf_name := find(name)) is not None}
 
 
 def _unexpected(layer: StoredLayer, base: BaseModules) -> bool:
@@ -183,6 +183,6 @@ def _transformed(name: str, config: Mapping[str, Any]) -> bool:
         return True
     patterns = config.get("layers_pattern") or [r"[^.]*"]
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    found = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
-    number = next((int(match[1]) for match in found if match), None)
+    matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name) for pattern in patterns)
+    number = next((int(match[1]) for match in matches if match), None)
     return number in ([wanted] if isinstance(wanted, int) else wanted)
