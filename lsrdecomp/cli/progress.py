@@ -7,65 +7,83 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
 
 from lsrdecomp.compression.progress import Step
 
 EVERY = 60.0
 """Seconds between two lines where nobody watches."""
+BAR = 12
 
 
 @contextmanager
 def follow(*, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[Step], None]]:
     """Yields the callback that shows steps on stderr.
 
-    On a terminal each stage has a bar with counts and the time left. Elsewhere there is a line a minute, so that a log
-    tells that the run lives; a run of less than a minute by ``clock``, in seconds, writes none.
+    On a terminal there is one line with a bar, counts and the time left, which is gone when the block ends. Elsewhere
+    there is a line a minute, so that a log tells that the run lives; a run of less than a minute by ``clock``, in
+    seconds, writes none.
     """
     if quiet:
         yield lambda _: None
     elif sys.stderr.isatty():
-        with _bars() as show:
+        with _bar(clock) as show:
             yield show
     else:
         yield _Lines(clock).show
 
 
 @contextmanager
-def _bars() -> Iterator[Callable[[Step], None]]:
-    """One bar at a time: the present stage, how much of it is done, what it does now, the time left."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        now: tuple[TaskID, str, int] | None = None
+def _bar(clock: Callable[[], float]) -> Iterator[Callable[[Step], None]]:
+    """One line: a bar, the stage, how much of it is done, the time left. On a narrow terminal the stage is cut."""
+    console, pace = Console(stderr=True), _Pace(clock)
+    with Progress(BarColumn(BAR), TextColumn("{task.description}"), console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
 
         def show(step: Step) -> None:
-            nonlocal now
-            if now is None or now[1:] != (step.stage, step.total):
-                if now is not None:
-                    bars.remove_task(now[0])
-                now = bars.add_task(step.stage, total=step.total or None, count=""), step.stage, step.total
-            bars.update(now[0], completed=step.done, count=_counts(step, "/"))
+            left = pace.left(step)
+            rest = "".join(f" · {words}" for words in (_counts(step, "/"), left) if words)
+            room = max(1, console.width - BAR - cell_len(rest) - 2)
+            stage = step.stage
+            if cell_len(stage) > room:
+                stage = f"{set_cell_size(stage, room - 1).rstrip()}…"
+            bars.update(task, description=escape(f"{stage}{rest}"), total=step.total or None, completed=step.done)
+            bars.refresh()
 
         yield show
+
+
+class _Pace:
+    """How long a stage has run, and how much of it was done when it began."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stage, self._begun, self._known = ("", 0), clock(), 0
+
+    def left(self, step: Step) -> str:
+        """What is left of the stage, in words; what comes before the first count is no measure."""
+        now = self._clock()
+        if (step.stage, step.total) != self._stage or step.done == 0:
+            self._stage, self._begun, self._known = (step.stage, step.total), now, step.done
+        return time_left(step.done - self._known, step.total - self._known, now - self._begun)
 
 
 class _Lines:
     """A line when a minute has gone by since the last one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._last = clock, clock()
-        self._stage, self._begun, self._known = ("", 0), self._last, 0
+        self._clock, self._last, self._pace = clock, clock(), _Pace(clock)
 
     def show(self, step: Step) -> None:
-        now = self._clock()
-        if (step.stage, step.total) != self._stage or step.done == 0:  # what comes before the first count is no measure
-            self._stage, self._begun, self._known = (step.stage, step.total), now, step.done
+        now, left = self._clock(), self._pace.left(step)
         if now - self._last >= EVERY:
             self._last = now
-            left = time_left(step.done - self._known, step.total - self._known, now - self._begun)
             counts = _counts(step, " of ")
-            print(f"lsrdecomp: {step.stage}{counts and ': ' + counts}{left}", file=sys.stderr, flush=True)
+            words = f"{step.stage}{counts and ': ' + counts}{left and ', ' + left}"
+            print(f"lsrdecomp: {words}", file=sys.stderr, flush=True)
 
 
 def _counts(step: Step, of: str) -> str:
@@ -75,8 +93,8 @@ def _counts(step: Step, of: str) -> str:
 
 
 def time_left(done: int, total: int, seconds: float) -> str:
-    """ ", about 3 min left" for so much done in so many seconds; nothing while that cannot be told."""
+    """ "about 3 min left" for so much done in so many seconds; nothing while that cannot be told."""
     if not 0 < done < total or seconds <= 0.0:
         return ""
     left = seconds * (total - done) / done
-    return f", about {left:.0f} s left" if left < 90.0 else f", about {left / 60.0:.0f} min left"
+    return f"about {left:.0f} s left" if left < 90.0 else f"about {left / 60.0:.0f} min left"

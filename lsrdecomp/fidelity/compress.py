@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from lsrdecomp.checkpoints.in_memory import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.plan import GOALS, CompressionPlan, share_of_effect
-from lsrdecomp.compression.progress import OnStep
+from lsrdecomp.compression.progress import OnStep, Step
 from lsrdecomp.compression.report import LayerReport, Totals
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.errors import BudgetError, LsrError
@@ -149,8 +149,10 @@ def compress(
     storage = storage or usual_storage(checkpoint, base, keep, of_plan.get("bytes"))
     if plan is None and keep is None:
         plan = CompressionPlan(**of_plan, storage=storage)
-    resources = Resources(workers, of_base.get("device"), journal, on_step)
-    if base is None:
+    chosen = None if base is None else MeasuredSettings(**of_base)
+    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
+    resources = Resources(workers, of_base.get("device"), journal, steps or on_step)
+    if base is None or chosen is None or steps is None:
         of_base.pop("device", None)
         if plan is None or of_base or data is not None:
             raise BudgetError("a share to keep is measured: give base= and data= with it, or a size such as ratio=48")
@@ -163,13 +165,30 @@ def compress(
         plan,
         base=base,
         data=data,
-        settings=MeasuredSettings(**of_base),
+        settings=chosen,
         form={"storage": storage, "max_rank": of_plan.get("max_rank")},
         statistics=statistics,
         search=partial(search_adapter, checkpoint, search=search, resources=resources),
         journal=journal,
-        on_step=on_step,
+        steps=steps,
     )
+
+
+class NumberedSteps:
+    """Says before each stage which step of the run it belongs to."""
+
+    def __init__(self, on_step: OnStep | None, steps: int) -> None:
+        self._on_step, self._steps, self._number = on_step, steps, 0
+
+    def begin(self, stage: str) -> None:
+        """The next step."""
+        self._number += 1
+        self(Step(stage, 0, 0))
+
+    def __call__(self, step: Step) -> None:
+        """What is done in it."""
+        if self._on_step is not None:
+            self._on_step(replace(step, stage=f"step {self._number} of {self._steps} · {step.stage}"))
 
 
 def usual_storage(checkpoint: Checkpoint, base: object, keep: float | None, size: int | None) -> str:
@@ -238,13 +257,14 @@ def _measured(
     statistics: Statistics | None,
     search: Callable[..., SearchedAdapter],
     journal: Journal | None,
-    on_step: OnStep | None,
+    steps: NumberedSteps,
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest form that keeps ``settings.keep``, made as ``form`` says.
 
     With ``keep`` and ``distil`` the smallest untrained form is found first, then at most `keep.MOST_DISTILLED` smaller
     ones are trained, until one keeps as much. A second pass searches in the norm around the form of the first.
     """
+    steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     try:
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
@@ -252,13 +272,14 @@ def _measured(
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
-    evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, on_step=on_step)
+    evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, on_step=steps)
     keep = settings.keep
     if plan is not None and plan.kl is not None:
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         form, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
     folder = TemporaryDirectory()
     work = journal.path if journal is not None else Path(folder.name)
+    steps.begin("calibrating")
     norm = evaluator.statistics(work / "statistics") if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, work / "forms")
 
@@ -272,13 +293,16 @@ def _measured(
         return SmallestForm(forms, searches, checkpoint, keep, form, prior)
 
     last = ROUGH if settings.distil else CLOSE
+    steps.begin("searching")
     goal = goal_in(norm)
     best = goal.untrained(last if settings.passes == 1 else ROUGH)
     for turn in range(2, settings.passes + 1):
         # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
         if best is None:
             break
+        steps.begin("calibrating with the compressed adapter")
         norm = evaluator.statistics(forms.folder / f"statistics-{turn}", best.path)
+        steps.begin("searching again")
         try:
             next_goal = goal_in(norm, goal.prior)
             new = next_goal.untrained(last if turn == settings.passes else ROUGH)
@@ -289,6 +313,7 @@ def _measured(
             break
         goal, best, forms.statistics = next_goal, new, norm
     if settings.distil or best is None:
+        steps.begin("training")
         best = goal.trained()
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pty
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from lsrdecomp.cli import progress
@@ -39,16 +41,25 @@ def clock() -> Clock:
     return Clock()
 
 
-def on_a_terminal(steps: list[Step], monkeypatch: pytest.MonkeyPatch, *, quiet: bool = False) -> str:
-    """What a terminal shows of these steps."""
+def on_a_terminal(
+    steps: list[Step],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    quiet: bool = False,
+    columns: int = 100,
+    clock: Clock | None = None,
+) -> str:
+    """What a terminal shows of these steps, ten seconds apart by ``clock``."""
     main, other = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(columns))
     with os.fdopen(other, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with follow(quiet=quiet) as show:
+        clock = clock or Clock()
+        with follow(quiet=quiet, clock=clock) as show:
             for step in steps:
                 show(step)
+                clock.now += 10.0
         terminal.write("end")
         terminal.flush()
         shown = b""
@@ -64,6 +75,19 @@ def test_a_terminal_shows_stage_counts_and_what_is_done_now(monkeypatch: pytest.
     assert "1,200/2,400 layers" in shown
     assert "reading" in on_a_terminal([Step("reading", 0, 0)], monkeypatch)
     assert "first part" in on_a_terminal([Step("experiment", 1, 3, "parts", "first part")], monkeypatch)
+
+
+@pytest.mark.parametrize("columns", [80, 110, 130])
+def test_the_line_fits_the_terminal_and_ends_before_results(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    training = "training 1 of at most 2, 250 times fewer numbers: distilling, at most 60 steps of 8 examples"
+    steps = [Step(f"step 6 of 6 · {training}", done, 60, "steps") for done in range(3)]
+    shown = on_a_terminal([Step("step 1 of 6 · opening the base", 0, 0), *steps], monkeypatch, columns=columns)
+    lines = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if line]
+    assert max(map(cell_len, lines)) <= columns
+    assert "step 1 of 6 · opening the base" in shown
+    assert "2/60 steps · about 10 min left" in shown
+    assert "step 6 of 6 · training 1 of a" in shown
+    assert shown.endswith("\x1b[2Kend")  # wiped: results begin an empty line
 
 
 def test_a_quiet_terminal_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 
@@ -169,7 +170,13 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
     told = []
     whole = lsr.compress(folder / "lora", **settings, on_step=told.append)
     assert {step.unit for step in told} >= {"examples", "layers × shapes", "steps"}  # calibration, search, training
-    assert [step.done for step in told if step.stage == "calibrating" and step.total][-1] == len(TEXTS) * 3 // 4
+    assert [step.done for step in told if step.stage.endswith("· calibrating") and step.total][-1] == len(
+        TEXTS
+    ) * 3 // 4
+    numbers = [int(re.match(r"step (\d) of 6 · ", step.stage)[1]) for step in told]
+    assert told[0].stage == "step 1 of 6 · opening the base"
+    assert numbers == sorted(numbers)
+    assert max(numbers) == 6
     trainings = len(counted)
     assert 1 <= trainings <= 2
 
