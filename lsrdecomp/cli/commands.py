@@ -85,7 +85,7 @@ def curve(
         tables.show(json, f"Wrote {out}.")
     if json is not None:
         facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
-        tables.write_json({**facts, "curves": [one.to_json() for one in curves]}, json)
+        tables.write_json({**facts, "curves": [curve.to_json() for curve in curves]}, json)
 
 
 def export(
@@ -121,7 +121,7 @@ def export(
 ) -> None:
     """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=None if like else alpha, max_memory=max_memory)
-    place = None if base is None else served.base_files(base)
+    base_path = None if base is None else served.base_files(base)
     if like is not None and to != "same":
         raise typer.BadParameter("goes with --to same", param_hint="--like")
     model = None if like is None else checkpoints.open_checkpoint(like, alpha=alpha, max_memory=max_memory)
@@ -132,7 +132,7 @@ def export(
         storage=storage,
         profile=profile,
         force=force,
-        base=place,
+        base=base_path,
         like=model,
         without_heads=without_heads,
     )

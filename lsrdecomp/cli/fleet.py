@@ -17,7 +17,7 @@ from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDe
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.compression.progress import Step
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, unknown
 
 
 def fleet(
@@ -82,10 +82,10 @@ def read_plan(path: Path) -> compression.CompressionPlan:
         raise LsrError(f"{path}: {error}") from error
     if not isinstance(table, dict):
         raise LsrError(f"{path}: has no table [compress]")
-    known = [field.name for field in fields(compression.CompressionPlan)]
-    unknown = [key for key in table if key not in known]
-    if unknown:
-        raise LsrError(f"{path}: unknown key {unknown[0]!r} in [compress]; known: {', '.join(known)}")
+    settings = [field.name for field in fields(compression.CompressionPlan)]
+    for key in table:
+        if key not in settings:
+            raise LsrError(f"{path}: unknown key {unknown(key, settings)}")
     try:
         return compression.CompressionPlan(**table)
     except (LsrError, TypeError, ValueError) as error:

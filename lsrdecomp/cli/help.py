@@ -50,6 +50,6 @@ def flags(text: str) -> str:
     """
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",
-        lambda found: {"statistics": "--calibrated"}.get(found[1], f"--{found[1]}"),
+        lambda match: {"statistics": "--calibrated"}.get(match[1], f"--{match[1]}"),
         text,
     )

@@ -58,7 +58,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
     for group in grouped(layers, became, each):
         first = group[0]
         left, right = first.separation_ranks
-        kept = sum(layer.parameters for layer in group)
+        parameters = sum(layer.parameters for layer in group)
         missed = "" if all(layer.met for layer in group) else " !"
         sheet.add_row(
             group_name([layer.name for layer in group], len(cut)),
@@ -67,7 +67,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
             first.structure,
             first.shape,
             (f"{left}" if left == right else f"{left}+{right}") if first.structure != "drop" else "",
-            f"{kept:,}",
+            f"{parameters:,}",
             f"{sum(layer.parameters_before for layer in group):,}",
             "/".join(sorted({layer.storage for layer in group if layer.parameters})),
             f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}{missed}",
@@ -103,7 +103,7 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
         )
     )
     cut = common_prefix([layer.name for layer in checkpoint.layers])
-    found = dict(zip((layer.name for layer in checkpoint.layers), ranks, strict=True))
+    ranks_by_name = dict(zip((layer.name for layer in checkpoint.layers), ranks, strict=True))
 
     def structure(layer: Any) -> str:
         if isinstance(layer, checkpoints.LoraLayer):
@@ -116,7 +116,7 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
 
     for group in grouped(checkpoint.layers, alike, each):
         first = group[0]
-        norms = [found[layer.name][0] for layer in group]
+        norms = [ranks_by_name[layer.name][0] for layer in group]
         sheet.add_row(
             group_name([layer.name for layer in group], len(cut)),
             first.kind,
@@ -126,7 +126,7 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
             f"{sum(layer.parameters for layer in group):,}",
             first.dtype,
             f"{math.hypot(*norms):.4g}",
-            _range([found[layer.name][1] for layer in group]),
+            _range([ranks_by_name[layer.name][1] for layer in group]),
         )
     return sheet
 
@@ -143,8 +143,8 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
         return (kind_of(layer.name), layer.recorded_error is None) if layer.agrees else layer.name
 
     for group in grouped(result.layers, alike, each):
-        known = group[0].recorded_error is not None
-        was = f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}" if known else "–"
+        has_record = group[0].recorded_error is not None
+        was = f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}" if has_record else "–"
         sheet.add_row(
             group_name([layer.name for layer in group], len(cut)),
             f"{sum(layer.parameters for layer in group):,}",

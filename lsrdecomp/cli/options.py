@@ -30,11 +30,11 @@ def assignment(text: str, hint: str) -> tuple[str, Any]:
 
 def memory_size(text: str) -> int:
     """Bytes of a size such as 4000000, 512MB or 8GiB; a bare K, M, G or T counts in powers of 1024."""
-    found = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B|)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,15})\s*([KMGT]?)(i?B|)", text.strip())
+    if match is None:
         raise typer.BadParameter(f"expected a size such as 4000000, 512MB or 8GiB, got {text!r}")
-    base = 1000 if found[3] == "B" else 1024
-    return int(found[1]) * int(base ** POWERS[found[2]])
+    base = 1000 if match[3] == "B" else 1024
+    return int(match[1]) * int(base ** POWERS[match[2]])
 
 
 Adapter = Annotated[Path, typer.Argument(help="Adapter directory or weight file.", show_default=False)]

@@ -46,26 +46,26 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
     hints = get_type_hints(verb, include_extras=True)
     marks = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
     outputs = {
-        name: mark for name, found in marks.items() for mark in found if isinstance(mark, Output) and name != "return"
+        name: mark for name, notes in marks.items() for mark in notes if isinstance(mark, Output) and name != "return"
     }
-    texts = {name for name, found in marks.items() if any(mark is Input for mark in found)}
+    texts = {name for name, notes in marks.items() if any(mark is Input for mark in notes)}
     signature = inspect.signature(verb)
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        values = signature.bind(*args, **kwargs).arguments
         inputs = tuple(
             path
-            for name, value in given.items()
+            for name, value in values.items()
             if name not in outputs and value is not None and (isinstance(value, Path) or name in texts)
             for path in _read(Path(value))
             if path.exists()
         )
         _check(
-            {name: Path(given[name]) for name in outputs if given.get(name) is not None and str(given[name]) != "-"},
+            {name: Path(values[name]) for name in outputs if values.get(name) is not None and str(values[name]) != "-"},
             outputs,
             inputs,
-            bool(given.get("force")),
+            bool(values.get("force")),
         )
         return verb(*args, **kwargs)
 

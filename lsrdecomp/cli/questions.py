@@ -46,7 +46,7 @@ class Questions:
     @property
     def given(self) -> int:
         """How many of the three were named."""
-        return sum(place is not None for place in (self.text, self.task, self.data))
+        return sum(path is not None for path in (self.text, self.task, self.data))
 
     def check(self) -> None:
         """Refuse none and more than one, and options that would do nothing.

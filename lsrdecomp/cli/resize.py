@@ -44,20 +44,20 @@ def resize(
     json: Path | None = None,
 ) -> None:
     """One file for each plan; several ratios share the name, with the ratio before its ending."""
-    given = [plan for plan in plans if plan is not None]
-    places = [out if len(given) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in given]
+    wanted = [plan for plan in plans if plan is not None]
+    paths = [out if len(wanted) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in wanted]
     if not dry_run:
-        for place in places:
-            checkpoints.check_file(place, (checkpoint.path, checkpoint.weights), force=force)
+        for path in paths:
+            checkpoints.check_file(path, (checkpoint.path, checkpoint.weights), force=force)
     facts = []
-    for plan, place in zip(given, places, strict=True):
+    for plan, path in zip(wanted, paths, strict=True):
         with follow(quiet=quiet) as step:
             read = Counter(step, "reading", len(checkpoint.layers), "layers")
             cut = compression.truncate(checkpoint, plan, storage=storage, on_layer=partial(_count, read))
             if not dry_run:
                 written = Counter(step, "writing", len(checkpoint.layers), "layers")
-                cut.save(place, force=force, on_layer=partial(_count, written))
-        facts.append(_shown(cut, None if dry_run else place, json))
+                cut.save(path, force=force, on_layer=partial(_count, written))
+        facts.append(_shown(cut, None if dry_run else path, json))
     tables.show(json, PLAIN)
     if json is not None:
         tables.write_json(facts if len(facts) > 1 else facts[0], json)
@@ -94,7 +94,7 @@ def resize_all(
         raise LsrError(f"{len(failed)} of {len(files)} files were not written: {', '.join(failed)}")
 
 
-def _shown(cut: Truncation, place: Path | None, json: Path | None) -> dict[str, object]:
+def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:
     """The curve of a dry run, or what was written; and the same for machines."""
     from lsrdecomp.checkpoints.safetensors import read_header
 
@@ -103,19 +103,19 @@ def _shown(cut: Truncation, place: Path | None, json: Path | None) -> dict[str, 
     facts: dict[str, object] = {"source": name, "parameters_before": whole, "parameters": cut.parameters}
     facts |= {"relative_error": cut.relative_error}
     facts["ranks"] = {layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)}
-    if place is None:
+    if path is None:
         sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")))
         for ratio, size, error in cut.curve():
             sheet.add_row(f"{ratio:g}", f"{size:,}", f"{error:.4f}")
         tables.show(json, f"{name}: {whole:,} parameters", sheet)
         return facts | {"curve": curve}
-    record = loads(read_header(place).metadata["lsrdecomp"])
+    record = loads(read_header(path).metadata["lsrdecomp"])
     moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5
     left = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,
-        f"Wrote {place}: {cut.parameters:,} of {whole:,} parameters, {place.stat().st_size:,} of "
+        f"Wrote {path}: {cut.parameters:,} of {whole:,} parameters, {path.stat().st_size:,} of "
         f"{cut.source.weights.stat().st_size:,} bytes, ranks up to {max(cut.ranks)}, {left} of {len(cut.ranks)} layers "
         f"left out; relative error {cut.relative_error:.4f}, which rounding moves by {moved:.1g} at most.",
     )
-    return facts | {"file": str(place), "rounding": moved}
+    return facts | {"file": str(path), "rounding": moved}

@@ -45,43 +45,43 @@ class Sheet:
 
     def laid_out(self, width: int) -> Table:
         """The table at a width: the columns that fit, every number whole."""
-        kept = self._kept(width)
+        shown = self._kept(width)
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
-        for place in kept:
-            column = self.columns[place]
+        for index in shown:
+            column = self.columns[index]
             table.add_column(
                 column.head,
                 justify=column.justify,
                 no_wrap=not column.prose,
                 overflow="fold" if column.prose else "crop",
-                min_width=None if column.prose else self._width(place, column.name),
+                min_width=None if column.prose else self._width(index, column.name),
             )
-        room = width + GAP - sum(self._width(place) + GAP for place in kept if not self.columns[place].name)
-        names = max(1, sum(self.columns[place].name for place in kept))
+        room = width + GAP - sum(self._width(index) + GAP for index in shown if not self.columns[index].name)
+        names = max(1, sum(self.columns[index].name for index in shown))
         most = max(LEAST_NAME, (room - GAP * names) // names)
         for row in self.rows:
-            table.add_row(*(self._cell(row, place, most) for place in kept))
+            table.add_row(*(self._cell(row, index, most) for index in shown))
         if self.total is not None:
             table.add_section()
-            table.add_row(*(self._cell(self.total, place, most) for place in kept), style="bold")
+            table.add_row(*(self._cell(self.total, index, most) for index in shown), style="bold")
         return table
 
     def _kept(self, width: int) -> list[int]:
         """Columns that fit: the least needed leaves until they do, or until only those that must stay are left."""
-        places = [place for place, column in enumerate(self.columns) if self._filled(place)]
-        while sum(self._width(place, least=True) + GAP for place in places) - GAP > width:
-            droppable = [place for place in places if self.columns[place].rank]
+        indices = [index for index, column in enumerate(self.columns) if self._filled(index)]
+        while sum(self._width(index, least=True) + GAP for index in indices) - GAP > width:
+            droppable = [index for index in indices if self.columns[index].rank]
             if not droppable:
                 break
-            places.remove(max(droppable, key=lambda place: (self.columns[place].rank, place)))
-        return places
+            indices.remove(max(droppable, key=lambda index: (self.columns[index].rank, index)))
+        return indices
 
-    def _filled(self, place: int) -> bool:
-        return not self.rows or any(row[place] for row in self._all_rows())
+    def _filled(self, index: int) -> bool:
+        return not self.rows or any(row[index] for row in self._all_rows())
 
-    def _width(self, place: int, least: bool = False) -> int:
-        column = self.columns[place]
-        widest = max((cell_len(row[place]) for row in self._all_rows()), default=0)
+    def _width(self, index: int, least: bool = False) -> int:
+        column = self.columns[index]
+        widest = max((cell_len(row[index]) for row in self._all_rows()), default=0)
         if least and (column.name or column.prose):
             widest = min(widest, FAIR_NAME)
         return max(cell_len(column.head), widest)
@@ -89,8 +89,8 @@ class Sheet:
     def _all_rows(self) -> Iterable[Sequence[str]]:
         return self.rows if self.total is None else [*self.rows, self.total]
 
-    def _cell(self, row: Sequence[str], place: int, most: int) -> str:
-        return shortened(row[place], most) if self.columns[place].name else row[place]
+    def _cell(self, row: Sequence[str], index: int, most: int) -> str:
+        return shortened(row[index], most) if self.columns[index].name else row[index]
 
 
 def shortened(name: str, most: int) -> str:

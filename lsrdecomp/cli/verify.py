@@ -83,16 +83,16 @@ def verify(
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
     if base is not None:
         questions.check()
-    given = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
+    original = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     with follow(quiet=quiet) as step:
         made = _opened(written, alpha, max_memory)
-        advance = Counter(step, "measuring", len(given.layers), "layers").add
-        result = compression.verify(given, made, on_layer=lambda _: advance())
-        found = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype, step)
+        advance = Counter(step, "measuring", len(original.layers), "layers").add
+        result = compression.verify(original, made, on_layer=lambda _: advance())
+        behaviour = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype, step)
     tables.show(json, tables.verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
-    if found is not None:
-        tables.show(json, *_sentences(found))
+    if behaviour is not None:
+        tables.show(json, *_sentences(behaviour))
     for complaint in _complaints(result, source):
         tables.say(complaint)
     if json is not None:
@@ -101,8 +101,8 @@ def verify(
         ]
         facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
         facts |= {"source_matches": result.source_matches, "layers": layers}
-        if found is not None:
-            facts["answers"] = {**asdict(found), "kept": found.kept, "base": base}
+        if behaviour is not None:
+            facts["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
         tables.write_json(facts, json)
     if not result.passed:
         raise typer.Exit(1)

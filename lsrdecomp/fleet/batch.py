@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.report import REPORT
+from lsrdecomp.compression.report import REPORT, mapping
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
-from lsrdecomp.fleet.sharing import leaders, like_adapters
 
 FILE = ".safetensors"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
@@ -75,12 +74,12 @@ def find_adapters(folder: Path) -> list[str]:
     """
     if not folder.is_dir():
         raise CheckpointError("is not a directory of adapters", path=folder)
-    found = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
+    names = {path.parent.relative_to(folder).as_posix() for name in WEIGHTS for path in folder.rglob(name)}
     configs = (CONFIG, "config.json", METADATA)
     for path in folder.rglob(f"*{FILE}"):
         if path.name not in WEIGHTS and not any((path.parent / config).exists() for config in configs):
-            found.add(path.relative_to(folder).as_posix())
-    return sorted(name for name in found - {"."} if not any(part.startswith(".") for part in name.split("/")))
+            names.add(path.relative_to(folder).as_posix())
+    return sorted(name for name in names - {"."} if not any(part.startswith(".") for part in name.split("/")))
 
 
 def run_fleet(
@@ -168,12 +167,12 @@ def run_fleet(
     total = len(left)
     run = _Run(manifest, plan, runner, retries, lambda outcome: on_outcome and on_outcome(outcome, total))
     searches = plan.separation_rank is None and plan.rtol is None
-    groups = like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
-    while first := {leader for leader in leaders(groups, manifest.outcomes, left).values() if leader in left}:
+    groups = _like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
+    while first := {leader for leader in _leaders(groups, manifest.outcomes, left).values() if leader in left}:
         run.work([left.pop(name) for name in sorted(first)])
-    found = leaders(groups, manifest.outcomes, left)
+    leads = _leaders(groups, manifest.outcomes, left)
     run.work(
-        [replace(job, like=str(_place(out, found[job.name]))) if job.name in found else job for job in left.values()]
+        [replace(job, like=str(_place(out, leads[job.name]))) if job.name in leads else job for job in left.values()]
     )
     for name in names:  # what workers that were killed, in this run or an earlier one, left half written
         remove_leftovers(_place(out, name), age=0.0)
@@ -231,18 +230,45 @@ class _Run:
             yield from self.runner(group, self.plan)
 
 
-def _statistics_of(names: Sequence[str], place: str | Path | None) -> dict[str, str]:
+def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) -> list[list[str]]:
+    """Names of adapters of one base with the same layers, where there are several.
+
+    Reads the headers of their files, and leaves out what cannot be read: its job will say why.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, source in sources.items():
+        try:
+            adapter = open_checkpoint(source, max_memory=max_memory)
+        except (LsrError, OSError):
+            continue
+        layers = ((layer.name, layer.out_features, layer.in_features, layer.rank) for layer in adapter.layers)
+        groups.setdefault((adapter.config.get("base_model_name_or_path"), tuple(sorted(layers))), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _leaders(groups: Sequence[Sequence[str]], outcomes: Mapping[str, Outcome], left: Collection[str]) -> dict[str, str]:
+    """For each adapter of the groups, the first of its group that is done or still left to be tried."""
+    leads: dict[str, str] = {}
+    for names in groups:
+        able = (name for name in names if name in left or (name in outcomes and outcomes[name].state == "done"))
+        leader = next(able, None)
+        if leader is not None:
+            leads.update(dict.fromkeys(names, leader))
+    return leads
+
+
+def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str, str]:
     """The directory of statistics of each adapter."""
-    if place is None:
+    if folder is None:
         return {}
-    place = Path(place).resolve()
-    if (place / METADATA).is_file():
-        return dict.fromkeys(names, str(place))
-    missing = [name for name in names if not (place / name / METADATA).is_file()]
+    folder = Path(folder).resolve()
+    if (folder / METADATA).is_file():
+        return dict.fromkeys(names, str(folder))
+    missing = [name for name in names if not (folder / name / METADATA).is_file()]
     if missing:
         text = f"has no statistics for {len(missing)} of {len(names)} adapters, and none for all of them"
-        raise CheckpointError(f"{text}; calibrate {missing[0]} with --out {place / missing[0]}", path=place)
-    return {name: str(place / name) for name in names}
+        raise CheckpointError(f"{text}; calibrate {missing[0]} with --out {folder / missing[0]}", path=folder)
+    return {name: str(folder / name) for name in names}
 
 
 def _place(out: Path, name: str) -> Path:
@@ -270,9 +296,8 @@ def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:
             return None
     except (LsrError, OSError):
         return None
-    totals = report.get("totals")
-    known = totals if isinstance(totals, dict) else {}
-    error = known.get("functional_error") or known.get("relative_error")
+    totals = mapping(report.get("totals"))
+    error = totals.get("functional_error") or totals.get("relative_error")
     figures = source.adapter_parameters, written.adapter_parameters, float(error or 0.0)
     return Outcome(job.name, "done", "", *figures)
 

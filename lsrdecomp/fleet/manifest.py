@@ -46,16 +46,16 @@ class Manifest:
     def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
-        asked = {"plan": plain(plan), "calibrated": calibrated}
+        wanted = {"plan": plain(plan), "calibrated": calibrated}
         lines = self._sound_lines()
         if lines:
-            for name, value in asked.items():
-                held = lines[0].get(name)
-                if held != value:
-                    text = f"belongs to another {WORDS[name]}, {json.dumps(held)[:400]}; choose another output"
+            for name, value in wanted.items():
+                recorded = lines[0].get(name)
+                if recorded != value:
+                    text = f"belongs to another {WORDS[name]}, {json.dumps(recorded)[:400]}; choose another output"
                     raise CheckpointError(text, path=path)
         else:
-            self._write(json.dumps({name: value for name, value in asked.items() if value is not None}))
+            self._write(json.dumps({name: value for name, value in wanted.items() if value is not None}))
         for line in lines[1:]:
             outcome = _outcome(line)
             if outcome is None:
