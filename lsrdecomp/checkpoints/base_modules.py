@@ -82,9 +82,9 @@ class BaseModules:
         A file of the bare model has ``encoder.…`` where a model with a head calls it ``bert.encoder.…``, and the other
         way round; language models are asked for by their own names.
         """
-        found = self.find(name)
-        if found is not None or self.from_gguf:
-            return found
+        same = self.find(name)
+        if same is not None or self.from_gguf:
+            return same
         rest = name.partition(".")[2]
         if self._bare:
             return rest if rest in self.shapes else None
@@ -134,8 +134,8 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     """
     path = Path(path)
     if path.suffix == ".gguf":
-        known = read_base(path)
-        return BaseModules(path, dict(known.shapes), known)
+        gguf_base = read_base(path)
+        return BaseModules(path, dict(gguf_base.shapes), gguf_base)
     if path.is_dir() and (path / "model_index.json").is_file():
         return BaseModules(path, dict(_pipeline(path)))
     shapes = dict(_modules(path, task_type))
@@ -174,12 +174,12 @@ def _modules(path: Path, task_type: str | None) -> Iterator[tuple[str, Shape | N
 def _weight_files(path: Path) -> list[Path]:
     """The safetensors files of a base; none where there is only a config."""
     if path.is_dir():
-        found = sorted(path.glob(f"*{INDEX}"))
+        indices = sorted(path.glob(f"*{INDEX}"))
         whole = [path / name for name in ("model.safetensors", "diffusion_pytorch_model.safetensors")]
         whole = [file for file in whole if file.exists() or file.is_symlink()]
-        if not whole and not found:
+        if not whole and not indices:
             return sorted(path.glob("*.safetensors"))
-        path = whole[0] if whole else found[0]
+        path = whole[0] if whole else indices[0]
     if path.name.endswith(INDEX):
         parts = read_json(path).get("weight_map")
         if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
@@ -193,10 +193,10 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _pipeline(path: Path) -> Iterator[tuple[str, Shape | None]]:
-    found = [part for part in COMPONENTS if (path / part).is_dir()]
-    if not found:
+    components = [part for part in COMPONENTS if (path / part).is_dir()]
+    if not components:
         raise CheckpointError(f"is a pipeline without any of {', '.join(COMPONENTS)}", path=path)
-    for part in found:
+    for part in components:
         for name, shape in _modules(path / part, None):
             yield f"{part}.{name}", shape
 
@@ -239,11 +239,13 @@ def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int
 def _transformers(config: Path, raw: dict[str, Any], task_type: str | None) -> Any:
     import transformers
 
-    known = transformers.AutoConfig.from_pretrained(str(config.parent) if config.name == "config.json" else str(config))
+    settings = transformers.AutoConfig.from_pretrained(
+        str(config.parent) if config.name == "config.json" else str(config)
+    )
     own = next(iter(raw.get("architectures") or ()), None)
     if task_type not in LOADERS and isinstance(own, str) and hasattr(transformers, own):
-        return getattr(transformers, own)(known)
-    return getattr(transformers, LOADERS.get(str(task_type), "AutoModel")).from_config(known)
+        return getattr(transformers, own)(settings)
+    return getattr(transformers, LOADERS.get(str(task_type), "AutoModel")).from_config(settings)
 
 
 def _diffusers(raw: dict[str, Any]) -> Any:

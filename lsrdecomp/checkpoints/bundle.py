@@ -57,39 +57,41 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
         Bytes that a file may have which can only be read whole.
     """
     path = Path(path)
-    place = path / name if name is not None else path
-    if not place.exists() and not place.is_symlink():
-        raise CheckpointError("no such file or directory", path=place)
-    if not place.is_dir():
-        with_config = place.name in BESIDE_CONFIG and (place.parent / CONFIG).exists()
-        return _read(place, place, read_json(place.parent / CONFIG) if with_config else None, max_memory)
-    if (place / CONFIG).exists() or (place / CONFIG).is_symlink():
-        config = read_json(place / CONFIG)
-        found = [place / file for file in BESIDE_CONFIG if (place / file).exists() or (place / file).is_symlink()]
-        if not found:
-            _refuse_shards(place, [entry for entry in place.iterdir() if entry.suffix in SUFFIXES])
-            raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=place)
-        return _read(place, found[0], config, max_memory)
-    files = sorted(file for file in place.iterdir() if file.suffix in SUFFIXES)
-    inner = sorted(entry.name for entry in place.iterdir() if (entry / CONFIG).exists())
+    target = path / name if name is not None else path
+    if not target.exists() and not target.is_symlink():
+        raise CheckpointError("no such file or directory", path=target)
+    if not target.is_dir():
+        with_config = target.name in BESIDE_CONFIG and (target.parent / CONFIG).exists()
+        return _read(target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory)
+    if (target / CONFIG).exists() or (target / CONFIG).is_symlink():
+        config = read_json(target / CONFIG)
+        weights = [target / file for file in BESIDE_CONFIG if (target / file).exists() or (target / file).is_symlink()]
+        if not weights:
+            _refuse_shards(target, [entry for entry in target.iterdir() if entry.suffix in SUFFIXES])
+            raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=target)
+        return _read(target, weights[0], config, max_memory)
+    files = sorted(file for file in target.iterdir() if file.suffix in SUFFIXES)
+    inner = sorted(entry.name for entry in target.iterdir() if (entry / CONFIG).exists())
     if inner and not files:
-        held = ", ".join(map(repr, inner[:8]))
-        raise CheckpointError(f"holds {len(inner)} adapters ({held}): say which by name=", path=place)
+        names = ", ".join(map(repr, inner[:8]))
+        raise CheckpointError(f"holds {len(inner)} adapters ({names}): say which by name=", path=target)
     if len(files) != 1:
-        _refuse_shards(place, files)
-        held = ", ".join(repr(file.name) for file in files[:8])
-        text = f"{len(files)} weight files ({held}): say which by name=" if files else f"no {CONFIG} and no weight file"
-        raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=place)
-    return _read(place, files[0], None, max_memory)
+        _refuse_shards(target, files)
+        names = ", ".join(repr(file.name) for file in files[:8])
+        text = (
+            f"{len(files)} weight files ({names}): say which by name=" if files else f"no {CONFIG} and no weight file"
+        )
+        raise CheckpointError(f"{text}; expected an adapter directory or one of {', '.join(SUFFIXES)}", path=target)
+    return _read(target, files[0], None, max_memory)
 
 
-def _refuse_shards(place: Path, files: Sequence[Path]) -> None:
+def _refuse_shards(directory: Path, files: Sequence[Path]) -> None:
     """Say of a file in parts that it is one, and which parts there are."""
     parts = sorted(file.name for file in files if SHARD.search(file.name))
     if parts:
         text = f"one file in {len(parts)} shards ({parts[0]}, …), which are not read"
         way_out = f"load all with safetensors and save them as one {PEFT_WEIGHTS[0]}; a whole model is no adapter"
-        raise CheckpointError(f"{text}: {way_out}", path=place)
+        raise CheckpointError(f"{text}: {way_out}", path=directory)
 
 
 def _read(path: Path, weights: Path, config: Mapping[str, Any] | None, max_memory: int | None) -> Bundle:

@@ -198,8 +198,8 @@ def check_carried(config: Config) -> None:
 def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[str, ...]:
     """A note if ``modules_to_save`` names a module of which the file holds no tensor."""
     named = config.get("modules_to_save")
-    held = [f".{key.rpartition('.')[0]}." for key in extras]
-    missing = [name for name in named or () if isinstance(name, str) and not any(f".{name}." in key for key in held)]
+    modules = [f".{key.rpartition('.')[0]}." for key in extras]
+    missing = [name for name in named or () if isinstance(name, str) and not any(f".{name}." in key for key in modules)]
     if not missing:
         return ()
     return (
@@ -237,8 +237,8 @@ def carried_fields(
             fields.pop(field, None)
         fields["target_modules"] = sorted(names)
     bias = config.get("bias", "none")
-    held = any(key.endswith(".bias") for key in extras)
-    fields["bias"] = "none" if not held or bias not in ("all", "lora_only", "lsr_only") else bias
+    has_bias = any(key.endswith(".bias") for key in extras)
+    fields["bias"] = "none" if not has_bias or bias not in ("all", "lora_only", "lsr_only") else bias
     if fields["bias"] not in ("none", "all"):
         fields["bias"] = only
     fields["inference_mode"] = True

@@ -107,14 +107,14 @@ def changed_files(directory: Path) -> tuple[str, ...] | None:
         return None
     if record.stat().st_size > LARGEST_SUMS:
         raise CheckpointError(f"{record.stat().st_size} bytes of digests; not a file written here", path=record)
-    held = {path.name: path for path in directory.iterdir() if path.is_file()}
+    files = {path.name: path for path in directory.iterdir() if path.is_file()}
     lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
     listed = {line.partition("  ")[2] for line in lines}
-    changed = [f"{name} (not in {SUMS})" for name in sorted(held) if name in WRITTEN and name not in listed]
+    changed = [f"{name} (not in {SUMS})" for name in sorted(files) if name in WRITTEN and name not in listed]
     for line in lines:
         digest, _, name = line.partition("  ")
-        if name not in held or sha256(held[name]) != digest:
-            changed.append(name if name in held else ascii(name or line)[1:81])
+        if name not in files or sha256(files[name]) != digest:
+            changed.append(name if name in files else ascii(name or line)[1:81])
     return tuple(changed)
 
 

@@ -85,9 +85,9 @@ def refuse_alpha(bundle: Bundle, alpha: float | None, reason: str | None = None)
     """Raise `CheckpointError` if an alpha was given to a format whose files decide the scale."""
     if alpha is None:
         return
-    place = "file" if bundle.config is None else "config"
+    source = "file" if bundle.config is None else "config"
     path = bundle.weights if bundle.config is None else bundle.config_path
-    raise CheckpointError(f"{reason or f'alpha is in the {place}'}; leave alpha= out", path=path)
+    raise CheckpointError(f"{reason or f'alpha is in the {source}'}; leave alpha= out", path=path)
 
 
 def refuse_fields(config: Config, reasons: Mapping[str, str]) -> None:
@@ -128,15 +128,17 @@ def grouped(bundle: Bundle, suffixes: Mapping[str, str]) -> tuple[dict[str, Role
 
 def need(name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] = ()) -> None:
     """Raise `CheckpointError` unless a module has the wanted roles, and no other than those and the allowed."""
-    wanted, held = tuple(wanted), next(iter(roles.values()))
+    wanted, example = tuple(wanted), next(iter(roles.values()))
     missing = [role for role in wanted if role not in roles]
     if missing:
         parts = ", ".join(sorted(roles))
         text = f"has {parts} without {', '.join(missing)}; the file is incomplete"
-        raise CheckpointError(text, path=held.path, tensor=name)
+        raise CheckpointError(text, path=example.path, tensor=name)
     more = set(roles) - {*wanted, *allowed}
     if more:
-        raise CheckpointError(f"has {', '.join(sorted(more))} beside {', '.join(wanted)}", path=held.path, tensor=name)
+        raise CheckpointError(
+            f"has {', '.join(sorted(more))} beside {', '.join(wanted)}", path=example.path, tensor=name
+        )
 
 
 def scalar(tensor: StoredTensor) -> float:

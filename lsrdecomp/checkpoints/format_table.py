@@ -104,9 +104,10 @@ def open_checkpoint(
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
             return checkpoint
-    held = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
-    known = ", ".join(form.name for form in FORMATS)
-    raise CheckpointError(f"no adapter format known here: it holds {held}; read are {known}", path=bundle.weights)
+    examples = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
+    readable = ", ".join(form.name for form in FORMATS)
+    text = f"no adapter format known here: it holds {examples}; read are {readable}"
+    raise CheckpointError(text, path=bundle.weights)
 
 
 def _refuse_adapter_names(bundle: Bundle) -> None:

@@ -46,22 +46,22 @@ class _Folder:
 def bundle_in_memory(adapter: Mapping[str, Any] | Model, name: str | None, alpha: float | None) -> Bundle:
     """The bundle of a state dict or a model; of PEFT's keys ``alpha`` goes into the config that they lack."""
     folder = _Folder()
-    place = folder.path / "adapter"
+    directory = folder.path / "adapter"
     if isinstance(adapter, Mapping):
-        place.mkdir()
+        directory.mkdir()
         arrays = {str(key): _array(str(key), value) for key, value in adapter.items()}
         if any(key.startswith(PREFIX) for key in arrays):
-            (place / CONFIG).write_text(json.dumps(_config(arrays, alpha)), encoding="utf-8")
-        with TensorWriter(place) as writer:
+            (directory / CONFIG).write_text(json.dumps(_config(arrays, alpha)), encoding="utf-8")
+        with TensorWriter(directory) as writer:
             for key, array in arrays.items():
                 writer.add(key, array)
-            writer.write(place / WEIGHTS, {"format": "pt"})
+            writer.write(directory / WEIGHTS, {"format": "pt"})
     elif hasattr(adapter, "save_pretrained"):
-        adapter.save_pretrained(str(place))
+        adapter.save_pretrained(str(directory))
     else:
         kind = type(adapter).__name__
         raise CheckpointError(f"expected a path, a state dict or a PeftModel, got an object of type {kind}")
-    bundle = open_bundle(place, name)
+    bundle = open_bundle(directory, name)
     tied = {key: replace(tensor, fetch=partial(_read, tensor.fetch, folder)) for key, tensor in bundle.tensors.items()}
     return replace(bundle, tensors=tied)
 

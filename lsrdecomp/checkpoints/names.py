@@ -54,18 +54,18 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
     return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))
 
 
-def split_component(name: str, form: str, known: Iterable[str]) -> tuple[str, str]:
+def split_component(name: str, form: str, components: Iterable[str]) -> tuple[str, str]:
     """The component of a pipeline and the module in it; `UnsupportedError` for a layer that such files do not name."""
     component, _, module = name.partition(".")
     if LANGUAGE.match(name):
         text = f"a layer of a language model, and {form} files are of image pipelines"
         raise UnsupportedError(f"{name}: {text}; write lora instead")
-    if component in known and module:
+    if component in components and module:
         return component, module
     if ":" in name:
         text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
         raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")
-    parts = ", ".join(f"{part}." for part in known)
+    parts = ", ".join(f"{part}." for part in components)
     raise UnsupportedError(f"{name}: {form} files hold layers of {parts} only; write lora instead")
 
 

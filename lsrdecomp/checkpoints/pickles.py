@@ -79,8 +79,8 @@ def _load(path: Path, zipped: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL|class|global) ([A-Za-z_][\w.]*)", str(error))
-        what = f"more than tensors are pickled in it ({found[1][:120]})" if found else "damaged, or more than tensors"
+        match = re.search(r"(?:GLOBAL|class|global) ([A-Za-z_][\w.]*)", str(error))
+        what = f"more than tensors are pickled in it ({match[1][:120]})" if match else "damaged, or more than tensors"
         raise CheckpointError(f"refused: {what}; ask for the adapter as safetensors", path=path) from error
     except Exception as error:  # a damaged pickle can raise anything
         text = f"not a readable torch file ({type(error).__name__}: {first_line(error)})"
@@ -100,9 +100,9 @@ def _tensor(name: Any, value: Any, path: Path) -> StoredTensor:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or dtype not in DTYPES:
         what = f"{tensor.layout} {tensor.device.type} {dtype}"
         raise UnsupportedError(f"a {what} tensor; expected a dense one of {', '.join(DTYPES)}", path=path, tensor=name)
-    held = tensor.untyped_storage().nbytes()
-    if tensor.numel() * tensor.element_size() > held:
-        text = f"shape {tuple(tensor.shape)} of {dtype} claims more than the {held} bytes behind it"
+    stored_bytes = tensor.untyped_storage().nbytes()
+    if tensor.numel() * tensor.element_size() > stored_bytes:
+        text = f"shape {tuple(tensor.shape)} of {dtype} claims more than the {stored_bytes} bytes behind it"
         raise CheckpointError(text, path=path, tensor=name)
     return StoredTensor(name, tuple(tensor.shape), dtype, path, partial(_numpy, tensor, dtype))
 

@@ -42,18 +42,16 @@ def resolve_positions(checkpoint: Checkpoint, base: BaseModules) -> dict[str, st
     """
     groups: dict[str, list[Layer]] = {}
     for layer in checkpoint.layers:
-        found = POSITION.fullmatch(layer.name)
-        if found is not None:
-            groups.setdefault(found["part"], []).append(layer)
+        position = POSITION.fullmatch(layer.name)
+        if position is not None:
+            groups.setdefault(position["part"], []).append(layer)
     names: dict[str, str] = {}
     for part, layers in groups.items():
         ordered = sorted(layers, key=lambda layer: int(layer.name.partition(":")[2]))
         fitting = {order for order in _orders(part, base) if _fits(ordered, order, base)}
         if len(fitting) != 1:
-            held = f"the base has {len(fitting) or 'no'}"
-            text = (
-                f"its {len(layers)} layers are called by position, and {held} orders of as many layers of these sizes"
-            )
+            fit = f"the base has {len(fitting) or 'no'}"
+            text = f"its {len(layers)} layers are called by position, and {fit} orders of as many layers of these sizes"
             raise CheckpointError(f"{text}; is {base.path} what it was trained on?", path=checkpoint.path, tensor=part)
         names |= {layer.name: name for layer, name in zip(ordered, next(iter(fitting)), strict=True)}
     return names
@@ -70,21 +68,21 @@ def _orders(part: str, base: BaseModules) -> Iterator[tuple[str, ...]]:
 
 
 def _sorted_unet(base: BaseModules, sides: tuple[str, ...], parts: tuple[str, ...]) -> tuple[str, ...]:
-    found = {name: match for name in base.shapes if (match := UNET.fullmatch(name)) is not None}
+    matches = {name: match for name in base.shapes if (match := UNET.fullmatch(name)) is not None}
 
     def place(name: str) -> tuple[int, ...]:
-        match = found[name]
+        match = matches[name]
         block = int(match["block"] or 0)
         inner = int(match["place"]), int(match["depth"]), parts.index(match["part"]), WORDS.index(match["word"])
         return sides.index(match["side"]), block, *inner
 
-    return tuple(sorted(found, key=place))
+    return tuple(sorted(matches, key=place))
 
 
 def _sorted_text(base: BaseModules, encoder: str) -> tuple[str, ...]:
-    found = {name: match for name in base.shapes if (match := TEXT.fullmatch(name)) is not None}
-    held = [name for name, match in found.items() if match["part"] == encoder and match["word"] in TEXT_WORDS]
-    return tuple(sorted(held, key=lambda name: (int(found[name]["layer"]), TEXT_WORDS.index(found[name]["word"]))))
+    matches = {name: match for name in base.shapes if (match := TEXT.fullmatch(name)) is not None}
+    names = [name for name, match in matches.items() if match["part"] == encoder and match["word"] in TEXT_WORDS]
+    return tuple(sorted(names, key=lambda name: (int(matches[name]["layer"]), TEXT_WORDS.index(matches[name]["word"]))))
 
 
 def _fits(layers: list[Layer], names: tuple[str, ...], base: BaseModules) -> bool:

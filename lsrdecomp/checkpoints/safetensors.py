@@ -118,8 +118,8 @@ def _entry(name: str, entry: Any, path: Path, start: int, size: int) -> StoredTe
         raise CheckpointError("its header entry is not dtype, shape and data_offsets", path=path, tensor=name)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in CODES:
-        known = ", ".join(CODES)
-        raise UnsupportedError(f"dtype {str(dtype)[:40]!r} is not one of {known}", path=path, tensor=name)
+        names = ", ".join(CODES)
+        raise UnsupportedError(f"dtype {str(dtype)[:40]!r} is not one of {names}", path=path, tensor=name)
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or len(shape) > MOST_DIMENSIONS:
         text = f"shape {str(shape)[:80]!r} and data_offsets {str(offsets)[:80]!r} are not lists of counts"
         raise CheckpointError(text, path=path, tensor=name)

@@ -110,8 +110,8 @@ class LayerStatistics:
         rank : int, optional
             Eigenpairs to keep on each side; fewer are faster.
         """
-        kept = (side if rank is None else side.truncated(rank) for side in (self.output, self.input))
-        return NormWeights(*(side.damped(damping) for side in kept))
+        factors = (side if rank is None else side.truncated(rank) for side in (self.output, self.input))
+        return NormWeights(*(side.damped(damping) for side in factors))
 
 
 class Statistics(Mapping[str, LayerStatistics]):
@@ -155,9 +155,9 @@ class Statistics(Mapping[str, LayerStatistics]):
         CheckpointError
             Naming both.
         """
-        known = self.metadata.get("settings", {}).get("adapter_base")
-        if known and declared and _last_part(known) != _last_part(declared):
-            text = f"of base {known}, and the adapter is for {declared}; calibrate on that base"
+        base = self.metadata.get("settings", {}).get("adapter_base")
+        if base and declared and _last_part(base) != _last_part(declared):
+            text = f"of base {base}, and the adapter is for {declared}; calibrate on that base"
             raise CheckpointError(text, path=self.path.parent)
 
     def effect(self, adapter: str) -> float | None:
@@ -169,8 +169,8 @@ class Statistics(Mapping[str, LayerStatistics]):
             SHA-256 of the weight file of the LoRA; None is returned for another than the one that was active.
         """
         settings = self.metadata.get("settings", {})
-        found = settings.get("effect")
-        return float(found) if found and settings.get("adapter") == adapter else None
+        effect = settings.get("effect")
+        return float(effect) if effect and settings.get("adapter") == adapter else None
 
     def _weight(self, name: str) -> SpectralWeight:
         parts = []
@@ -206,10 +206,10 @@ class Statistics(Mapping[str, LayerStatistics]):
         from scipy.linalg import solve_triangular
 
         # To the digits of a double, and no further away than rounding had moved them.
-        found: NDArray[np.float64] = solve_triangular(
+        solution: NDArray[np.float64] = solve_triangular(
             np.linalg.cholesky(gram), vectors.T, lower=True, check_finite=False
         ).T
-        return found
+        return solution
 
 
 def _last_part(base: str) -> str:

@@ -119,18 +119,18 @@ class _Expected:
             for tensor in side[1:]:
                 if tensor.shape[0] != side[0].shape[0]:
                     raise tensor.error(f"{tensor.shape[0]} terms, but {side[0].shape[0]} in {side[0].name}")
-        for one, other in zip(left, right, strict=True):
-            if one.shape[2] != other.shape[1]:
-                raise one.error(f"inner size {one.shape[2]}, but {other.shape[1]} in {other.name}")
+        for first, other in zip(left, right, strict=True):
+            if first.shape[2] != other.shape[1]:
+                raise first.error(f"inner size {first.shape[2]}, but {other.shape[1]} in {other.name}")
         shape = ProductShape(
             tuple(t.shape[1] for t in left), tuple(t.shape[2] for t in left), tuple(t.shape[2] for t in right)
         )
-        given = self.shapes.get(name, None)
+        configured = self.shapes.get(name, None)
         if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
             size = " x ".join(map(str, shape.matrix_shape))
             raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
-        rank = self.ranks.get(name, self.rank if given is None else given.inner_rank)
-        promised = given or self.default(shape.matrix_shape, rank)
+        rank = self.ranks.get(name, self.rank if configured is None else configured.inner_rank)
+        promised = configured or self.default(shape.matrix_shape, rank)
         if promised != shape or shape.inner_rank != rank:
             raise left[0].error(f"factors of shape {shape}, but the config says {promised} with r = {rank}")
         terms = self.all_terms.get(name, self.terms)
@@ -212,14 +212,14 @@ def _unpacked(bundle: Bundle, index: Index | None) -> tuple[dict[str, StoredTens
     return tensors, widths
 
 
-def _factor(factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, place: int) -> Array:
-    return np.asarray(factors(name)[side][place])
+def _factor(factors: Callable[[str], tuple[tuple[Array, ...], ...]], name: str, side: int, index: int) -> Array:
+    return np.asarray(factors(name)[side][index])
 
 
 def _split(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, dict[str, list[StoredTensor]]], dict[str, StoredTensor]]:
-    found: dict[str, dict[str, dict[int, StoredTensor]]] = {}
+    modules: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     extras: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(without_prefix(tensor))
@@ -230,14 +230,14 @@ def _split(
                 raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
             extras[key] = tensor
             continue
-        sides = found.setdefault(match["name"], {"A": {}, "B": {}})
+        sides = modules.setdefault(match["name"], {"A": {}, "B": {}})
         sides[match["side"]][int(match["position"])] = tensor
     ordered: dict[str, dict[str, list[StoredTensor]]] = {}
-    for name, sides in found.items():
+    for name, sides in modules.items():
         for side, factors in sides.items():
             missing = next((i for i in range(1, max(factors, default=1) + 1) if i not in factors), None)
             if missing is not None:
-                held = next(iter((*sides["A"].values(), *sides["B"].values())))
-                raise held.error(f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete")
+                example = next(iter((*sides["A"].values(), *sides["B"].values())))
+                raise example.error(f"{PREFIX}{name}.lsr_{side}.factor_{missing} is missing; the file is incomplete")
         ordered[name] = {side: [factors[i] for i in sorted(factors)] for side, factors in sides.items()}
     return ordered, extras

@@ -60,21 +60,21 @@ def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraL
     Without a ``scale`` it is LyCORIS's own: alpha / rank.
     """
     need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
-    one, two = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
-    if one.shape != two.shape or one.kernel != two.kernel:
-        raise one.up.error(f"factors of {one.shape} and {two.shape}, expected the same size")
-    (rows, columns), rank = one.shape, one.rank * two.rank
+    first, second = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
+    if first.shape != second.shape or first.kernel != second.kernel:
+        raise first.up.error(f"factors of {first.shape} and {second.shape}, expected the same size")
+    (rows, columns), rank = first.shape, first.rank * second.rank
 
     def up() -> Array:
-        return (one.left()[:, :, None] * two.left()[:, None, :]).reshape(rows, rank)
+        return (first.left()[:, :, None] * second.left()[:, None, :]).reshape(rows, rank)
 
     def down() -> Array:
-        return (one.right()[:, None] * two.right()[None]).reshape(rank, columns)
+        return (first.right()[:, None] * second.right()[None]).reshape(rank, columns)
 
-    scale = _scale(roles, one.rank) if scale is None else scale
-    halves = derived(one.up, (rows, rank), up), derived(one.down, (rank, columns), down)
-    kind = "conv" if one.kernel else "linear"
-    return LoraLayer(name, kind, rows, columns, rank, scale, one.up.dtype, *halves, one.kernel)
+    scale = _scale(roles, first.rank) if scale is None else scale
+    halves = derived(first.up, (rows, rank), up), derived(first.down, (rank, columns), down)
+    kind = "conv" if first.kernel else "linear"
+    return LoraLayer(name, kind, rows, columns, rank, scale, first.up.dtype, *halves, first.kernel)
 
 
 def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrLayer:
@@ -91,19 +91,19 @@ def kronecker_layer(name: str, roles: Roles, scale: float | None = None) -> LsrL
         else:
             need(name, own or roles, pair, ("kron t2",) if i == 2 else ())
             sides.append(_Pair(roles[pair[0]], roles[pair[1]], roles.get("kron t2") if i == 2 else None))
-    one, two = sides
-    if one.kernel:
-        raise one.up.error(f"shape {one.up.shape} of the first Kronecker factor, expected two sizes")
+    first, second = sides
+    if first.kernel:
+        raise first.up.error(f"shape {first.up.shape} of the first Kronecker factor, expected two sizes")
     if scale is None:
-        pairs = [side for side in (two, one) if side.stored]
+        pairs = [side for side in (second, first) if side.stored]
         scale = _scale(roles, pairs[0].rank) if pairs else 1.0  # LyCORIS ignores alpha where both sides are whole
     shape = ProductShape(
-        (one.shape[0], two.shape[0]), (one.rank, two.rank), (one.shape[1], two.shape[1])
+        (first.shape[0], second.shape[0]), (first.rank, second.rank), (first.shape[1], second.shape[1])
     )  # kernel runs with the second factor's columns
     left = tuple(_one_term(side.up, (side.shape[0], side.rank), side.left) for side in sides)
     right = tuple(_one_term(side.down, (side.rank, side.shape[1]), side.right) for side in sides)
-    kind = "conv" if two.kernel else "linear"
-    return LsrLayer(name, kind, shape, 1, 1, scale, one.up.dtype, left, right, two.kernel)
+    kind = "conv" if second.kernel else "linear"
+    return LsrLayer(name, kind, shape, 1, 1, scale, first.up.dtype, left, right, second.kernel)
 
 
 def _scale(roles: Roles, rank: int) -> float:

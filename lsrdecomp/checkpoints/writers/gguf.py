@@ -99,14 +99,16 @@ def read_base(path: str | Path) -> GgufBase:
         raise _unknown(kind, config)
     names = {"blocks": ("num_hidden_layers", "n_layer"), "heads": ("num_attention_heads", "n_head")}
     names |= {"width": ("hidden_size", "n_embd")}
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         key: next((raw[name] for name in options if name in raw), None) for key, options in names.items()
     }
     for key, options in names.items():
-        if type(found[key]) is not int or found[key] < 1:
-            raise CheckpointError(f"{options[0]} is {ascii(found[key])[:40]}, expected a positive integer", path=config)
-    keys = raw.get("num_key_value_heads") or found["heads"]
-    return GgufBase(config, ARCHITECTURES[kind], found["blocks"], found["heads"], int(keys), found["width"])
+        if type(numbers[key]) is not int or numbers[key] < 1:
+            raise CheckpointError(
+                f"{options[0]} is {ascii(numbers[key])[:40]}, expected a positive integer", path=config
+            )
+    keys = raw.get("num_key_value_heads") or numbers["heads"]
+    return GgufBase(config, ARCHITECTURES[kind], numbers["blocks"], numbers["heads"], int(keys), numbers["width"])
 
 
 def write_gguf(
@@ -154,7 +156,7 @@ def write_gguf(
         text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))}) that llama.cpp does not load"
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
         raise UnsupportedError(f"{text}; {way_out}", path=out)
-    known = {layer.name: layer for layer in source.layers} if source else {}
+    source_layers = {layer.name: layer for layer in source.layers} if source else {}
     name_of, written = gguf_name_of(base), 0
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         writer = gguf.GGUFWriter(part, base.architecture)
@@ -162,7 +164,7 @@ def write_gguf(
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
         for name, up, down in layers:
-            layer = known.get(name)
+            layer = source_layers.get(name)
             check_pair(name, up, down, layer)
             tensor = name_of(name)
             _check(name, tensor, up, down, layer, base)
@@ -193,7 +195,7 @@ def gguf_names(base: GgufBase) -> Callable[[str], str | None]:
     def find(name: str) -> str | None:
         options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
         options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
-        return next((found for found in map(names.get_name, options) if found is not None), None)
+        return next((gguf_name for gguf_name in map(names.get_name, options) if gguf_name is not None), None)
 
     return find
 
@@ -203,12 +205,12 @@ def gguf_name_of(base: GgufBase) -> Callable[[str], str]:
     find = gguf_names(base)
 
     def name_of(name: str) -> str:
-        found = find(name)
-        if found is None or (base.shapes and found not in base.shapes):
-            missing = "" if found is None else f" (it would be {found})"
+        tensor = find(name)
+        if tensor is None or (base.shapes and tensor not in base.shapes):
+            missing = "" if tensor is None else f" (it would be {tensor})"
             text = f"has no tensor in a {base.architecture} model of {base.blocks} blocks{missing}"
             raise UnsupportedError(f"{name}: {text}; is {base.path} its base?")
-        return found
+        return tensor
 
     return name_of
 
@@ -262,8 +264,8 @@ def _from_gguf(path: Path) -> GgufBase:
 
 
 def _unknown(kind: str, path: Path) -> UnsupportedError:
-    known = ", ".join(sorted(ARCHITECTURES))
-    text = f"architecture {kind[:60]!r}: its names and orders in GGUF are not known here; known: {known}"
+    architectures = ", ".join(sorted(ARCHITECTURES))
+    text = f"architecture {kind[:60]!r}: its names and orders in GGUF are not known here; known: {architectures}"
     return UnsupportedError(text, path=path)
 
 

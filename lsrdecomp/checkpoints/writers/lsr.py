@@ -87,7 +87,7 @@ def write_lsr(
     if source.config.get("trainable_token_indices"):
         text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
         raise UnsupportedError(text, path=source.path)
-    given = {layer.name: layer for layer in source.layers}
+    source_layers = {layer.name: layer for layer in source.layers}
     packed = packed or bool(coded)
     entries: dict[str, list[Any]] = {}
     shapes: dict[str, tuple[ProductShape, int, int]] = {}
@@ -98,9 +98,9 @@ def write_lsr(
     ):
         for name, left, right, scale in layers:
             shape, ranks = _factor_shape(name, left, right)
-            known = given.get(name)
-            if known is not None and (known.out_features, known.in_features) != shape.matrix_shape:
-                size = f"{known.out_features} x {known.in_features}"
+            source_layer = source_layers.get(name)
+            if source_layer is not None and (source_layer.out_features, source_layer.in_features) != shape.matrix_shape:
+                size = f"{source_layer.out_features} x {source_layer.in_features}"
                 raise CheckpointError(f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out)
             shapes[name] = (shape, *ranks)
             entries[name] = float_entry(shape, ranks, storage)
@@ -119,9 +119,9 @@ def write_lsr(
         if not entries:
             raise CheckpointError("no layers to write", path=out)
         kinds = {
-            name: (given[name].kind, given[name].kernel)
+            name: (source_layers[name].kind, source_layers[name].kernel)
             for name in entries
-            if name in given and given[name].kind != "linear"
+            if name in source_layers and source_layers[name].kind != "linear"
         }
         if packed:
             length = numbers.tell()
