@@ -150,7 +150,7 @@ def compress(
     if plan is None and keep is None:
         plan = CompressionPlan(**of_plan, storage=storage)
     chosen = None if base is None else MeasuredSettings(**of_base)
-    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
+    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.norms + (chosen.distil > 0))
     resources = Resources(workers, of_base.get("device"), journal, steps or on_step)
     if base is None or chosen is None or steps is None:
         of_base.pop("device", None)
@@ -295,8 +295,8 @@ def _measured(
     last = ROUGH if settings.distil else CLOSE
     steps.begin("searching")
     goal = goal_in(norm)
-    best = goal.untrained(last if settings.passes == 1 else ROUGH)
-    for turn in range(2, settings.passes + 1):
+    best = goal.untrained(last if settings.norms == 1 else ROUGH)
+    for turn in range(2, settings.norms + 1):
         # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
         if best is None:
             break
@@ -305,7 +305,7 @@ def _measured(
         steps.begin("searching again")
         try:
             next_goal = goal_in(norm, goal.prior)
-            new = next_goal.untrained(last if turn == settings.passes else ROUGH)
+            new = next_goal.untrained(last if turn == settings.norms else ROUGH)
         except BudgetError:  # nothing keeps as much in this norm
             new = None
         if new is None or not goal.is_better(new, best):

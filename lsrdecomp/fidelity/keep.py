@@ -27,7 +27,9 @@ from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
 
 MOST_MEASURED = 7
 MOST_DISTILLED = 2
-CLOSE, ROUGH = 1.08, 1.5
+MOST_PLACED, NEAR = 2, 1.15
+"""Forms that are measured at most to find where training begins, and the factor of the loss wanted there that will do."""
+CLOSE, ROUGH = 1.08, 2.0
 """Sizes within this factor of each other, one that keeps enough and one that does not, end the search: of the form that
 is wanted, and of one that only shows where the next norm is measured, or where training begins."""
 WORTH_TRAINING = 1.2
@@ -150,13 +152,21 @@ class SmallestForm:
             return trained[size].behaviour
 
         classifier = self.forms.evaluator.source.head in (Head.classification, Head.regression)
+        prior = LEFT_OF_CLASSIFIER if classifier else LEFT
+        # Where training is to begin is measured: a form costs a forward pass over few texts, a training many of both.
+        wanted, high = (1.0 - self.keep) / prior, self.whole if self.enough is None else self.enough.size
+        for _ in range(MOST_PLACED):
+            size = _size_for(wanted, self.whole / SMALLEST, high, untrained_loss)
+            lost = 1.0 - share_kept(self._measure(size))
+            if wanted / NEAR <= lost <= wanted * NEAR:
+                break
         best, _ = smallest(
             self.keep,
             self.whole,
             untrained_loss,
             train,
             most=MOST_DISTILLED,
-            prior=LEFT_OF_CLASSIFIER if classifier else LEFT,
+            prior=prior,
             close=WORTH_TRAINING,
             enough=self.enough,
         )

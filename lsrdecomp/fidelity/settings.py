@@ -42,7 +42,7 @@ class MeasuredSettings(EvaluatorSettings):
 
     Examples
     --------
-    >>> MeasuredSettings(keep=0.9).passes
+    >>> MeasuredSettings(keep=0.9).norms
     2
     """
 
@@ -50,7 +50,17 @@ class MeasuredSettings(EvaluatorSettings):
         float | None, OPTION, SHARE_TO_KEEP, "With --base: the smallest form that keeps this share, such as 0.95."
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
-    passes: Annotated[int, OPTION, whole(1), "With --base: 2 measures the norm anew around the compressed form."] = 2
+    passes: Annotated[
+        int | None,
+        OPTION,
+        whole(1),
+        "With --base: 2 measures the norm anew around the compressed form; absent, 2, and 1 with --distil.",
+    ] = None
+
+    @property
+    def norms(self) -> int:
+        """Passes: training brings what a second norm would."""
+        return self.passes or (1 if self.distil else 2)
 
 
 @settings
