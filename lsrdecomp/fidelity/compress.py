@@ -29,6 +29,7 @@ from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
     from lsrdecomp.fidelity.evaluate import Texts
+    from lsrdecomp.fidelity.forms import CompressedForm
     from lsrdecomp.fidelity.keep import Goal
 
 
@@ -183,6 +184,7 @@ class NumberedSteps:
     def begin(self, stage: str) -> None:
         """The next step."""
         self._number += 1
+        self._steps = max(self._steps, self._number)  # more than was foreseen, where training did not bring enough
         self(Step(stage, 0, 0))
 
     def __call__(self, step: Step) -> None:
@@ -292,29 +294,34 @@ def _measured(
         assert keep is not None
         return SmallestForm(forms, searches, checkpoint, keep, form, prior)
 
-    last = ROUGH if settings.distil else CLOSE
+    def untrained(norms: int, close: float) -> tuple[Goal, CompressedForm | None]:
+        goal = goal_in(norm)
+        best = goal.untrained(close if norms == 1 else ROUGH)
+        for turn in range(2, norms + 1):
+            # Errors add up along the network: what counts is the norm around the compressed adapter, not the LoRA.
+            if best is None:
+                break
+            steps.begin("calibrating with the compressed adapter")
+            around = evaluator.statistics(forms.folder / f"statistics-{turn}", best.path)
+            steps.begin("searching again")
+            try:
+                next_goal = goal_in(around, goal.prior)
+                new = next_goal.untrained(close if turn == norms else ROUGH)
+            except BudgetError:  # nothing keeps as much in this norm
+                new = None
+            if new is None or not goal.is_better(new, best):
+                best = goal.untrained(close)
+                break
+            goal, best, forms.statistics = next_goal, new, around
+        return goal, best
+
     steps.begin("searching")
-    goal = goal_in(norm)
-    best = goal.untrained(last if settings.norms == 1 else ROUGH)
-    for turn in range(2, settings.norms + 1):
-        # Errors add up along the network: what counts is the norm around the compressed adapter, not around the LoRA.
-        if best is None:
-            break
-        steps.begin("calibrating with the compressed adapter")
-        norm = evaluator.statistics(forms.folder / f"statistics-{turn}", best.path)
-        steps.begin("searching again")
-        try:
-            next_goal = goal_in(norm, goal.prior)
-            new = next_goal.untrained(last if turn == settings.norms else ROUGH)
-        except BudgetError:  # nothing keeps as much in this norm
-            new = None
-        if new is None or not goal.is_better(new, best):
-            best = goal.untrained(last)
-            break
-        goal, best, forms.statistics = next_goal, new, norm
+    goal, best = untrained(settings.norms, ROUGH if settings.distil else CLOSE)
     if settings.distil or best is None:
         steps.begin("training")
         best = goal.trained()
+        if plan is None and not best.steps:  # no training brought enough
+            best = untrained(settings.passes or 2, CLOSE)[1] or best
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep.

@@ -28,7 +28,7 @@ from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
 MOST_MEASURED = 7
 MOST_DISTILLED = 2
 MOST_PLACED, NEAR = 2, 1.15
-"""Forms that are measured at most to find where training begins, and the factor of the loss wanted there that will do."""
+"""Forms measured at most to find where training begins, and the factor of the loss wanted there that will do."""
 CLOSE, ROUGH = 1.08, 2.0
 """Sizes within this factor of each other, one that keeps enough and one that does not, end the search: of the form that
 is wanted, and of one that only shows where the next norm is measured, or where training begins."""

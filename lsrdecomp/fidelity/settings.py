@@ -54,13 +54,13 @@ class MeasuredSettings(EvaluatorSettings):
         int | None,
         OPTION,
         whole(1),
-        "With --base: 2 measures the norm anew around the compressed form; absent, 2, and 1 with --distil.",
+        "With --base: 2 measures the norm anew around the compressed form; absent, 2; 1 with --keep and --distil.",
     ] = None
 
     @property
     def norms(self) -> int:
-        """Passes: training brings what a second norm would."""
-        return self.passes or (1 if self.distil else 2)
+        """Passes: where a size is free, training brings what a second norm would."""
+        return self.passes or (1 if self.distil and self.keep is not None else 2)
 
 
 @settings
