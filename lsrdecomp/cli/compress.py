@@ -193,6 +193,7 @@ def compress(
                 _write(result, checkpoint, place, report=report, json=figures, force=force, record=record, unit=unit)
                 if place is not None:
                     tables.show(json, tables.file_sizes(checkpoint, place))
+                    _warn_of_growth(checkpoint, place)
                     tables.show(json, f"Wrote {place}. {_next(checkpoint, place, alpha)}")
                 if report is not None:
                     tables.show(json, f"Wrote {report}.")
@@ -324,6 +325,14 @@ def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
         f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]}{storage} "
         f"--out {again}"
     )
+
+
+def _warn_of_growth(checkpoint: Checkpoint, place: Path) -> None:
+    """A file that became larger than its source is what nobody asked for."""
+    before, after = (path.stat().st_size for path in (checkpoint.weights, place / checkpoints.WEIGHTS))
+    if after > before:
+        text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
+        tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")
 
 
 def _refuse_hub_name(adapter: Path) -> None:

@@ -6,12 +6,13 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from console import lsr
 
 import lsrdecomp
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.cli.options import memory_size
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
@@ -215,3 +216,16 @@ def test_sizes_as_people_write_them(text, size):
 def test_other_sizes_are_refused(text):
     with pytest.raises(typer.BadParameter, match="expected a size"):
         memory_size(text)
+
+
+def test_a_file_that_became_larger_than_its_source_is_warned_of(tmp_path):
+    layers = [("layer", np.eye(64, 4), np.ones((4, 64)) * np.arange(64) ** np.arange(4)[:, None] / 64**3)]
+    config = {"base_model_name_or_path": "base"}
+    source = write_lora(tmp_path / "lora", layers=layers, config=config, storage="float16")
+    plain = lsr("compress", source, "--rtol", "1e-2", "--out", tmp_path / "plain")
+    assert plain.returncode == 0, plain.stderr
+    assert "WARNING: the weight file has" not in plain.stderr
+    large = lsr("compress", source, "--separation-rank", "16", "--storage", "float32", "--out", tmp_path / "large")
+    assert large.returncode == 0, large.stderr
+    assert "WARNING: the weight file has" in " ".join(large.stderr.split())
+    assert "store in float16 or coarser" in " ".join(large.stderr.split())
