@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,13 +11,17 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions, Truncate
+from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
+from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.progress import Step
 from lsrdecomp.errors import LsrError
+from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 
+@options_of(EvaluatorSettings, only=SETTINGS)
 def calibrate(
     base: Annotated[str, Input, typer.Argument(help="The base model: a name, a directory, a GGUF file, or smollm2.")],
+    *,
     adapter: Annotated[Path, typer.Option(help="PEFT adapter whose layers are measured, active while measuring.")],
     out: Annotated[Path, PLACE, typer.Option(help="Directory for the statistics.")],
     data: DataFile = None,
@@ -26,8 +30,6 @@ def calibrate(
     task: Annotated[Path | None, typer.Option(help="GLUE or SuperGLUE task directory, instead of --text.")] = None,
     samples: Annotated[int, typer.Option(help="Examples to use; about 500 are enough.")] = 512,
     batch: Annotated[int, typer.Option(help="Examples at a time.")] = 16,
-    max_length: MaxLength = None,
-    truncate: Truncate = False,
     max_full: Annotated[int, typer.Option(help="Layers up to this size keep whole covariances.")] = 1024,
     rank: Annotated[int, typer.Option(help="Eigenpairs kept of larger ones.")] = 128,
     max_memory: Annotated[
@@ -43,8 +45,8 @@ def calibrate(
     ] = True,
     seed: Annotated[int, typer.Option(help="Of the order of the texts and of the drawn answers.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Dtype = "float32",
     quiet: Quiet = False,
+    **given: Any,
 ) -> None:
     """Measure input and gradient covariances of the adapted layers, for `compress --calibrated`.
 
@@ -53,7 +55,8 @@ def calibrate(
 
     Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """
-    questions = Questions(text, task, data, "train", answers, max_length, truncate)
+    settings = EvaluatorSettings(**{name: value for name, value in given.items() if value is not None})
+    questions = Questions(text, task, data, "train", answers, settings.max_length, settings.truncate)
     questions.check()
     try:
         from lsrdecomp.calibration import base_model as bases
@@ -62,7 +65,7 @@ def calibrate(
     except ImportError as error:
         raise LsrError(f"calibration runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():
-        found = bases.load_base(base, adapter, device=device, dtype=dtype)
+        found = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
     rounds, _ = questions.batches(found, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         result = run(

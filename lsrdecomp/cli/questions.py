@@ -21,14 +21,8 @@ DataFile = Annotated[
     typer.Option(help="JSON lines with prompt and completion, with messages, or with text; in place of --text."),
 ]
 AnswerTokens = Annotated[str, typer.Option("--answers", help="Which tokens of --data count: completion or all.")]
-Dtype = Annotated[str, typer.Option(help="Precision of the base: float32 or bfloat16.")]
-MaxLength = Annotated[
-    int | None,
-    typer.Option("--max-length", help="Most tokens of an example: 1024 with prompts, 128 of a text, if absent.", min=1),
-]
-Truncate = Annotated[
-    bool, typer.Option("--truncate", help="Cut longer prompts at their beginning, instead of refusing them.")
-]
+SETTINGS = ("max_length", "truncate", "dtype")
+"""Of `EvaluatorSettings`, options of each verb that asks questions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,12 @@ def options_of(
 
     def decorate(verb: V) -> V:
         signature = inspect.signature(verb, eval_str=True)
-        first, *others = (each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        before = [each for each in own if each.kind is not each.KEYWORD_ONLY]
         fields = [each for each in settings.fields.values() if each.name not in elsewhere]
         chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
-        verb.__signature__ = signature.replace(parameters=[first, *made, *others])  # type: ignore[attr-defined]
+        verb.__signature__ = signature.replace(parameters=[*before, *made, *own[len(before) :]])  # type: ignore[attr-defined]
         verb.__annotations__ |= {each.name: each.annotation for each in made}
         rest = [each for each in fields if each not in chosen]
         if only is None and rest:

@@ -14,20 +14,24 @@ from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.cli.questions import AnswerTokens, DataFile, Dtype, MaxLength, Questions, Truncate
+from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
+from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.progress import Counter, OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.calibration.divergence import Behaviour
     from lsrdecomp.checkpoints import Checkpoint
 
 
+@options_of(EvaluatorSettings, only=SETTINGS)
 def verify(
     source: Annotated[Path, typer.Argument(help="The adapter that was compressed.", show_default=False)],
     written: Annotated[
         Path | None, typer.Argument(help="What was written from it; not with --for or --server.", show_default=False)
     ] = None,
+    *,
     base: Annotated[
         str | None, Input, typer.Option(help="Also compare the answers of this base; with --for, what it is served on.")
     ] = None,
@@ -45,10 +49,7 @@ def verify(
     text: Annotated[Path | None, typer.Option(help="What it answers: a line an example, a tab between pairs.")] = None,
     task: Annotated[Path | None, typer.Option(help="Dev split of a GLUE or SuperGLUE directory, not --text.")] = None,
     batch: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 16,
-    max_length: MaxLength = None,
-    truncate: Truncate = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    dtype: Dtype = "float32",
     name: Name = None,
     alpha: Alpha = None,
     wide: Wide = False,
@@ -57,6 +58,7 @@ def verify(
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
+    **given: Any,
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what was recorded, 3 if nothing was.
 
@@ -66,6 +68,7 @@ def verify(
     verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
     if it would not, or does not.
     """
+    settings = EvaluatorSettings(**{name: value for name, value in given.items() if value is not None})
     if rules is not None or server is not None:
         if written is not None:
             raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")
@@ -74,11 +77,11 @@ def verify(
         if rules is not None:
             served.by_rules(source, rules, base, json)
         else:
-            served.by_asking(source, str(server), served_as, base, text, dtype, json)
+            served.by_asking(source, str(server), served_as, base, text, settings.dtype, json)
         return
     if written is None:
         raise LsrError("name what was written from it too; or ask what a server makes of it, by --for or --server")
-    questions = Questions(text, task, data, "dev", answers, max_length, truncate)
+    questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
     if (base is None) != (questions.given == 0):
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
     if base is not None:
@@ -88,7 +91,10 @@ def verify(
         made = _opened(written, alpha, max_memory)
         advance = Counter(step, "measuring", len(original.layers), "layers").add
         result = compression.verify(original, made, on_layer=lambda _: advance())
-        behaviour = None if base is None else _behaviour(base, source, written, questions, batch, device, dtype, step)
+        if base is None:
+            behaviour = None
+        else:
+            behaviour = _behaviour(base, source, written, questions, batch, device, settings.dtype, step)
     tables.show(json, tables.verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:

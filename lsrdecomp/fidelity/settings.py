@@ -7,7 +7,7 @@ from typing import Annotated
 from lsrdecomp.fields import OPTION, POSITIVE, READ, Check, Settings, one_of, settings, whole
 
 SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS = ("float32", "bfloat16")
 
 
 @settings

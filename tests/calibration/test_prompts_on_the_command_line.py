@@ -107,7 +107,7 @@ def test_verify_compares_answers_on_completions(place, tmp_path):
         (("--data", "rows.jsonl", "--text", "rows.jsonl"), "give one of --data"),
         (("--text", "rows.jsonl", "--answers", "all"), "--answers is about prompts and completions"),
         (("--data", "rows.jsonl", "--answers", "some"), "answers must be one of completion, all, got 'some'"),
-        (("--data", "rows.jsonl", "--dtype", "float8"), "dtype 'float8' is not one of float32, bfloat16"),
+        (("--data", "rows.jsonl", "--dtype", "float8"), "dtype must be one of float32, bfloat16, got 'float8'"),
         (("--data", "rows.jsonl", "--max-length", "6"), r"line 4: 9 tokens, .* give --max-length 9"),
         (("--data", "absent.jsonl"), "absent.jsonl: "),
     ],
