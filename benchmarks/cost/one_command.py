@@ -1,11 +1,12 @@
 """What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME] [--seed 0]
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME | --examples] [--seed 0]
 
 `benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
 The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a line. Each command
 runs in a process of its own with one thread; what it wrote is weighed, and its promise read from compression.json.
-Rows are added to the file as they come.
+Rows are added to the file as they come, each with the commit that ran. ``--examples`` asks how many examples the norm
+needs: forms of two sizes in the norm of 64, 128 and 256 prompts, each measured on the same held-out prompts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks import RESULTS
 from lsrdecomp.compression.progress import Step
 
 PROMPTS, SENTENCES = 400, 600
+EXAMPLES, SIZES = (64, 128, 256), (9000, 4000)
 COMMANDS = {
     "smollm2 keep .9": ["--keep", "0.9"],
     "smollm2 keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
     parser.add_argument("--only", choices=COMMANDS)
+    parser.add_argument("--examples", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -53,18 +56,65 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(timed_command(arguments.child)))
         return
-    for name in COMMANDS if arguments.only is None else [arguments.only]:
-        with tempfile.TemporaryDirectory() as folder:
-            row = measured(name, arguments, Path(folder))
-        print(json.dumps(row, indent=1), flush=True)
-        record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
-        rows = [old for old in record["rows"] if (old["name"], old["seed"]) != (row["name"], row["seed"])]
-        arguments.out.write_text(json.dumps(facts() | {"rows": [*rows, row]}, indent=1) + "\n", encoding="utf-8")
+    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": [], "examples": []}
+    rows, examples = record["rows"], record["examples"]
+    if arguments.examples:
+        examples += by_examples(arguments)
+    else:
+        for name in COMMANDS if arguments.only is None else [arguments.only]:
+            with tempfile.TemporaryDirectory() as folder:
+                row = measured(name, arguments, Path(folder))
+            print(json.dumps(row, indent=1), flush=True)
+            rows = [old for old in rows if (old["name"], old["seed"]) != (row["name"], row["seed"])]
+            rows.append(row)
+    record |= facts() | {"rows": rows, "examples": examples}
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def facts() -> dict[str, Any]:
-    names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
+    names = ("numpy", "torch", "transformers", "peft")
     return {"machine": platform.machine(), "threads": 1, "versions": {name: version(name) for name in names}}
+
+
+def commit() -> str:
+    """Of the code that runs."""
+    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=True)
+    return said.stdout.strip()
+
+
+def by_examples(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of examples and size of the weight file."""
+    import torch
+
+    from lsrdecomp.calibration.dataset import read_jsonl
+    from lsrdecomp.checkpoints import open_checkpoint
+    from lsrdecomp.compression.compress import search_adapter
+    from lsrdecomp.compression.plan import CompressionPlan
+    from lsrdecomp.fidelity import evaluate
+
+    torch.set_num_threads(1)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "texts.jsonl"
+        lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
+        data.write_text("\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8")
+        evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_jsonl(data))
+        checkpoint = open_checkpoint(arguments.lora)
+        for count in EXAMPLES:
+            since = time.process_time()
+            with patch.object(evaluate, "SAMPLES_OF_TOKENS", count):
+                statistics = evaluator.statistics(Path(folder) / f"statistics-{count}")
+            seconds = round(time.process_time() - since, 1)
+            plans = [CompressionPlan(bytes=size, storage="auto") for size in SIZES]
+            searched = search_adapter(checkpoint, plans, statistics=statistics)
+            for plan in plans:
+                out = searched.compress(plan).save(Path(folder) / f"{count}-{plan.bytes}")
+                behaviour = evaluator.measure(out)
+                row = {"examples": count, "bytes": plan.bytes, "calibration_seconds": seconds, "commit": commit()}
+                row |= {"kept": behaviour.kept, "standard_error": behaviour.standard_error}
+                rows.append(row | {"seed": arguments.seed})
+                print(rows[-1], flush=True)
+    return rows
 
 
 def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -89,6 +139,7 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
     return {
         "name": name,
         "seed": arguments.seed,
+        "commit": commit(),
         "texts": len(texts),
         "options": COMMANDS[name],
         **json.loads(done.stdout.splitlines()[-1]),

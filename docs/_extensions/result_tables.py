@@ -343,7 +343,43 @@ def fleet(results: dict[str, Any]) -> Table:
     return ("", *rates), [("adapters a second", *(f"{rate:.1f}" for rate in rates.values()))]
 
 
+PARTS = {
+    "opening": ("start", "opening"),
+    "the LoRA's answers": ("the LoRA's",),
+    "calibration": ("calibrating",),
+    "search": ("solving", "trying", "exchanging", "refining", "searching", "form "),
+    "measuring forms": ("measuring",),
+    "training": ("training",),
+}
+"""Of the stages that `compress --base` tells, by how their names begin."""
+
+
+def one_command(results: dict[str, Any]) -> Table:
+    """Processor seconds by part, memory, bytes and the promise of each command as it is typed."""
+    head = ("", *(f"{row['name'].split()[0]}, {' '.join(row['options'])}" for row in results["rows"]))
+    columns = []
+    for row in results["rows"]:
+        seconds = dict.fromkeys([*PARTS, "the rest"], 0.0)
+        for stage, value in row["stages"].items():
+            stage = stage.split(" · ")[-1]
+            part = next((part for part, names in PARTS.items() if stage.startswith(names)), "the rest")
+            seconds[part] += value
+        columns.append(
+            [
+                *(f"{value:.0f} s" for value in seconds.values()),
+                f"{row['cpu_seconds']:.0f} s",
+                f"{row['peak_bytes'] / 1e9:.1f} GB",
+                f"{row['weight_bytes']:,} bytes",
+                f"{sum(row['directory_bytes'].values()):,} bytes",
+                f"{100 * row['kept']:.1f} ± {100 * row['standard_error']:.1f} %",
+            ]
+        )
+    labels = [*PARTS, "the rest", "all", "memory at most", "weight file", "directory", "promised share"]
+    return head, [(label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)]
+
+
 TABLES = {
+    "one-command": ("one_command.json", one_command),
     **language_tables.TABLES,
     "int4-seeds": ("recover-int4-seeds.json", int4_seeds),
     "memory": ("memory.json", memory),
