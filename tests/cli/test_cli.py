@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from console import lsr
+from console import lsr, process
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
@@ -19,17 +19,17 @@ DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
 
 def test_compress_verify_export_and_verify_again(tmp_path):
-    done = lsr("compress", DEMO, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
+    done = process("compress", DEMO, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert "12 layers" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["totals"]["worst_error"] <= 0.5
     assert f"{report['totals']['parameters']:,} parameters instead of 73,728" in done.stdout
     assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
-    plain = lsr("verify", DEMO, tmp_path / "lsr")
+    plain = process("verify", DEMO, tmp_path / "lsr")
     assert plain.returncode == 0
     assert "recorded" not in plain.stdout  # a column of dashes
-    assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    assert process("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
     checked = lsr("verify", DEMO, tmp_path / "lora", "--json", "-")
     assert checked.returncode == 0
     assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
