@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import directory, pair, snapshot
+from console import lsr
 from test_kills import make_fleet, outputs
 
 from lsrdecomp.checkpoints import write_lora
@@ -117,11 +117,6 @@ def small_disk(tmp_path) -> Iterator[Path]:
         pytest.skip("no small file system can be mounted here")
     yield place
     subprocess.run(["umount", place], check=True)
-
-
-def lsr(*arguments):
-    command = [sys.executable, "-m", "lsrdecomp.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_really_full_file_system(small_disk, tmp_path):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import PREFIX, directory, pair
+from console import lsr
 
-import lsrdecomp as lsr
+import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan, compress
@@ -19,12 +18,7 @@ from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.formats.quantized import SpectralCode
 
 
-def main(order: list[str]) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-c", "from lsrdecomp.cli.main import run; run()", *order]
-    return subprocess.run(program, capture_output=True, text=True, check=False)
-
-
-DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -62,7 +56,7 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     tmp_path: Path,
 ) -> None:
     order = ["compress", str(DEMO), "--out", str(tmp_path / "small"), "--ratio"]
-    done = main([*order, "96,48"])
+    done = lsr(*order, "96,48")
     assert done.returncode == 0, done.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["small-48", "small-96"]
     sizes = [
@@ -72,13 +66,13 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     told = done.stderr
     assert "WARNING: little of this adapter is left" in told
     assert f"--adapter {DEMO} --text" in told
-    assert main([*order, "96,24"]).returncode == 2  # small-96 exists, so nothing is begun
+    assert lsr(*order, "96,24").returncode == 2  # small-96 exists, so nothing is begun
     assert not (tmp_path / "small-24").exists()
 
 
 def test_a_name_on_the_hub_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = main(["compress", "someone/adapter", "--ratio", "8", "--out", "out"])
+    done = lsr("compress", "someone/adapter", "--ratio", "8", "--out", "out")
     assert done.returncode == 2
     assert "hf download someone/adapter --local-dir adapter" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -220,7 +220,7 @@ PROPERTIES: dict[str, Callable[[Row, int], None]] = {
 
 
 def works_in_every_library(row: Row, order: int, name: str, xp: ModuleType) -> None:
-    """The same numbers, in the library they came in; refused nowhere that the row names."""
+    """The numbers that NumPy's arrays bring, in the library they came in; refused nowhere that the row names."""
     if name not in row.libraries:
         pytest.skip(f"{row} does not claim {name}")
     given = matrix(order)

@@ -60,7 +60,7 @@ def norms(rng: np.random.Generator, shape: ProductShape, kind: str, xp: Any = np
 
 
 def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g: np.ndarray, c: np.ndarray) -> float:
-    """Best error of several local least squares fits over all factors, with roots of the weights formed."""
+    """Least error of local fits over all factors from a few random starts, with roots of the weights formed."""
     matrix = target.to_matrix()
     roots = [np.linalg.cholesky(w).T for w in (g, c)]
     sides = [(shape.left, ranks[0]), (shape.right, ranks[1])]
@@ -75,7 +75,7 @@ def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g:
         return (roots[0] @ (matrix - formed[0] @ formed[1]) @ roots[1].T).ravel()
 
     rng = np.random.default_rng(5)
-    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-14, ftol=1e-14) for _ in range(12)]
+    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-14, ftol=1e-14) for _ in range(4)]
     return min(float(np.linalg.norm(fit.fun)) for fit in fits)
 
 
@@ -91,10 +91,8 @@ def test_the_end_is_the_best_of_brute_force_fits(weighted: bool, rng: np.random.
 
 
 @pytest.mark.parametrize("kind", ["frobenius", "dense", "diagonal", "low rank", "kronecker"])
-@pytest.mark.parametrize("shape", [SMALL, CUBE], ids=["two factors", "three factors"])
-def test_monotone_measured_and_equal_on_every_library(
-    kind: str, shape: ProductShape, xp: ModuleType, rng: np.random.Generator
-) -> None:
+def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
+    shape = CUBE if xp.__name__.endswith("numpy") else SMALL  # the other libraries on the cheaper one
     target = low_rank(rng, shape, 5, xp)
     weights = None if kind == "frobenius" else norms(rng, shape, kind, xp)
     solution = JointALS(sweeps=12, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
@@ -108,6 +106,8 @@ def test_monotone_measured_and_equal_on_every_library(
     assert solution.product.separation_ranks == (3, 4)
     assert solution.product.product_shape == shape
 
+    if shape is CUBE:
+        return
     twin = _on_numpy(target, weights)
     reference = JointALS(sweeps=12, tolerance=0.0).solve(twin[0], shape, (3, 4), weights=twin[1])
     assert solution.relative_error == pytest.approx(reference.relative_error, rel=1e-9)

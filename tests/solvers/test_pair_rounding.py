@@ -32,8 +32,7 @@ def norm_of(rng: np.random.Generator, shape: ProductShape, kind: str) -> NormWei
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [SMALL, CUBE])
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(("bits", "shape"), [(3, SMALL), (4, CUBE)])
 def test_solving_takes_back_most_of_what_rounding_loses(bits: int, shape: ProductShape, kind: str) -> None:
     lost = []
     for seed in range(4):
