@@ -17,7 +17,6 @@ from lsrdecomp.compression.compress import EMPTY_FILE
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.formats.quantized import SpectralCode
 
-
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
 
