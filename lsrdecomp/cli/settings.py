@@ -53,9 +53,9 @@ def _parameter(field: Field, parser: Callable[[str], Any] | None, *, default: bo
     metavar = None if parser is None else "TEXT"
     option = typer.Option(*flags, help=field.help, show_default=shown, parser=parser, metavar=metavar)
     marks = (Input, option) if READ in field.marks else (option,)
-    kind = (field.type if parser is None else str) | None
+    kind = str if parser else list[str] if field.type is tuple else field.type
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, *marks]
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, *marks]
     )
 
 

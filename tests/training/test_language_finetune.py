@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -23,9 +24,10 @@ from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
-from lsrdecomp.training.language import LanguageDataset, generate, judge_language, overlap  # noqa: E402
+from lsrdecomp.training.language import LanguageDataset, generate, judge_language, overlap, read_language  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
+from lsrdecomp.training.trainer import training_arguments  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,9 @@ def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
     done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"])
     assert isinstance(done.exception, SettingsError)
     assert "no setting is called patiense; there are: model, task" in str(done.exception)
+    done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--report-to", "nonesuch"])
+    assert isinstance(done.exception, SettingsError)
+    assert "nonesuch" in str(done.exception)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +190,51 @@ def test_references_must_be_texts(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"text": "one", "references": "two"}\n')
     with pytest.raises(DataError, match='line 1: "references" must be a list of texts'):
         read_jsonl(tmp_path / "r.jsonl")
+
+
+def test_pieces_of_a_batch_are_the_same_steps(place, tmp_path):
+    """Pieces hold different numbers of answers, so a mean of their means would be another loss."""
+    short = {"steps": 4, "learning_rate": 1e-3, "log_every": 1}
+    whole = finetune(settings(place, **short), tmp_path / "whole")
+    pieces = finetune(settings(place, **short, accumulate=4), tmp_path / "pieces")
+    assert [step for step, _ in pieces.losses] == [1, 2, 3, 4]
+    assert [loss for _, loss in pieces.losses] == pytest.approx([loss for _, loss in whole.losses], rel=1e-3)
+    assert pieces.dev.loss == pytest.approx(whole.dev.loss, rel=1e-4)
+    with pytest.raises(SettingsError, match="batch = 8 cannot be shared by 1 processes in 3 pieces each"):
+        finetune(settings(place, accumulate=3), tmp_path / "thirds")
+
+
+def test_packed_examples_do_not_see_each_other(place):
+    """A row of several examples gives the loss of each of them alone."""
+    unpacked, packed = (read_language(settings(place, packing=packing, max_length=64)) for packing in (False, True))
+    assert len(packed.train) < len(unpacked.train)
+    assert sum(packed.lengths) == sum(unpacked.lengths)
+    model, tokenizer = tiny_model().eval(), unpacked.tokenizer
+    losses = []
+    for data in (unpacked, packed):
+        batch = data.collator(tokenizer)(list(data.train))
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            logits = model(**batch, use_cache=False).logits[:, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+    torch.testing.assert_close(*losses)
+
+
+def test_training_is_set_in_the_words_of_transformers(place, tmp_path):
+    words = {"optimizer": "adafactor", "scheduler": "cosine", "weight_decay": 0.1, "warmup": 0.5}
+    record = finetune(settings(place, **words, steps=2, samples=0), tmp_path / "run")
+    assert record.dev.loss is not None
+    chosen = training_arguments(record.settings, tmp_path, steps=10, epoch=5)
+    assert (chosen.optim, chosen.lr_scheduler_type, chosen.weight_decay) == ("adafactor", "cosine", 0.1)
+    assert (chosen.warmup_steps, chosen.bf16) == (5, False)
+    for word in ("optimizer", "scheduler", "report_to"):
+        wrong = ["nonesuch"] if word == "report_to" else "nonesuch"
+        with pytest.raises(SettingsError, match="nonesuch"):
+            finetune(settings(place, **{word: wrong}, steps=1), tmp_path / word)
+
+
+def test_activations_are_recomputed_where_memory_asks_for_it(place, tmp_path, monkeypatch):
+    for free, again in ((10**12, False), (10**3, True)):
+        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        record = finetune(settings(place, steps=1, samples=0), tmp_path / str(again))
+        assert record.settings.gradient_checkpointing is again
