@@ -61,12 +61,12 @@ class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds something this library does not express and will not drop silently."""
 
 
-def unknown(name: object, known: Iterable[str]) -> str:
+def unknown(name: object, words: Iterable[str]) -> str:
     """The end of a sentence about a word that is not known: the nearest one that is, or all of them.
 
     >>> unknown("serach", ("balanced", "search"))
     "'serach'; did you mean 'search'? known: balanced, search"
     """
-    known = list(known)
-    near = get_close_matches(str(name), known, 1)
-    return f"{name!r}" + (f"; did you mean {near[0]!r}?" if near else ";") + f" known: {', '.join(known)}"
+    words = list(words)
+    near = get_close_matches(str(name), words, 1)
+    return f"{name!r}" + (f"; did you mean {near[0]!r}?" if near else ";") + f" known: {', '.join(words)}"

@@ -82,8 +82,8 @@ def whole(least: int) -> Check:
 
 def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
     """One of some names; a callable gives them where they would be costly to import."""
-    found = names if callable(names) else lambda: names
-    return Check(lambda value: value in found(), lambda: f"one of {', '.join(found())}")
+    allowed = names if callable(names) else lambda: names
+    return Check(lambda value: value in allowed(), lambda: f"one of {', '.join(allowed())}")
 
 
 def each(check: Check, wanted: str, *, least: int = 0, distinct: bool = False) -> Check:
@@ -217,11 +217,11 @@ class Settings:
         if unknown:
             there = ", ".join(cls.fields)
             raise cls.error(f"{table}no setting is called {', '.join(unknown)}; there are: {there}")
-        found = {spellings[name]: value for name, value in values.items()}
-        if len(found) < len(values):
+        named = {spellings[name]: value for name, value in values.items()}
+        if len(named) < len(values):
             twice = [name for name in values if name != spellings[name] and spellings[name] in values]
             raise cls.error(f"{table}{twice[0]} is an older name of {spellings[twice[0]]}: give one of them")
-        return found
+        return named
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -232,12 +232,12 @@ class Settings:
         SettingsError
             If a key is unknown, one that is needed is missing, or a value is impossible.
         """
-        found = cls.named({**cls.usual(values), **values})
+        settings = cls.named({**cls.usual(values), **values})
         needed = [name for name, field in cls.fields.items() if field.default is dataclasses.MISSING]
-        missing = [name for name in needed if name not in found]
+        missing = [name for name in needed if name not in settings]
         if missing:
             raise cls.error(f"{cls.where and f'{cls.where}: '}{' and '.join(missing)} must be given")
-        return cls(**found)
+        return cls(**settings)
 
     def replace(self, **changes: Any) -> Self:
         """The same with some settings changed; checked as a whole again."""

@@ -125,9 +125,9 @@ def best_shape(
     shapes.sort(key=lambda entry: entry[0].parameters(1))
     for shape, on in shapes:
         search.try_shape(shape, on)
-    reference = [choice for choice in search.found if choice.structure == "low rank"]
+    reference = [choice for choice in search.choices if choice.structure == "low rank"]
     return ShapeSearch(
-        search.best, min(reference, key=search.score) if reference else None, dense, tuple(search.found),
+        search.best, min(reference, key=search.score) if reference else None, dense, tuple(search.choices),
         len(shapes), search.examined, search.unresolved,
     )  # fmt: skip
 
@@ -137,12 +137,12 @@ class _Search:
 
     def __init__(self, target: Target, error: float | None, parameters: int | None, seed: int) -> None:
         self.size, self.error, self.parameters, self.seed = target.shape, error, parameters, seed
-        self.found: list[ShapeChoice] = []
+        self.choices: list[ShapeChoice] = []
         self.examined = self.unresolved = 0
 
     @property
     def best(self) -> ShapeChoice:
-        return min(self.found, key=self.score)
+        return min(self.choices, key=self.score)
 
     def score(self, choice: ShapeChoice) -> tuple[float, float]:
         values = (float(choice.parameters), choice.relative_error)
@@ -150,7 +150,7 @@ class _Search:
 
     def offer(self, choice: ShapeChoice) -> None:
         if self.parameters is None or choice.parameters <= self.parameters:
-            self.found.append(choice)
+            self.choices.append(choice)
 
     def try_shape(self, shape: KroneckerShape, target: Target) -> None:
         """Add the choice of this shape if it beats the best so far."""
@@ -160,7 +160,7 @@ class _Search:
             goal = self.error or 0.0
         else:
             most = min(most, self.parameters // shape.parameters(1))
-            goal = min((choice.relative_error for choice in self.found), default=1.0)
+            goal = min((choice.relative_error for choice in self.choices), default=1.0)
         if most < 1:
             return
         self.examined += 1

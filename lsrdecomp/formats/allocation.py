@@ -272,17 +272,17 @@ def cheapest_formats(
     every = list(itertools.product(range(formats), repeat=order))
     each = np.arange(order), np.asarray(every)
     cost = overhead + sizes[each].sum(axis=1)
-    terms, kept = [], []
+    terms, undominated = [], []
     for k in range(len(energy)):
         loss = energy[k] * squares[k][each].sum(axis=1)
         best = np.flatnonzero(_undominated(cost, loss))
-        kept.append(best)
+        undominated.append(best)
         terms.append(Options.of([0.0, *cost[best]], [energy[k], *loss[best]]))
     try:
         choice = within_loss(terms, allowed)
     except BudgetError:
         choice = [term.best for term in terms]
-    return tuple(every[kept[k][i - 1]] if i else None for k, i in enumerate(choice))
+    return tuple(every[undominated[k][i - 1]] if i else None for k, i in enumerate(choice))
 
 
 def _undominated(cost: NDArray[np.int64], loss: Doubles) -> NDArray[np.bool_]:

@@ -32,9 +32,9 @@ def leading_weight(weight: Weight, spread: float = SPREAD) -> Weight:
     spectrum = np.concatenate([values[order], np.full(size - len(values), rest)])
     spectrum = np.sort(spectrum)[::-1]
     total = spectrum.sum()
-    for kept in range(STEP, min(len(values), size - 1), STEP):
-        mean = spectrum[kept:].mean()
-        if np.sum(np.abs(spectrum[kept:] - mean)) <= 2.0 * spread * total:
-            picked = order[:kept]
+    for count in range(STEP, min(len(values), size - 1), STEP):
+        mean = spectrum[count:].mean()
+        if np.sum(np.abs(spectrum[count:] - mean)) <= 2.0 * spread * total:
+            picked = order[:count]
             return LowRankPlusIdentity(weight.basis[:, picked], weight.values[picked], mean)
     return LowRankPlusIdentity(weight.basis, weight.values, weight.rest)
