@@ -1,4 +1,4 @@
-"""Calibration: the K-FAC statistics of a base's Linear layers, measured on data in one resumable stream.
+"""Calibration: the Fisher statistics of a base's Linear layers, measured on data in one resumable stream.
 
 For a layer y = M x, let x_t be its input at token t and g_t = ∂ log p(ŷ)/∂y_t for an answer ŷ drawn from the model
 itself. A change D of M changes the model's answer distribution by, to second order,

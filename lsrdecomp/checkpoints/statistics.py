@@ -1,4 +1,4 @@
-"""Layer statistics: the two weights of the K-FAC norm, read from the files that calibration wrote, without torch.
+"""Layer statistics: the two weights of the Fisher norm, read from the files that calibration wrote, without torch.
 
 A directory of statistics holds ``statistics.json`` (`METADATA`), with the SHA-256 of the other file unless an older
 version wrote it, and ``statistics.safetensors`` (`TENSORS`). For each
@@ -101,7 +101,7 @@ class LayerStatistics:
         return self.output.size, self.input.size
 
     def weights(self, damping: float = 0.03, rank: int | None = None) -> NormWeights:
-        """The K-FAC norm for the solvers.
+        """The Fisher norm for the solvers.
 
         Parameters
         ----------

@@ -46,7 +46,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
             Column("of", 4),
             Column("storage", 3, "left"),
             Column("error", 2 if functional else 0),
-            Column("K-FAC error"),
+            Column("Fisher error"),
             Column("γ", 9),
         )
     )

@@ -66,7 +66,7 @@ def compress(
         As returned by `lsrdecomp.open_checkpoint`.
     plan : CompressionPlan
     statistics : Mapping of module name to statistics, optional
-        As read by `read_statistics`: errors then count in the K-FAC norm, and layers are weighed against each other by
+        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed against each other by
         what they do. Absent, the Frobenius norm of ΔW.
     search : Search, optional
         How far to look for shapes; of no meaning with ``separation_rank``.
@@ -180,7 +180,7 @@ def search_adapter(
     if len(storages) > 1:
         raise BudgetError("plans that share a search share their storage: search once for each storage")
     if any(plan.kl is not None for plan in plans) and statistics is None:
-        raise BudgetError("a divergence (kl) is measured in the K-FAC norm: calibrate first and pass the statistics")
+        raise BudgetError("a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics")
     for plan in plans:
         if plan.bytes is not None:
             _room(checkpoint, plan.bytes)

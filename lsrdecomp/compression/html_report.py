@@ -84,7 +84,7 @@ def html_report(
 
 
 def _sentence(total: Totals) -> str:
-    functional = "" if total.functional_error is None else f" ({total.functional_error:.3g} in the K-FAC norm)"
+    functional = "" if total.functional_error is None else f" ({total.functional_error:.3g} in the Fisher norm)"
     return (
         f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer, at "
         f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {total.verdict}"
@@ -110,7 +110,7 @@ def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:
         ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
     ]
     if total.functional_error is not None:
-        tiles.insert(1, ("error in the K-FAC norm", f"{total.functional_error:.3g}"))
+        tiles.insert(1, ("error in the Fisher norm", f"{total.functional_error:.3g}"))
     if promise is not None:
         tiles.insert(0, ("kept of what the adapter does", f"{100 * promise.kept:.1f} %"))
     elif total.kl is not None:
@@ -134,7 +134,7 @@ COLUMNS = (
     ("relative error", ""),
     ("γ", "wide"),
 )
-FUNCTIONAL = ("K-FAC error", "")
+FUNCTIONAL = ("Fisher error", "")
 """The column beside the relative error where a plan has statistics."""
 
 

@@ -137,7 +137,7 @@ class CompressionPlan(Settings):
         layers : sequence of Layer
         effect : float, optional
             KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error. Absent, it
-            is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the K-FAC norm.
+            is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the Fisher norm.
 
         Raises
         ------

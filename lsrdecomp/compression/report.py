@@ -45,7 +45,7 @@ class LayerReport:
     bytes: int
     norm: float  # ‖ΔW‖_F
     relative_error: float  # ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F
-    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the K-FAC norm, where there are statistics
+    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the Fisher norm, where there are statistics
     functional_error: float | None  # ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F
     condition: float  # γ, the larger of the two sides
     storage: str
@@ -132,7 +132,7 @@ class Totals:
     extra_parameters: int  # heads and other saved modules, carried along untouched
     bytes: int  # of the factors, without headers and extras
     relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
-    functional_error: float | None  # the same in the K-FAC norm
+    functional_error: float | None  # the same in the Fisher norm
     kl: float | None  # estimated divergence from the LoRA's answers, nats an answer; see `totals`
     worst_error: float  # of a layer, in the norm of the plan
     worst_layer: str
@@ -166,7 +166,7 @@ def totals(
 ) -> Totals:
     """Sum up; relative errors combine through the absolute ones.
 
-    The divergence is the squared error in the K-FAC norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
+    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
     calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times
     too low where a LoRA changes much.
     """

@@ -62,7 +62,7 @@ class Compression:
         total, goal = self.totals, self.plan.to_json()
         name = next(name for name in GOALS if name in goal)
         left_out = f", {total.dropped} of them left out" if total.dropped else ""
-        norm = "Frobenius" if total.functional_error is None else "K-FAC"
+        norm = "Frobenius" if total.functional_error is None else "Fisher"
         svd = "" if total.low_rank_error is None else f"; best truncated SVD of that size {total.low_rank_error:.3g}"
         missed = "" if self.met else f"\n   {total.missed} layers miss the tolerance"
         return (

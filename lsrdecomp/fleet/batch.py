@@ -113,7 +113,7 @@ def run_fleet(
     max_memory : int, optional
         Bytes that one layer in float64, or one other tensor, may take; an adapter with a larger one fails unread.
     statistics : path, optional
-        Statistics for all adapters, or a directory with those of each at its own place: errors then count in the K-FAC
+        Statistics for all adapters, or a directory with those of each at its own place: errors then count in the Fisher
         norm.
     share : bool
         Whether adapters of one base and the same layers share their search: the first of them, by name, is searched

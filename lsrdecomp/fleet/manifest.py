@@ -33,7 +33,7 @@ class Outcome:
     message: str = ""  # why it missed or failed
     parameters_before: int = 0
     parameters: int = 0
-    relative_error: float = 0.0  # in the K-FAC norm where there are statistics
+    relative_error: float = 0.0  # in the Fisher norm where there are statistics
     attempts: int = 1
 
 

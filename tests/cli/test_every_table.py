@@ -44,7 +44,7 @@ VERBS = {
     "inspect": ("layer", "parameters", "rank for 1 %"),
     "curve": ("parameters", "error"),
     "compress": ("layer", "structure", "parameters", "error"),
-    "compress --calibrated": ("layer", "structure", "parameters", "K-FAC error"),
+    "compress --calibrated": ("layer", "structure", "parameters", "Fisher error"),
     "verify": ("layer", "error"),
 }
 

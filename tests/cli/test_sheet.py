@@ -49,7 +49,7 @@ def test_a_table_of_layers_fits_and_loses_no_digit(width, count):
     else:
         assert text.count("12,345") >= 3 * count
     assert f"{3 * count * 12345:,}" in text.splitlines()[-1]
-    for cell in ("structure", "parameters", "K-FAC error", "0.00456", "LSR"):
+    for cell in ("structure", "parameters", "Fisher error", "0.00456", "LSR"):
         assert cell in text
 
 

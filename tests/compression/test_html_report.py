@@ -105,8 +105,8 @@ def test_an_error_in_the_norm_of_behaviour_has_its_column():
     layers = tuple(replace(LAYER, name=f"h.{k}.q", functional_norm=1.0, functional_error=0.125) for k in range(2))
     page = Page(html_report(Record(layers)))
     text = " ".join(page.texts)
-    assert "K-FAC error" in text
-    assert "(0.125 in the K-FAC norm)" in text
+    assert "Fisher error" in text
+    assert "(0.125 in the Fisher norm)" in text
     assert page.texts.count("0.125") == 4, "each layer, the worst and the total"
     assert sum(tag == "td" for tag, _ in page.tags) == 22
 

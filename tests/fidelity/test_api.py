@@ -62,7 +62,7 @@ def test_a_compression_prints_on_a_few_lines(statistics):
     assert max(map(len, lines)) <= 120
     assert lines[0] == "Compression of demo_adapter, separation_rank = 1"
     assert f"{result.totals.parameters:,} of 73,728 parameters" in lines[1]
-    assert ("K-FAC" if statistics else "Frobenius") in lines[2]
+    assert ("Fisher" if statistics else "Frobenius") in lines[2]
 
 
 def test_a_promise_is_read_at_a_prompt(tmp_path):
