@@ -87,7 +87,7 @@ def by_examples(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
     from lsrdecomp.calibration.dataset import read_jsonl
-    from lsrdecomp.checkpoints import open_checkpoint
+    from lsrdecomp.checkpoints import Journal, open_checkpoint
     from lsrdecomp.compression.compress import search_adapter
     from lsrdecomp.compression.plan import CompressionPlan
     from lsrdecomp.fidelity import evaluate
@@ -103,7 +103,7 @@ def by_examples(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for count in EXAMPLES:
             since = time.process_time()
             with patch.object(evaluate, "SAMPLES_OF_TOKENS", count):
-                statistics = evaluator.statistics(Path(folder) / f"statistics-{count}")
+                statistics = evaluator.statistics(Journal(Path(folder)))
             seconds = round(time.process_time() - since, 1)
             plans = [CompressionPlan(bytes=size, storage="auto") for size in SIZES]
             searched = search_adapter(checkpoint, plans, statistics=statistics)

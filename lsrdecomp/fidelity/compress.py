@@ -280,10 +280,10 @@ def _measured(
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         form, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
     folder = TemporaryDirectory()
-    work = journal.path if journal is not None else Path(folder.name)
+    journal = journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
-    norm = evaluator.statistics(work / "statistics") if statistics is None else statistics
-    forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, work / "forms")
+    norm = evaluator.statistics(journal) if statistics is None else statistics
+    forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
 
     # 2. Fit: a search in the norm around the LoRA, then in that around the form that came of it. How large exactly a
     #    form must be is asked in the last norm alone, and not where it is trained afterwards.
@@ -302,7 +302,7 @@ def _measured(
             if best is None:
                 break
             steps.begin("calibrating with the compressed adapter")
-            around = evaluator.statistics(forms.folder / f"statistics-{turn}", best.path)
+            around = evaluator.statistics(journal, best.path)
             steps.begin("searching again")
             try:
                 next_goal = goal_in(around, goal.prior)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lsrdecomp.calibration.dataset import PromptExample, read_jsonl, tokenize
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
-from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -144,21 +143,23 @@ class Evaluator:
         """How a written form answers the held-out texts."""
         return self.reference.compare(self.open(written))
 
-    def statistics(self, out: Path, written: Path | None = None) -> Statistics:
+    @property
+    def key(self) -> str:
+        """A digest of what its answers depend on: adapter, base, settings (but not where it runs) and texts."""
+        settings = {name: getattr(self.settings, name) for name in EvaluatorSettings.fields if name != "device"}
+        about = [self.source.adapter_sha256, self.source.name, self.source.modules, self.size, settings]
+        return content_key(about, self.held_out, self.calibration)
+
+    def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
         """Statistics of the adapted layers, on texts that are not held out: the norm in which forms are searched.
 
-        With the LoRA active, or with a compressed form of it, as ``written``. Those that a run before finished in
-        ``out`` are read.
+        With the LoRA active, or with a compressed form of it, as ``written``. Those that a run before finished in the
+        journal are read.
         """
         many_tokens = self.source.head in TOKEN_HEADS
         texts = self.calibration[: SAMPLES_OF_TOKENS if many_tokens else SAMPLES]
-        digest = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
-        wanted = {"seed": self.settings.seed, "samples": len(texts), "base": self.source.name, "adapter": digest}
-        wanted["modules"] = list(self.source.modules)
-        if (out / METADATA).exists():
-            settings = read_statistics(out).metadata.get("settings", {})
-            if any(settings.get(name) != value for name, value in wanted.items()):
-                shutil.rmtree(out)
+        adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)
+        out = journal.directory(f"statistics-{content_key(self.key, adapter, len(texts))}")
         if not (out / METADATA).exists():
             stage = "calibrating" if written is None else "calibrating with the compressed adapter"
             self.say(stage)
@@ -172,7 +173,7 @@ class Evaluator:
                 head=self.source.head,
                 base=self.source.name,
                 adapter_base=self.source.adapter_base,
-                adapter=digest,
+                adapter=adapter,
                 on_batch=lambda now: self.say(stage, now.examples, now.samples, "examples"),
             )
         return read_statistics(out)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,13 @@ from lsrdecomp.calibration.distil import Distillation, distil_factors
 from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.features import Lesson
 from lsrdecomp.calibration.questions import Batch
-from lsrdecomp.checkpoints import Checkpoint, Journal
-from lsrdecomp.checkpoints.writing import WEIGHTS, new_file
+from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
+from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.layers import LayerStatistics
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
-from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 
@@ -117,9 +114,9 @@ class CompressedFormCache:
         That integer codes are solved by after distillation.
     steps : int
         Of distillation; 0: none.
-    folder : Path
-        Where forms are kept under the hash of their numbers, with what was measured. The same folder in another run on
-        the same texts, base and settings spares what is there already, and a distillation goes on from its last look.
+    journal : Journal
+        Where forms are kept under the digest of their numbers, with what was measured. In another run on the same
+        texts, base and settings what is there is not done again, and a distillation goes on from its last look.
     """
 
     def __init__(
@@ -128,13 +125,10 @@ class CompressedFormCache:
         source: Checkpoint,
         statistics: LayerStatistics,
         steps: int,
-        folder: Path,
+        journal: Journal,
     ) -> None:
         self.evaluator, self.source, self.statistics, self.steps = evaluator, source, statistics, steps
-        settings = {name: getattr(evaluator.settings, name) for name in EvaluatorSettings.fields if name != "device"}
-        key = json.dumps([evaluator.source.adapter_sha256, evaluator.source.name, evaluator.size, settings])
-        texts = repr((evaluator.held_out, evaluator.calibration))
-        self.folder = folder / _digest(key.encode(), texts.encode())
+        self.journal = journal
         self._measurements: dict[str, Measurement] = {}
 
     @property
@@ -144,23 +138,25 @@ class CompressedFormCache:
 
     def untrained(self, compression: Compression) -> CompressedForm:
         """The form as compressed."""
-        new = compression.save(self.folder / "new", force=True, record=bool(self.steps))
-        path = self.folder / _digest(*((new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")))
+        new = compression.save(self.journal.directory("new"), force=True, record=bool(self.steps))
+        files = [(new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")]
+        key = content_key(self.evaluator.key, files)
+        path = self.journal.directory(key)
         if path.exists():
             shutil.rmtree(new)
         else:
             os.replace(new, path)
-        done = path.with_suffix(".json")
-        if done.exists():
-            behaviour = Behaviour(**_read(done))
+        measured = self.journal.get(key)
+        if measured is not None:
+            behaviour = Behaviour(**measured.facts)
         else:
             number, ratio = len(self._measurements) + 1, compression.totals.ratio
             self.evaluator.say(f"measuring form {number}, {ratio:.3g} times fewer numbers")
             behaviour = self.evaluator.measure(path)
-            _write(done, asdict(behaviour))
+            self.journal.put(key, facts=asdict(behaviour))
         size = (path / WEIGHTS).stat().st_size
         measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
-        self._measurements.setdefault(path.name, measurement)
+        self._measurements.setdefault(key, measurement)
         return CompressedForm(compression, path, behaviour)
 
     @cached_property
@@ -173,29 +169,28 @@ class CompressedFormCache:
 
         Training ends when the share ``enough`` is kept.
         """
-        out = form.path.with_name(f"{form.path.name}-{self.steps}")
-        done = out.with_suffix(".json")
-        if done.exists():
-            trained = _distilled_form(_read(done), form.path, out)
+        key = content_key(form.path.name, self.steps, enough)
+        out, measured = self.journal.directory(key), self.journal.get(key)
+        if measured is not None:
+            trained = _distilled_form(measured.facts, form.path, out)
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
-            with Journal.beside(out) as journal:
-                trained = distil_form(
-                    self.evaluator,
-                    form.path,
-                    self.source,
-                    out,
-                    steps=self.steps,
-                    before=form.behaviour,
-                    statistics=self.statistics,
-                    journal=journal,
-                    key="training",
-                    words=words,
-                    lessons=self.lessons,
-                    enough=enough,
-                )
+            trained = distil_form(
+                self.evaluator,
+                form.path,
+                self.source,
+                out,
+                steps=self.steps,
+                before=form.behaviour,
+                statistics=self.statistics,
+                journal=self.journal,
+                key=content_key("training", key),
+                words=words,
+                lessons=self.lessons,
+                enough=enough,
+            )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
-            _write(done, {**behaviours, "training": asdict(trained.training)})
+            self.journal.put(key, facts={**behaviours, "training": asdict(trained.training)})
         measurement = self._measurements[form.path.name]
         measurement = replace(measurement, distilled=trained.behaviour.kept, steps=trained.training.steps)
         self._measurements[form.path.name] = measurement
@@ -277,16 +272,3 @@ def _distilled_form(facts: Mapping[str, Any], form: Path, out: Path) -> Distille
 
 def _arrays(side: Any) -> list[Any]:
     return [to_numpy(factor.detach().double().cpu()) for factor in side.factors]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _write(path: Path, value: Mapping[str, Any]) -> None:
-    with new_file(path, force=True) as part:
-        part.write_text(json.dumps(value), encoding="utf-8")
-
-
-def _digest(*parts: bytes) -> str:
-    return sha256(b"\0".join(parts)).hexdigest()[:24]
