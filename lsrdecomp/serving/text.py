@@ -63,11 +63,13 @@ def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
     used = 0.0
     if rank and isinstance(alpha, int | float):
         used = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    if rank > SERVER_RANKS[-1]:
-        fates.refuse(f"r is {rank}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
-    elif rank > DEFAULT_RANK:
-        slot = next(size for size in SERVER_RANKS if size >= rank)
-        fates.notes.append(f"vLLM needs --max-lora-rank {slot}: r is {rank}, and {DEFAULT_RANK} is what it admits")
+    largest = max([rank, *(layer.rank for layer in adapter.layers)])  # buffers follow --max-lora-rank, not r
+    if largest > SERVER_RANKS[-1]:
+        fates.refuse(f"its largest rank is {largest}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
+    elif largest > DEFAULT_RANK:
+        slot = next(size for size in SERVER_RANKS if size >= largest)
+        text = f"its largest rank is {largest}, and {DEFAULT_RANK} is what it admits"
+        fates.notes.append(f"vLLM needs --max-lora-rank {slot}: {text}")
     for layer in adapter.layers:
         stored, fault = base.find(layer.name), None
         if _unexpected(layer, base):
@@ -81,9 +83,6 @@ def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
         elif not layer.fits(base.shapes[stored]):
             fault = _sizes(layer, base, stored)
             fates.refuse("vLLM raises where a size differs")
-        elif rank and layer.rank > rank:
-            fault = f"its rank {layer.rank} is above r = {rank}, by which vLLM chooses the slot"
-            fates.refuse(fault)
         factor = used / layer.scale if used and layer.scale else 1.0
         fates.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
     if base.from_gguf:

@@ -170,6 +170,9 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     biases = {f"{PREFIX}model.layers.0.self_attn.q_proj.bias": np.zeros(WIDTH, np.float32)}
     assert "no biases" in reasons("bias", tensors=biases, bias="lora_only")
     assert "above 512" in reasons("rank", rank=600)
+    wide = check_served(adapter(tmp_path / "wide", rank=3, r=2, rank_pattern=dict.fromkeys(SIZES, 3)), "vllm", base)
+    assert not wide.refusals  # as vLLM 0.20.2 loads it
+    assert wide.applied
     found = check_served(adapter(tmp_path / "slot", rank=24), "vllm", base)
     assert "--max-lora-rank 32" in found.notes[0]
     given = open_checkpoint(adapter(tmp_path / "lora"))
