@@ -76,3 +76,15 @@ def test_terms_that_are_rounding_are_refused_not_differentiated(rank):
     matrix = sum(wide).requires_grad_(True)
     with pytest.raises(LsrError, match=f"a matrix of 3 terms .* at rank={rank}; .* rank=2 or less"):
         decompose(matrix, "9x9, 10x10", rank=rank)
+
+
+@pytest.mark.parametrize("solver", [None, SVD(), Gram(), BlockGolubKahan()], ids=lambda s: str(s)[:8])
+def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences(solver, problem, rng):
+    _, direction, weights = problem
+    left, right = rng.standard_normal((5, 10, 8)), rng.standard_normal((5, 8, 12))
+    matrix = sum(0.5**k * np.kron(left[k], right[k]) for k in range(5))
+    given = torch.tensor(matrix, requires_grad=True)
+    formed = decompose(given, SHAPE, rank=RANK, solver=solver).to_matrix()
+    torch.sum(torch.tensor(weights) * formed).backward()
+    slope = float(torch.sum(given.grad * torch.tensor(direction)))
+    assert slope == pytest.approx(along(matrix, direction, weights), rel=1e-5)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from lsrdecomp.arrays import Array, as_double, is_differentiated, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -52,11 +52,12 @@ class SVD(MatrixSolver):
             error from the spectrum; ``relative_error`` is None, since nothing was formed to measure it from.
         """
         shape, progress = problem.shape, problem.progress
-        u, sigma, vh = rearranged_svd(problem.target.rearranged(shape))
+        matrix = as_double(problem.target.rearranged(shape).formed())
+        u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
         tails = tail_norms(sigma)
         enough, status = chosen_rank(tails, problem.most, problem.atol)
-        if is_differentiated(u):
-            refuse_rounding(sigma, enough)
+        if is_differentiated(matrix):
+            u, sigma, vh = _without_rounding(matrix, sigma, vh, enough)
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         return Solution(as_separated(u, sigma, vh, shape, enough), status, progress.sweeps, 0.0, ErrorKind.bounded)
@@ -69,8 +70,17 @@ def rearranged_svd(operator: Rearranged) -> tuple[Array, Array, Array]:
     return u, sigma, vh
 
 
-def refuse_rounding(sigma: Array, rank: int) -> None:
-    """Raise `LsrError` where torch would differentiate terms that are rounding: their derivatives are NaN."""
+def _without_rounding(matrix: Any, sigma: Array, vh: Array, rank: int) -> tuple[Array, Array, Array]:
+    """The singular triples above rounding of a torch tensor, so that their derivatives are finite.
+
+    torch divides by the differences of all singular values, those of rounding too. A change of a matrix of t terms
+    moves its range as it moves the image of its t right vectors, and what is left to decompose has t rows.
+
+    Raises
+    ------
+    LsrError
+        If ``rank`` asks for all t terms or more: those that are rounding have no derivative.
+    """
     values = to_numpy(sigma)
     terms = int((values > 64.0 * len(values) * unit_roundoff("float64") * values.max(initial=0.0)).sum())
     if terms < len(values) and rank >= terms:
@@ -79,6 +89,10 @@ def refuse_rounding(sigma: Array, rank: int) -> None:
             f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
             f"pass matrix.detach(){fewer}"
         )
+    xp = namespace(matrix)
+    basis, _ = xp.linalg.qr(matrix @ adjoint(vh[:terms, :]).detach())
+    u, sigma, vh = xp.linalg.svd(adjoint(basis) @ matrix, full_matrices=False)
+    return basis @ u, sigma, vh
 
 
 def as_matrix(target: Target) -> Array:
