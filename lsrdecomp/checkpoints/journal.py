@@ -124,7 +124,9 @@ class Journal:
 
     @property
     def _results(self) -> list[Path]:
-        return [entry for entry in self.path.iterdir() if entry.name != RECORD]
+        """What is there beside the record; half a file that a kill left is nothing."""
+        entries = (entry for entry in self.path.iterdir() if entry.name != RECORD)
+        return [entry for entry in entries if not entry.name.endswith(".partial")]
 
     def directory(self, key: str) -> Path:
         """The place of a result that is a directory of files; whoever writes it makes it."""

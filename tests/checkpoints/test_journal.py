@@ -85,6 +85,15 @@ def test_what_is_no_journal_or_of_another_release_is_refused_and_stays(tmp_path:
         Journal.beside(tmp_path / "file").__enter__()
 
 
+def test_a_kill_before_the_record_was_whole_does_not_block_the_output(tmp_path: Path) -> None:
+    path = tmp_path / ".out.journal"
+    path.mkdir()
+    (path / ".journal.json.0123456789ab.partial").write_text("{")
+    with Journal.beside(tmp_path / "out") as journal:
+        journal.put("key", facts=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_damaged_result_is_none(tmp_path: Path) -> None:
     killed(tmp_path / "out")
     (tmp_path / ".out.journal" / "a.safetensors").write_bytes(b"cut")
