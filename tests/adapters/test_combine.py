@@ -56,7 +56,7 @@ def weighted(layer: LsrLayer, weights=WEIGHTS, names="ab") -> torch.Tensor:
 
 
 def apart(left: torch.Tensor, right: torch.Tensor) -> float:
-    return float((left - right).norm() / right.norm())
+    return ((left - right).norm() / right.norm()).item()
 
 
 CLOSE = 2**8 * unit_roundoff("float32")

@@ -239,7 +239,7 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
         left, _ = layer.load()
         torch.testing.assert_close(
             torch.from_numpy(found[layer.name].left.to_matrix()),
-            sum(torch.kron(*(torch.from_numpy(f[k]).double() for f in left)) for k in range(len(left[0]))),
+            sum(torch.kron(*(torch.tensor(f[k]).double() for f in left)) for k in range(len(left[0]))),
         )
 
 
