@@ -17,6 +17,8 @@ FAILURE = ".failure.json"
 
 INCIDENTAL = ("data", "device", "log_every", "save_every", "report_to")
 """Settings that do not change what is measured: a run is the same run with others of these."""
+LEFT_TO_THE_MACHINE = (("precision", "auto"), ("gradient_checkpointing", None))
+"""Settings whose value the run itself chooses and records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ def _labelled(run: Run) -> tuple[Run, Outcome]:
 
 
 def _differing(old: FinetuneSettings, new: FinetuneSettings) -> str:
-    one, other = old.to_json(), new.to_json()
-    names = [name for name in one if one[name] != other[name] and name not in INCIDENTAL]
-    return ", ".join(f"{name} {str(one[name])[:60]} → {str(other[name])[:60]}" for name in names)
+    """The settings of a finished run that are not those asked for; what was left to the machine may be anything."""
+    before, now = old.to_json(), new.to_json()
+    names = [name for name in before if before[name] != now[name] and name not in INCIDENTAL]
+    names = [name for name in names if (name, now[name]) not in LEFT_TO_THE_MACHINE]
+    return ", ".join(f"{name} {str(before[name])[:60]} → {str(now[name])[:60]}" for name in names)
