@@ -46,7 +46,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of the order of the texts and of the drawn answers.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     quiet: Quiet = False,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Measure input and gradient covariances of the adapted layers, for `compress --calibrated`.
 
@@ -55,7 +55,7 @@ def calibrate(
 
     Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """
-    settings = EvaluatorSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = EvaluatorSettings(**{name: value for name, value in options.items() if value is not None})
     questions = Questions(text, task, data, "train", answers, settings.max_length, settings.truncate)
     questions.check()
     try:

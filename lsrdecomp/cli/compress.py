@@ -97,21 +97,26 @@ def compress(
     json: JsonFile = None,
     force: Force = False,
     max_memory: MaxMemory = None,
-    **given: Any,
+    **options: Any,
 ) -> None:
-    """Turn a LoRA adapter into an LSR adapter that PEFT opens.
+    """Make a LoRA adapter smaller; PEFT opens the result.
 
-    One goal: --rtol, --ratio, --params, --bytes, --kl or --separation-rank. Without --calibrated errors are in the
-    Frobenius norm, closeness of numbers: there plain truncated SVD is hard to beat, and is taken where it is better.
-    With it they are in the Fisher norm, closeness of answers: there adapters 20 to 100 times smaller keep much of what
-    they do. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
+    With --base and --data a share is the goal: --keep 0.95 finds the smallest form that keeps 95 % of what the adapter
+    does on held-out texts, in as few bits as serve best. --distil 200 also trains smaller ones on the LoRA's own
+    answers, without labels.
 
-    With --base and --data what is kept is measured: --keep 0.95 finds the smallest form that keeps 95 % of what the
-    adapter does on held-out texts. --distil 200 then trains smaller ones on the LoRA's own answers, without labels:
-    at most two sizes, and the smallest that keeps as much is written; if none does, the untrained one.
+    Without a base the goal is a size (--ratio, --params, --bytes) or an error (--rtol). With --calibrated errors are in
+    the Fisher norm, closeness of answers; without it in the Frobenius norm, closeness of numbers, where truncated SVD
+    is hard to beat, and is taken where it is better.
 
-    With --out small.safetensors a LoRA file comes back in its own format, in seconds: truncated SVD with one threshold
-    over all layers. So does every file of a directory of such; --dry-run shows the curve.
+    With --out small.safetensors a LoRA file comes back in its own format, in seconds.
+    \f
+
+    Such a file is cut by truncated SVD, with one threshold over all layers. So is every file of a directory of such;
+    --dry-run shows the curve.
+
+    --distil trains at most two sizes, and the smallest that keeps the share is written; if none does, the untrained
+    one. Exit code 1, and nothing written, if --rtol cannot be met in this storage.
 
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
@@ -120,7 +125,7 @@ def compress(
     from lsrdecomp.fidelity.compress import usual_storage
 
     # 1. What is asked, before anything is opened.
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     of_base = {name: chosen.pop(name) for name in MeasuredSettings.fields if name in chosen}
     plans = _plans(chosen, of_base, base, data)
     if out is None and not dry_run:

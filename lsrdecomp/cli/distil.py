@@ -29,7 +29,7 @@ def distil(
     quiet: Quiet = False,
     json: JsonFile = None,
     force: Force = False,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Train the numbers of a compressed adapter on the LoRA's own answers; no labels are needed.
 
@@ -41,7 +41,7 @@ def distil(
     except ImportError as error:
         raise LsrError(f"distillation runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet(), follow(quiet=quiet) as show:
-        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen = {name: value for name, value in options.items() if value is not None}
         done = run(adapter, base=base, data=data, teacher=teacher, out=out, force=force, on_step=show, **chosen)
     before, after, training = done.form.before, done.form.after, done.form.training
     verdict = "" if done.form.steps else "; no better, so the old form stays"

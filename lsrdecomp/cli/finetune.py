@@ -37,7 +37,7 @@ def finetune(
     quiet: Quiet = False,
     json: JsonFile = None,
     force: ForceFile = False,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Fine-tune a base on a task by LoRA, LSR or another adapter, and judge it on the task's dev set.
 
@@ -47,7 +47,7 @@ def finetune(
     For several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
     """
     named = FinetuneSettings.named
-    chosen = {name: value for name, value in given.items() if value not in (None, [])}
+    chosen = {name: value for name, value in options.items() if value not in (None, [])}
     if option:
         chosen["options"] = dict(assignment(text, "--option") for text in option)
     more = named(dict(assignment(text, "--set") for text in settings or ()))

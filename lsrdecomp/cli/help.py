@@ -1,8 +1,14 @@
-"""What `lsrdecomp --help` says of each verb in a line, and the examples below each verb's own help."""
+"""What help says: a line for each verb, the panels of options of the larger verbs, examples below each."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
 
 SHORT = {
     "inspect": "Show what an adapter holds.",
@@ -22,6 +28,7 @@ EXAMPLES = {
     "inspect": ("inspect my-lora/", "inspect lora.safetensors --alpha 16 --json layers.json"),
     "calibrate": ("calibrate BASE --adapter my-lora/ --text lines.txt --out statistics/",),
     "compress": (
+        "compress my-lora/ --base BASE --data texts.jsonl --keep 0.9 --out small/",
         "compress my-lora/ --ratio 48 --calibrated statistics/ --out small/",
         "compress my-lora/ --rtol 0.1 --dry-run",
     ),
@@ -34,6 +41,95 @@ EXAMPLES = {
     "demo": ("demo --out demo-output",),
 }
 """One or two commands a reader can change to their own."""
+
+
+PANELS = {
+    "compress": {
+        "Goal": "keep ratio params bytes rtol",
+        "Measure": "base data calibrated distil",
+        "Store": "storage",
+        "Output": "out report json dry-run force",
+    },
+    "distil": {
+        "Train": "teacher base data steps rate batch",
+        "Measure": "held-out max-length truncate dtype device",
+        "Output": "out json quiet force",
+    },
+    "calibrate": {
+        "Measure": "adapter data text samples max-length truncate",
+        "Memory and time": "batch max-memory dtype device",
+        "Output": "out quiet",
+    },
+    "verify": {
+        "Answers": "base data text max-length truncate batch dtype",
+        "Servers": "for server served-as",
+        "Output": "json wide all force",
+    },
+    "finetune": {
+        "Task": "model data task",
+        "Adapter": "method option init",
+        "Train": "learning-rate batch epochs steps seed set",
+        "Output": "out json force",
+    },
+}
+"""Options of the verbs with many that are shown by ``-h``, by panel; the others come with ``--help-all``."""
+
+
+class Command(TyperCommand):
+    """A verb whose help shows its panels, and with ``--help-all`` the rest and what stands behind a form feed."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """The text up to its form feed, or all of it."""
+        text = self.help
+        if ctx.meta.get(ALL):
+            self.help = (text or "").replace("\f", "")
+        super().format_help_text(ctx, formatter)
+        self.help = text
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A section for each panel; without panels one for all options."""
+        params = [each for each in self.get_params(ctx) if each.get_help_record(ctx) is not None]
+        options = [each for each in params if each.param_type_name == "option"]
+        panels = PANELS.get(self.name or "", {})
+        sections = {"Arguments": [each for each in params if each.param_type_name == "argument"]}
+        for panel, names in panels.items():
+            sections[panel] = [each for name in names.split() for each in options if f"--{name}" in each.opts]
+        rest = [each for each in options if not any(each in section for section in sections.values())]
+        if not panels:
+            sections["Options"] = rest
+        elif ctx.meta.get(ALL):
+            sections["Advanced"] = rest
+        else:
+            sections["Help"] = [each for each in rest if each.name in ("help", "help_all")]
+        for title, entries in sections.items():
+            if entries:
+                with formatter.section(title):
+                    formatter.write_dl([each.get_help_record(ctx) for each in entries])
+
+
+ALL = f"{__name__}.all"
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit()
+
+
+HelpAll = Annotated[
+    bool, typer.Option("--help-all", callback=_show_all, is_eager=True, expose_value=False, help="Show all options.")
+]
+
+
+def with_help_all(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """The verb, with the option ``--help-all`` where it has panels."""
+    if verb.__name__ in PANELS:
+        signature = inspect.signature(verb)
+        option = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
+        verb.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+        verb.__annotations__ |= {"help_all": HelpAll}
+    return verb
 
 
 def epilog(verb: str) -> str | None:

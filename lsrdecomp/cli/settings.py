@@ -23,9 +23,9 @@ def options_of(
     only: tuple[str, ...] | None = None,
     parsers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
 ) -> Callable[[V], V]:
-    """The verb, whose ``**given`` takes the fields that are options; the help lists the others under ``--set``.
+    """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
 
-    ``given`` holds every such field under its name, None where it was not on the command line. The fields named in
+    ``options`` holds every such field under its name, None where it was not on the command line. The fields named in
     ``elsewhere`` are options that the verb declares itself; with ``only``, those named there are the options, and
     neither defaults nor others are shown. A field in ``parsers`` is read from its text by a function.
     """
@@ -41,7 +41,7 @@ def options_of(
         verb.__annotations__ |= {each.name: each.annotation for each in made}
         rest = [each for each in fields if each not in chosen]
         if only is None and rest:
-            verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\n{_listed(rest)}"
+            verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(rest)}"
         return verb
 
     return decorate
@@ -49,9 +49,10 @@ def options_of(
 
 def _parameter(field: Field, parser: Callable[[str], Any] | None, *, default: bool) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
-    shown = default and field.type is not bool and (field.shown_default.strip('"') or False)
+    usual = field.shown_default.strip('"') if default and field.type is not bool else ""
+    text = f"{field.help}  [default: {usual}]" if usual else field.help
     metavar = None if parser is None else "TEXT"
-    option = typer.Option(*flags, help=field.help, show_default=shown, parser=parser, metavar=metavar)
+    option = typer.Option(*flags, help=text, show_default=False, parser=parser, metavar=metavar)
     marks = (Input, option) if READ in field.marks else (option,)
     kind = str if parser else list[str] if field.type is tuple else field.type
     return inspect.Parameter(

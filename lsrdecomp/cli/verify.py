@@ -58,7 +58,7 @@ def verify(
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
-    **given: Any,
+    **options: Any,
 ) -> None:
     """Measure a written adapter against its source anew; exit code 1 if it is not what was recorded, 3 if nothing was.
 
@@ -68,7 +68,7 @@ def verify(
     verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
     if it would not, or does not.
     """
-    settings = EvaluatorSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = EvaluatorSettings(**{name: value for name, value in options.items() if value is not None})
     if rules is not None or server is not None:
         if written is not None:
             raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")

@@ -7,7 +7,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lsrdecomp.cli.app import app
-from lsrdecomp.cli.help import EXAMPLES, SHORT, flags
+from lsrdecomp.cli.help import EXAMPLES, PANELS, SHORT, flags
 
 VERBS = sorted(get_command(app).commands)
 
@@ -23,6 +23,19 @@ def test_no_short_help_is_cut_at_80_columns(monkeypatch):
     for verb in VERBS:
         assert SHORT[verb] in text, verb
     assert "..." not in text.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("verb", PANELS)
+def test_help_shows_fifteen_options_at_most_in_panels_and_all_on_request(verb):
+    short, whole = (CliRunner().invoke(app, [verb, flag]).stdout for flag in ("-h", "--help-all"))
+    sections = short.split("\n\n")
+    for panel, names in PANELS[verb].items():
+        (section,) = (each for each in sections if each.startswith(f"{panel}:"))
+        assert all(f"--{name}" in section for name in names.split())
+    assert sum(len(names.split()) for names in PANELS[verb].values()) <= 15
+    every = {option.opts[0] for option in get_command(app).commands[verb].params if option.opts[0].startswith("-")}
+    assert all(f"  {flag}" in whole for flag in every - {"--help-all"})
+    assert not all(f"  {flag}" in short for flag in every - {"--help-all"})
 
 
 @pytest.mark.parametrize(("verb", "example"), [(verb, example) for verb in VERBS for example in EXAMPLES[verb]])
