@@ -32,6 +32,9 @@ To be imported by name, since each needs more packages: `lsrdecomp.adapters` (LS
 `lsrdecomp.serving` (what a server makes of an adapter; gguf for llama.cpp's files).
 """
 
+import sys
+from opcode import opmap
+
 import lazy_loader
 
 _lazy, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
@@ -62,7 +65,11 @@ def __getattr__(name: str) -> object:
         room = _MOVED[name]
         warn(f"lsrdecomp.{name} is lsrdecomp.{room}.{name} from version 0.4 on", DeprecationWarning, stacklevel=2)
         return getattr(import_module(f"lsrdecomp.{room}"), name)
-    raise AttributeError(f"lsrdecomp has no {name!r}{_hint(name)}", name=name)
+    text = f"lsrdecomp has no {name!r}{_hint(name)}"
+    caller = sys._getframe(1)  # of `from lsrdecomp import name` Python would raise an error of its own words
+    if caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+        raise ImportError(text, name=name)
+    raise AttributeError(text, name=name)
 
 
 def _hint(name: str) -> str:

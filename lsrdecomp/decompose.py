@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, cast
 
 from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.fields import takes
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -26,6 +27,7 @@ from lsrdecomp.targets.convert import as_target
 from lsrdecomp.targets.separated import Separated
 
 
+@takes()
 def decompose(
     matrix: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
@@ -130,6 +132,7 @@ def decompose(
     return record
 
 
+@takes()
 def decompose_each(
     matrices: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
@@ -219,6 +222,7 @@ def _positive_integer(rank: Any) -> int:
     raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
+@takes()
 def recompress(
     matrix: SeparatedMatrix, *, rtol: float | None = None, rank: int | None = None, solver: Solver | None = None
 ) -> SeparatedMatrix:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "ArgumentError",
     "BudgetError",
     "CheckpointError",
     "ConvergenceError",
@@ -21,6 +22,10 @@ __all__ = [
 
 class LsrError(Exception):
     """Base of every error this library raises on purpose."""
+
+
+class ArgumentError(LsrError, TypeError):
+    """A keyword argument of another name than any there is; the message has the nearest one."""
 
 
 class ShapeError(LsrError, ValueError):

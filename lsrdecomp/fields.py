@@ -33,7 +33,7 @@ from typing import (
     get_type_hints,
 )
 
-from lsrdecomp.errors import LsrError, unknown
+from lsrdecomp.errors import ArgumentError, LsrError, unknown
 
 
 class SettingsError(LsrError, ValueError):
@@ -254,6 +254,14 @@ def settings(cls: type[S]) -> type[S]:
     lines += [line for field in made.fields.values() for line in field.documented]
     lines += ["", "Raises", "------", made.error.__name__, "    Naming the setting, its value, and what it may be.", ""]
     made.__doc__ = "\n".join(lines)
+    fill: Callable[..., None] = made.__init__
+
+    @functools.wraps(fill)
+    def init(self: S, *args: Any, **kwargs: Any) -> None:
+        _refuse_others(cls.__name__, kwargs, made.fields)
+        fill(self, *args, **kwargs)
+
+    made.__init__ = init  # type: ignore[method-assign, assignment]
     return made
 
 
@@ -264,7 +272,7 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
     """Decorator of a function whose ``**settings`` are the fields of tables: its signature and docstring show them.
 
     In the docstring they stand for the entry ``**settings``. A name that is none of the arguments is refused with the
-    nearest that is.
+    nearest that is; without tables that is all that is done.
     """
 
     def decorate(function: F) -> F:
@@ -284,9 +292,7 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name not in signature.parameters:
-                    raise LsrError(f"{function.__name__} takes no {unknown(name, signature.parameters)}")
+            _refuse_others(function.__name__, kwargs, signature.parameters)
             return function(*args, **kwargs)
 
         lines = "".join(f"    {line}\n" for field in fields for line in field.documented)
@@ -295,6 +301,12 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def _refuse_others(function: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"{function} takes no {unknown(name, known)}")
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, to_numpy
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
@@ -60,6 +61,7 @@ class ShapeSearch:
     unresolved: int  # shapes of which a space of `LARGEST_SPACE` columns found something, perhaps not the best
 
 
+@takes()
 def best_shape(
     matrix: Any,
     *,

@@ -283,6 +283,12 @@ def test_a_name_that_is_not_here_is_told_where_it_is_or_what_it_is_like(name, wo
         getattr(lsrdecomp, name)
 
 
+def test_an_import_of_a_name_that_is_elsewhere_says_where():
+    with pytest.raises(ImportError, match=r"it is lsrdecomp\.operators\.nearest_kronecker"):
+        from lsrdecomp import nearest_kronecker  # noqa: F401
+    assert not hasattr(lsrdecomp, "nearest_kronecker")
+
+
 def test_the_version_is_that_of_the_package():
     from importlib.metadata import version
 

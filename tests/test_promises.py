@@ -177,6 +177,8 @@ def test_solvers_as_people_write_them(square, solver):
         ({"rank": 1, "storage": "flaot16"}, lsr.errors.PrecisionError, "did you mean 'float16'"),
         ({"rank": 1, "storage": "tf32"}, lsr.errors.PrecisionError, "no format 'tf32'"),
         ({"rtol": "0.1"}, lsr.errors.BudgetError, "rtol must be a number"),
+        ({"tol": 0.1}, lsr.errors.ArgumentError, "decompose takes no 'tol'; did you mean 'rtol'"),
+        ({"rank": 1, "slover": "svd"}, TypeError, "did you mean 'solver'"),
     ],
 )
 def test_other_words_are_refused_with_what_is_wanted(square, goal, error, words):

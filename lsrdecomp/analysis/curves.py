@@ -10,6 +10,7 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import as_double, namespace, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.base import Solver, Sweep
@@ -109,6 +110,7 @@ class ErrorCurve:
         return markup.table(self.label, ("terms", "parameters", "relative error"), markup.shortened(rows))
 
 
+@takes()
 def error_curve(
     matrix: Any,
     shape: KroneckerShape | None = None,
@@ -152,6 +154,7 @@ def error_curve(
     return _from_spectrum(str(shape), namespace(operator).linalg.svdvals(operator), target.norm, shape.parameters(1))
 
 
+@takes()
 def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCurve, ...]:
     """`error_curve` for many shapes of one matrix; the matrix is read and checked once.
 
@@ -181,6 +184,7 @@ def error_curves(matrix: Any, shapes: Iterable[KroneckerShape]) -> tuple[ErrorCu
     return tuple(error_curve(target, shape) for shape in shapes)
 
 
+@takes()
 def solver_curve(
     matrix: Any,
     shape: KroneckerShape,
@@ -232,6 +236,7 @@ def solver_curve(
     )
 
 
+@takes()
 def low_rank_curve(matrix: Any) -> ErrorCurve:
     """The reference: truncated SVD of the matrix itself, m + n parameters a rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -117,19 +118,23 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
         raise typer.Exit()
 
 
-HelpAll = Annotated[
-    bool, typer.Option("--help-all", callback=_show_all, is_eager=True, expose_value=False, help="Show all options.")
-]
+HelpAll = Annotated[bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options.")]
 
 
 def with_help_all(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb, with the option ``--help-all`` where it has panels."""
-    if verb.__name__ in PANELS:
-        signature = inspect.signature(verb)
-        option = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
-        verb.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
-        verb.__annotations__ |= {"help_all": HelpAll}
-    return verb
+    if verb.__name__ not in PANELS:
+        return verb
+
+    @functools.wraps(verb)
+    def run(*args: Any, help_all: bool = False, **options: Any) -> Any:
+        return verb(*args, **options)
+
+    signature = inspect.signature(verb)
+    option = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
+    run.__annotations__ = {**verb.__annotations__, "help_all": HelpAll}
+    return run
 
 
 def epilog(verb: str) -> str | None:

@@ -6,6 +6,7 @@ import math
 from typing import Any, Self, overload
 
 import array_api_compat
+import numpy as np
 
 from lsrdecomp.arrays import Array, as_floating, conjugate, is_complex, namespace, to_numpy
 from lsrdecomp.errors import ShapeError
@@ -14,12 +15,12 @@ from lsrdecomp.kronecker.terms import Terms
 
 FORMED_ENTRIES = 2**27
 """Most entries that are formed without being asked by name (`Action.to_matrix`): 1 GiB in double precision."""
+OPERATORS = {np.matmul: "matmul", np.add: "add", np.subtract: "sub", np.multiply: "mul", np.true_divide: "truediv"}
+"""NumPy's names of operators that this class has itself, which need no formed matrix or say what they form."""
 
 
 class Action(Terms):
     """Action: products with arrays, transposes, and the protocols of NumPy and SciPy."""
-
-    __array_ufunc__ = None  # NumPy leaves ``x @ A``, ``2 * A`` and ``x + A`` to this class
 
     ndim = 2
 
@@ -136,6 +137,16 @@ class Action(Terms):
             raise ValueError("a separated matrix is formed anew: np.asarray(A, copy=False) cannot be met")
         formed = to_numpy(self._formed("numpy.asarray"))
         return formed if dtype is None else formed.astype(dtype)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """``x @ A``, ``np.matmul(A, x)``, ``2 * A``, … here; any other function of NumPy on the formed matrix."""
+        if ufunc in OPERATORS and method == "__call__" and not kwargs:
+            left, right = inputs
+            if isinstance(left, Terms):
+                return getattr(left, f"__{OPERATORS[ufunc]}__")(right)
+            return getattr(right, f"__r{OPERATORS[ufunc]}__")(left)
+        formed = [np.asarray(x) if isinstance(x, Terms) else x for x in inputs]
+        return getattr(ufunc, method)(*formed, **kwargs)
 
     def _formed(self, verb: str) -> Array:
         """The matrix, formed, unless it is larger than a caller may expect."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,7 +65,7 @@ def solve(
     method: Method = "auto",
     preconditioner: Any = "auto",
     max_iterations: int = 2000,
-    throw: bool = True,
+    throw: bool = False,
     on_iteration: Callable[[int], Any] | None = None,
 ) -> LinearSolution:
     """Solve A x = b without forming A.
@@ -89,7 +90,7 @@ def solve(
     max_iterations : int
         For each column.
     throw : bool
-        Raise where the goal is not met; else see ``converged`` of the record.
+        Raise where the goal is not met. Else that is a `RuntimeWarning`, and ``converged`` of the record is False.
     on_iteration : callable, optional
         Called with the number of products with A so far.
 
@@ -102,7 +103,7 @@ def solve(
     MatrixError
         For a matrix that is singular to working precision, where an exact method finds it.
     ConvergenceError
-        Where the goal is not met; ``record`` is the `LinearSolution` that was reached.
+        With ``throw`` where the goal is not met; ``record`` is the `LinearSolution` that was reached.
     ShapeError
         If the matrix is not square or ``b`` does not fit.
 
@@ -169,9 +170,9 @@ def _finish(
         relative = math.inf
     total = matrix.to_numpy().norm * norm(solution) + norm(right)
     record = LinearSolution(x, relative, norm(rest) / total if total else 0.0, method, iterations, rtol)
-    if throw and not record.converged:
-        raise ConvergenceError(
-            f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol",
-            record,
-        )
+    if not record.converged:
+        text = f"{record}; allow more iterations, pass a better preconditioner (approximate_inverse) or loosen rtol"
+        if throw:
+            raise ConvergenceError(text, record)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
     return record

@@ -70,6 +70,8 @@ def test_products_with_arrays_and_their_adjoints(case):
     near(a.rmatvec(y[:, 0]), dense.conj().T @ y[:, 0], a, tolerance, np.linalg.norm(y))
     near(a.rmatmat(y), dense.conj().T @ y, a, tolerance, np.linalg.norm(y))
     near(y.T @ a, y.T @ dense, a, tolerance, np.linalg.norm(y))
+    near(np.matmul(a, x), dense @ x, a, tolerance, size)
+    near(np.matmul(y.T, a), y.T @ dense, a, tolerance, np.linalg.norm(y))
     near(y[:, 0] @ a, y[:, 0] @ dense, a, tolerance, np.linalg.norm(y))
     forth, back = np.vdot(y[:, 0], a @ x[:, 0]), np.vdot(a.rmatvec(y[:, 0]), x[:, 0])
     assert abs(forth - back) <= tolerance * np.sum(a.weights) * size * np.linalg.norm(y)
@@ -104,6 +106,7 @@ def test_arithmetic_with_numbers_arrays_and_each_other(case, data):
         (a + array, dense + array), (array + a, dense + array), (a - array, dense - array), (array - a, array - dense),
         (a * array, dense * array), (array * a, dense * array),
         (a + scipy.sparse.csr_array(array), dense + array),
+        (np.add(a, array), dense + array), (np.maximum(abs(array), np.abs(a)), np.maximum(abs(array), abs(dense))),
     ):  # fmt: skip
         near(np.asarray(ours), theirs, a, tolerance, 10 + np.linalg.norm(array) + np.sqrt(a.size) / np.sum(a.weights))
     single = a.truncate(1)
