@@ -2,109 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
+from lsrdecomp.checkpoints import Checkpoint, StoredTensor, open_checkpoint
+from lsrdecomp.checkpoints.records import Layer, LoraLayer
+from lsrdecomp.checkpoints.writers.gguf import import_gguf
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 GGUF = "gguf"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredLayer:
-    """One low-rank layer; ``shape`` is out x in, ``scale`` what its format multiplies ``B @ A`` by."""
-
-    name: str
-    shape: tuple[int, int]
-    rank: int
-    scale: float
-    kind: str = "linear"
-    kernel: tuple[int, ...] = ()
-
-    def fits(self, weight: tuple[int, ...] | None) -> bool:
-        """Whether it is of the size of a module's stored weight; a weight of unknown size is not held against it."""
-        if weight is None:
-            return True
-        m, n = self.shape
-        if len(weight) > 2:
-            channels = n
-            for side in self.kernel:
-                channels //= side
-            return weight == (m, channels, *(self.kernel or (1,) * (len(weight) - 2)))
-        return weight == ((n, m) if self.kind in ("conv1d", "embedding") else (m, n))
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAdapter:
-    """What a file or directory holds."""
-
-    path: Path
-    format: str  # as `Checkpoint.format`, or "gguf"
-    layers: tuple[StoredLayer, ...]
-    extras: tuple[str, ...] = ()  # tensors that are no part of a layer
-    config: Mapping[str, Any] = field(default_factory=dict)  # of a GGUF file, its fields
-
-    def export(self, to: str, ending: str, name_of: Callable[[str], Any]) -> str:
-        """The command that writes a file which is loaded, or why there is none: a layer that it has no name for."""
-        if self.format == GGUF:
-            return "a GGUF file is for llama.cpp; export what it was made from"
-        try:
-            for layer in self.layers:
-                name_of(layer.name)
-        except UnsupportedError as error:
-            return str(error)
-        heads = " --without-heads" if self.extras and "profile" not in to else ""
-        out = self.path.with_name(f"{self.path.name.removesuffix('.safetensors')}{ending}")
-        return f"`lsrdecomp export {quote(str(self.path))} {to}{heads} --out {quote(str(out))}`"
-
-    @property
-    def task_type(self) -> str | None:
-        """What PEFT would open the base as."""
-        task = self.config.get("task_type")
-        return task if isinstance(task, str) else None
-
-
-def read_adapter(path: str | Path) -> StoredAdapter:
+def read_adapter(path: str | Path) -> Checkpoint:
     """The adapter at a path; a GGUF file of llama.cpp too. Errors are those of `open_checkpoint`."""
     path = Path(path)
-    if path.suffix == ".gguf":
-        return _gguf(path)
-    checkpoint = open_checkpoint(path)
-    layers = tuple(
-        StoredLayer(x.name, (x.out_features, x.in_features), x.rank, x.scale, x.kind, tuple(x.kernel))
-        for x in checkpoint.layers
-    )
-    return StoredAdapter(path, checkpoint.format, layers, tuple(checkpoint.extras), checkpoint.config)
+    return _gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
 
 
-def _gguf(path: Path) -> StoredAdapter:
-    """Pairs of ``.lora_a`` (r, n) and ``.lora_b`` (m, r); llama.cpp scales by alpha / r, by 1 where alpha is 0."""
+def misfit(layer: Layer, weight: tuple[int, ...] | None) -> str | None:
+    """What is wrong with a layer's size beside a module's stored weight; a weight of unknown size fits."""
+    m, n = layer.out_features, layer.in_features
+    if weight is None:
+        return None
+    if len(weight) > 2:
+        kernel = layer.kernel or (1,) * (len(weight) - 2)
+        fits = weight[0] == m and weight[2:] == kernel and weight[1] * math.prod(kernel) == n
+    else:
+        fits = weight == ((n, m) if layer.kind in ("conv1d", "embedding") else (m, n))
+    return None if fits else f"{m} x {n}, but its weight is {weight} in the base"
+
+
+def export_command(adapter: Checkpoint, to: str, ending: str, name_of: Callable[[str], Any]) -> str:
+    """The command that writes a file which is loaded, or why there is none: a layer that it has no name for."""
+    if adapter.format == GGUF:
+        return "a GGUF file is for llama.cpp; export what it was made from"
     try:
-        import gguf
-    except ImportError as error:
-        raise LsrError("GGUF files need the package gguf: pip install gguf") from error
+        for layer in adapter.layers:
+            name_of(layer.name)
+    except UnsupportedError as error:
+        return str(error)
+    heads = " --without-heads" if adapter.extras and "profile" not in to else ""
+    out = adapter.path.with_name(f"{adapter.path.name.removesuffix('.safetensors')}{ending}")
+    return f"`lsrdecomp export {quote(str(adapter.path))} {to}{heads} --out {quote(str(out))}`"
+
+
+def task_type(adapter: Checkpoint) -> str | None:
+    """What PEFT would open the base as."""
+    task = adapter.config.get("task_type")
+    return task if isinstance(task, str) else None
+
+
+def _gguf(path: Path) -> Checkpoint:
+    """Pairs of ``.lora_a`` (r, n) and ``.lora_b`` (m, r); llama.cpp scales by alpha / r, by 1 where alpha is 0.
+
+    The config is the fields of the file.
+    """
+    gguf = import_gguf()
     if not path.is_file():
         raise CheckpointError("no such file", path=path)
     try:
         reader = gguf.GGUFReader(path)
         names = ("general.type", "general.architecture", "adapter.type", "adapter.lora.alpha")
         fields = {name: reader.fields[name].contents() for name in names if name in reader.fields}
-        shapes = {tensor.name: tuple(int(side) for side in tensor.shape[::-1]) for tensor in reader.tensors}
+        tensors = {
+            stored.name: StoredTensor(
+                stored.name,
+                tuple(int(side) for side in stored.shape[::-1]),
+                "float32",
+                path,
+                partial(gguf.dequantize, stored.data, stored.tensor_type),
+            )
+            for stored in reader.tensors
+        }
     except (OSError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
         raise CheckpointError(f"is no GGUF file: {str(error)[:200]}", path=path) from None
-    alpha, layers, others = float(fields.get("adapter.lora.alpha", 0.0)), [], []
-    for name, shape in shapes.items():
+    alpha, layers, others = float(fields.get("adapter.lora.alpha", 0.0)), [], {}
+    for name, down in tensors.items():
         module, _, half = name.rpartition(".")
-        up = shapes.get(f"{module}.lora_b")
+        up = tensors.get(f"{module}.lora_b")
         table = module == "token_embd.weight"  # of an embedding the first half is stored transposed
-        if half == "lora_a" and up is not None and len(shape) == len(up) == 2 and up[1] == shape[int(table)]:
-            rank, kind = up[1], "embedding" if table else "linear"
-            size, scale = (up[0], shape[int(not table)]), alpha / rank if alpha else 1.0
-            layers.append(StoredLayer(module.removesuffix(".weight"), size, rank, scale, kind))
-        elif not (half == "lora_b" and f"{module}.lora_a" in shapes):
-            others.append(name)
-    return StoredAdapter(path, GGUF, tuple(layers), tuple(others), fields)
+        fits = up is not None and len(down.shape) == len(up.shape) == 2 and up.shape[1] == down.shape[int(table)]
+        if half == "lora_a" and up is not None and fits:
+            (m, rank), n = up.shape, down.shape[int(not table)]
+            kind, scale = "embedding" if table else "linear", alpha / rank if alpha else 1.0
+            layers.append(LoraLayer(module.removesuffix(".weight"), kind, m, n, rank, scale, down.dtype, up, down))
+        elif not (half == "lora_b" and f"{module}.lora_a" in tensors):
+            others[name] = down
+    return Checkpoint(path, GGUF, fields, tuple(layers), others, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ BEYOND = 3.0
 LEAST = 1e-4  # nats
 SCALES = (0.0, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0)
 REFINEMENTS = 8
+LIKELIEST = 2000
+"""Next tokens of PEFT's that are kept: more than any server gives."""
 TOLERANCE = 0.25
 """Share by which the fitted scale may differ from the one that is set."""
 
@@ -139,12 +142,7 @@ def ask_server(
         if not path.is_dir():
             text = "is no directory: the scale is fitted beside PEFT, which opens those; name the one it was made from"
             raise CheckpointError(text, path=path)
-        try:
-            from lsrdecomp.serving.expected import Expected
-        except ImportError as error:
-            text = f"the scale is fitted beside PEFT; without {error.name}: pip install 'lsrdecomp[peft]'"
-            raise LsrError(text) from error
-        model = Expected(base, path, prompts, dtype)
+        model = ScaledModel(base, path, prompts, dtype)
         texts, expected = list(model.tokens), model.at
     plain = [client.ask(text, adapted=False) for text in texts]
     again = [client.ask(text, adapted=False) for text in texts]
@@ -154,6 +152,46 @@ def ask_server(
         return Asked(*measured, client.scale)
     scale, fit = fitted_scale(lambda s: _distance(adapted, expected(s)))
     return Asked(*measured, client.scale, scale, fit, _distance(adapted, expected(0.0)))
+
+
+class ScaledModel:
+    """PEFT with the adapter at any scale: a base asked for next tokens after given prompts; needs torch."""
+
+    def __init__(self, base: str | Path, adapter: Path, prompts: Sequence[str], dtype: str) -> None:
+        try:
+            from lsrdecomp.calibration.base_model import load_base
+        except ImportError as error:
+            text = f"the scale is fitted beside PEFT; without {error.name}: pip install 'lsrdecomp[peft]'"
+            raise LsrError(text) from error
+        loaded = load_base(base, adapter, dtype=dtype)
+        self.model: Any = loaded.model
+        self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]
+        self._scaled: list[Any] = [module for module in self.model.modules() if hasattr(module, "scale_layer")]
+        self._text = cache(lambda token: str(loaded.tokenizer.decode([token])))
+
+    def at(self, scale: float) -> list[Mapping[Token, float]]:
+        """Of each prompt, the likeliest next tokens by number and by text, with the adapter at a scale."""
+        if scale == 0.0:
+            with self.model.disable_adapter():
+                return list(map(self._answer, self.tokens))
+        for module in self._scaled:
+            module.scale_layer(scale)
+        try:
+            return list(map(self._answer, self.tokens))
+        finally:
+            for module in self._scaled:
+                module.unscale_layer(scale)
+
+    def _answer(self, tokens: list[int]) -> Mapping[Token, float]:
+        import torch
+
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([tokens]), logits_to_keep=1).logits[0, -1].float()
+        best = logits.log_softmax(-1).topk(min(LIKELIEST, logits.numel()))
+        pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        # Two tokens may read alike: the likelier one is what a server would name.
+        named: dict[Token, float] = {self._text(token): value for token, value in reversed(pairs)}
+        return {**named, **dict(pairs)}
 
 
 def fitted_scale(distance: Callable[[float], float]) -> tuple[float, float]:

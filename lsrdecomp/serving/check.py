@@ -6,36 +6,29 @@ Each rule says what was read to write it. Servers change: a check that passes is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from lsrdecomp.checkpoints.base_modules import BaseModules, read_modules
+from lsrdecomp.checkpoints import BaseModules, Checkpoint, read_modules
 from lsrdecomp.errors import LsrError, unknown
 from lsrdecomp.serving import images, text
-from lsrdecomp.serving.adapter import StoredAdapter, read_adapter
-from lsrdecomp.serving.report import Fates, ServingCheck
+from lsrdecomp.serving.adapter import read_adapter, task_type
+from lsrdecomp.serving.report import ServingCheck
 
+Rule = Callable[[ServingCheck, Checkpoint, BaseModules], None]
+"""Fills a check with the fate of every layer of an adapter on a base."""
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """The rule of one server and its source."""
-
-    rules: str
-    judge: Callable[[StoredAdapter, BaseModules], Fates]
-
-
-SERVERS = {
-    "peft": Server("PEFT 0.21.2: tuners_utils.py, utils/save_and_load.py", text.peft),
-    "llama.cpp": Server("llama.cpp 0650ea8c05bc: src/llama-adapter.cpp", text.llama_cpp),
-    "vllm": Server(
+SERVERS: dict[str, tuple[str, Rule]] = {
+    "peft": ("PEFT 0.21.2: tuners_utils.py, utils/save_and_load.py", text.peft),
+    "llama.cpp": ("llama.cpp 0650ea8c05bc: src/llama-adapter.cpp", text.llama_cpp),
+    "vllm": (
         "vLLM: lora/lora_model.py at 0306474e9d1f, model_manager.py at 01533aa8f9c0, utils.py at 0fd157078c53, "
         "peft_helper.py at e745bafffc44",
         text.vllm,
     ),
-    "diffusers": Server("diffusers 0.42.1: loaders/lora_base.py, peft.py, lora_conversion_utils.py", images.diffusers),
-    "kohya": Server("kohya-ss/sd-scripts 48d368fa5577: networks/lora.py", images.kohya),
+    "diffusers": ("diffusers 0.42.1: loaders/lora_base.py, peft.py, lora_conversion_utils.py", images.diffusers),
+    "kohya": ("kohya-ss/sd-scripts 48d368fa5577: networks/lora.py", images.kohya),
 }
-"""By the name that `check_served` takes; revisions are the commits that were read."""
+"""By the name that `check_served` takes: what was read to write the rule, with version or commit, and the rule."""
 
 
 def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingCheck:
@@ -64,15 +57,9 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     """
     if server not in SERVERS:
         raise LsrError(f"no rules are known of the server {unknown(server, SERVERS)}")
-    stored = read_adapter(adapter)
-    modules = read_modules(base, task_type=stored.task_type)
-    fates = SERVERS[server].judge(stored, modules)
-    return ServingCheck(
-        server,
-        SERVERS[server].rules,
-        stored.path,
-        modules.path,
-        tuple(fates.modules),
-        tuple(fates.refusals),
-        tuple(fates.notes),
-    )
+    checkpoint = read_adapter(adapter)
+    modules = read_modules(base, task_type=task_type(checkpoint))
+    source, rule = SERVERS[server]
+    check = ServingCheck(server, source, checkpoint.path, modules.path)
+    rule(check, checkpoint, modules)
+    return check

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lsrdecomp.checkpoints.base_modules import BaseModules
+from lsrdecomp.checkpoints import BaseModules, Checkpoint
 from lsrdecomp.checkpoints.names import TEXT_LEVEL, flat_name
+from lsrdecomp.checkpoints.records import Layer
 from lsrdecomp.checkpoints.writers.images import check_diffusers_name, kohya_name
-from lsrdecomp.serving.adapter import StoredAdapter, StoredLayer
-from lsrdecomp.serving.report import Fates, ModuleFate
+from lsrdecomp.serving.adapter import export_command, misfit
+from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
 TEXT_WORDS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
 """Layers of a text encoder that diffusers looks at."""
@@ -17,17 +18,20 @@ UNET_PARTS = ("attentions", "resnets", "downsamplers", "upsamplers")
 TEXT_PARTS = ("self_attn", "mlp")
 
 
-def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
+def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
-    fates = Fates()
     if adapter.format not in ("diffusers", "kohya"):
-        way_out = adapter.export("--to diffusers", "-diffusers.safetensors", check_diffusers_name)
-        fates.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
+        way_out = export_command(adapter, "--to diffusers", "-diffusers.safetensors", check_diffusers_name)
+        check.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
     if adapter.extras:
-        fates.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({adapter.extras[0]}), at which it stops")
-    if _unreadable(adapter, base, fates):
-        return fates
-    modules = _by_name(base) if adapter.format != "kohya" else _flattened(base, lambda name: True)
+        first = next(iter(adapter.extras))
+        check.refuse(f"{len(adapter.extras)} tensors are no LoRA weights ({first}), at which it stops")
+    if _unreadable(adapter, base, check):
+        return
+    if adapter.format == "kohya":
+        modules = _flattened(base, lambda name: True)
+    else:
+        modules = {_without_level(name): name for name in base.shapes}
     flattened = False
     for layer in adapter.layers:
         component, _, rest = layer.name.partition(".")
@@ -39,45 +43,38 @@ def diffusers(adapter: StoredAdapter, base: BaseModules) -> Fates:
         if fault is None and component.startswith("text_encoder") and not name.endswith(TEXT_WORDS):
             fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
         if fault is not None and name in modules:
-            fates.refuse("diffusers raises where a size differs")
-        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
+            check.refuse("diffusers raises where a size differs")
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault))
     if flattened and adapter.format == "diffusers":
-        fates.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
-    return fates
+        check.notes.append("names without the level text_model fit text encoders of transformers 5 alone")
 
 
-def kohya(adapter: StoredAdapter, base: BaseModules) -> Fates:
+def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Flattened names of the linear and convolution layers in the classes that kohya-ss visits; others go unseen."""
-    fates = Fates()
     if adapter.format not in ("kohya", "lycoris"):
-        way_out = adapter.export("--to kohya", "-kohya.safetensors", kohya_name)
-        fates.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
-    if _unreadable(adapter, base, fates):
-        return fates
+        way_out = export_command(adapter, "--to kohya", "-kohya.safetensors", kohya_name)
+        check.refuse(f"kohya-ss loads files of its own keys, and this is {adapter.format}: {way_out}")
+    if _unreadable(adapter, base, check):
+        return
     modules = _flattened(base, _visited)
     for layer in adapter.layers:
         fault = _fault(layer, layer.name, modules, base)
         if fault is not None and layer.name in modules:
-            fates.refuse("kohya-ss raises where a size differs")
-        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return fates
+            check.refuse("kohya-ss raises where a size differs")
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault))
 
 
-def _unreadable(adapter: StoredAdapter, base: BaseModules, fates: Fates) -> bool:
+def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> bool:
     """Whether names need not be compared: the file is refused for its form, or the base is none of such a model."""
     if not base.components:
-        fates.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
-    if fates.refusals:
-        fates.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
-    return bool(fates.refusals)
-
-
-def _by_name(base: BaseModules) -> Mapping[str, str]:
-    """Stored names of modules, those of text encoders without their level text_model, which loaders take away."""
-    return {_without_level(name): name for name in base.shapes}
+        check.refuse("the base is no diffusers pipeline, nor a component of one with its config.json")
+    if check.refusals:
+        check.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
+    return bool(check.refusals)
 
 
 def _without_level(name: str) -> str:
+    """A stored name of a module; of text encoders without their level text_model, which loaders take away."""
     component, _, rest = name.partition(".")
     return f"{component}.{rest.removeprefix(TEXT_LEVEL)}" if component.startswith("text_encoder") else name
 
@@ -98,10 +95,8 @@ def _visited(name: str) -> bool:
     return bool(set(parts) & set(TEXT_PARTS if name.startswith("text_encoder") else UNET_PARTS))
 
 
-def _fault(layer: StoredLayer, name: str, modules: Mapping[str, str], base: BaseModules) -> str | None:
+def _fault(layer: Layer, name: str, modules: Mapping[str, str], base: BaseModules) -> str | None:
     stored = modules.get(name)
     if stored is None:
         return "the base has no module of that name"
-    if not layer.fits(base.shapes[stored]):
-        return f"{layer.shape[0]} x {layer.shape[1]}, but its weight is {base.shapes[stored]} in the base"
-    return None
+    return misfit(layer, base.shapes[stored])

@@ -35,9 +35,32 @@ class ModuleFate:
 
 
 @dataclass
-class Fates:
-    """What a rule finds out: a fate for each layer, reasons to refuse the file as a whole, and what else to know."""
+class ServingCheck:
+    """An adapter by the rules of one server, on one base.
 
+    Attributes
+    ----------
+    server, rules : str
+        Which, and what was read to know its rules.
+    modules : list of ModuleFate
+        A fate for each layer.
+    refusals : list of str
+        Why the server would not load the file at all; then nothing applies.
+    notes : list of str
+        What it takes to serve it.
+
+    Examples
+    --------
+    >>> fates = [ModuleFate("q_proj", rank=8), ModuleFate("lm_head", rank=8, fault="the server adapts no heads")]
+    >>> check = ServingCheck("vllm", "its loader", Path("small"), Path("base"), fates)
+    >>> [each.name for each in check.applied], [each.name for each in check.ignored]
+    (['q_proj'], ['lm_head'])
+    """
+
+    server: str
+    rules: str
+    adapter: Path
+    base: Path
     modules: list[ModuleFate] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -46,37 +69,6 @@ class Fates:
         """A reason once, however many layers give it."""
         if reason not in self.refusals:
             self.refusals.append(reason)
-
-
-@dataclass(frozen=True, slots=True)
-class ServingCheck:
-    """An adapter by the rules of one server, on one base.
-
-    Attributes
-    ----------
-    server, rules : str
-        Which, and what was read to know its rules.
-    modules : tuple of ModuleFate
-    refusals : tuple of str
-        Why the server would not load the file at all; then nothing applies.
-    notes : tuple of str
-        What it takes to serve it.
-
-    Examples
-    --------
-    >>> fates = ModuleFate("q_proj", rank=8), ModuleFate("lm_head", rank=8, fault="the server adapts no heads")
-    >>> found = ServingCheck("vllm", "its loader", Path("small"), Path("base"), fates, refusals=(), notes=())
-    >>> [each.name for each in found.applied], [each.name for each in found.ignored]
-    (['q_proj'], ['lm_head'])
-    """
-
-    server: str
-    rules: str
-    adapter: Path
-    base: Path
-    modules: tuple[ModuleFate, ...]
-    refusals: tuple[str, ...]
-    notes: tuple[str, ...]
 
     @property
     def applied(self) -> Sequence[ModuleFate]:
@@ -103,8 +95,8 @@ class ServingCheck:
             "layers": len(self.modules),
             "applied": len(self.applied),
             "largest_rank": max((module.rank for module in self.applied), default=0),
-            "refusals": list(self.refusals),
-            "notes": list(self.notes),
+            "refusals": self.refusals,
+            "notes": self.notes,
             "ignored": [{"name": module.name, "fault": module.fault} for module in self.ignored],
             "rescaled": [{"name": module.name, "factor": module.factor} for module in self.rescaled],
         }

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
-from lsrdecomp.checkpoints.base_modules import BaseModules
+from lsrdecomp.checkpoints import BaseModules, Checkpoint
 from lsrdecomp.checkpoints.config import check_pattern
+from lsrdecomp.checkpoints.records import Layer
 from lsrdecomp.checkpoints.writers.gguf import gguf_name_of, gguf_names
 from lsrdecomp.checkpoints.writers.peft import SERVER_RANKS
 from lsrdecomp.errors import LsrError
-from lsrdecomp.serving.adapter import GGUF, StoredAdapter, StoredLayer
-from lsrdecomp.serving.report import Fates, ModuleFate
+from lsrdecomp.serving.adapter import GGUF, export_command, misfit, task_type
+from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
 PEFT_FORMATS = ("peft-lora", "peft-loha", "peft-lokr", "lsr")
 DEFAULT_RANK = 16
@@ -22,41 +23,35 @@ DEFAULT_RANK = 16
 MISSING = "the base has no module of that name"
 
 
-def peft(adapter: StoredAdapter, base: BaseModules) -> Fates:
+def peft(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Layers are made for what target_modules names; numbers of other layers are left out, wrong sizes raise."""
-    fates = Fates()
     if adapter.format not in PEFT_FORMATS:
-        fates.refuse(f"PEFT opens directories with adapter_config.json, and this is a {adapter.format} file")
+        check.refuse(f"PEFT opens directories with adapter_config.json, and this is a {adapter.format} file")
     if adapter.format == "lsr":
-        fates.notes.append("PEFT knows LSR after `import lsrdecomp.adapters`")
+        check.notes.append("PEFT knows LSR after `import lsrdecomp.adapters`")
     for layer in adapter.layers:
-        stored = base.find_as_opened(layer.name, adapter.task_type)
-        if stored is None:
-            fault: str | None = MISSING
-        elif not layer.fits(base.shapes[stored]):
-            fault = _sizes(layer, base, stored)
-            fates.refuse("PEFT raises where a size differs")
-        elif adapter.format != "lsr" and not _targeted(layer.name, adapter):
+        stored = base.find_as_opened(layer.name, task_type(adapter))
+        fault = MISSING if stored is None else misfit(layer, base.shapes[stored])
+        if stored is not None and fault is not None:
+            check.refuse("PEFT raises where a size differs")
+        elif fault is None and adapter.format != "lsr" and not _targeted(layer.name, adapter):
             fault = "target_modules of adapter_config.json does not name it"
-        else:
-            fault = None
-        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return fates
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault))
 
 
-def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
+def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """One scale for all; a last word that no linear layer has stops the load, a wrong full name is passed over."""
-    fates, config = Fates(), adapter.config
-    for_server = adapter.export("--profile server", "-server", str)
+    config = adapter.config
+    for_server = export_command(adapter, "--profile server", "-server", str)
     if adapter.format != "peft-lora":
-        fates.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
+        check.refuse(f"vLLM reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
     if config.get("modules_to_save"):
-        fates.refuse(f"modules_to_save is set, which vLLM refuses: heads are left out by {for_server}")
+        check.refuse(f"modules_to_save is set, which vLLM refuses: heads are left out by {for_server}")
     if config.get("bias", "none") != "none":
-        fates.refuse("bias is set, and vLLM loads no biases")
+        check.refuse("bias is set, and vLLM loads no biases")
     others = [name for name in adapter.extras if "base_layer" not in name]
     if others:
-        fates.refuse(f"{len(others)} tensors are no LoRA weights ({others[0]}), at which vLLM stops")
+        check.refuse(f"{len(others)} tensors are no LoRA weights ({others[0]}), at which vLLM stops")
     rank = config.get("r")
     rank = rank if type(rank) is int and rank > 0 else 0
     alpha = config.get("lora_alpha")
@@ -65,64 +60,59 @@ def vllm(adapter: StoredAdapter, base: BaseModules) -> Fates:
         used = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     largest = max([rank, *(layer.rank for layer in adapter.layers)])  # buffers follow --max-lora-rank, not r
     if largest > SERVER_RANKS[-1]:
-        fates.refuse(f"its largest rank is {largest}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
+        check.refuse(f"its largest rank is {largest}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
     elif largest > DEFAULT_RANK:
         slot = next(size for size in SERVER_RANKS if size >= largest)
         text = f"its largest rank is {largest}, and {DEFAULT_RANK} is what it admits"
-        fates.notes.append(f"vLLM needs --max-lora-rank {slot}: {text}")
+        check.notes.append(f"vLLM needs --max-lora-rank {slot}: {text}")
     for layer in adapter.layers:
         stored, fault = base.find(layer.name), None
         if _unexpected(layer, base):
             fault = "no layer of the base has this last word"
-            fates.refuse("vLLM stops at names whose last word no layer of the base has")
+            check.refuse("vLLM stops at names whose last word no layer of the base has")
         elif stored is None:
             fault = f"{MISSING}, and vLLM passes over it in silence"
         elif layer.kind not in ("linear", "conv1d", "embedding"):
             fault = f"vLLM has no LoRA for a layer of kind {layer.kind}"
-            fates.refuse(fault)
-        elif not layer.fits(base.shapes[stored]):
-            fault = _sizes(layer, base, stored)
-            fates.refuse("vLLM raises where a size differs")
+            check.refuse(fault)
+        elif (fault := misfit(layer, base.shapes[stored])) is not None:
+            check.refuse("vLLM raises where a size differs")
         factor = used / layer.scale if used and layer.scale else 1.0
-        fates.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
     if base.from_gguf:
-        fates.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
-    return fates
+        check.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
 
 
-def llama_cpp(adapter: StoredAdapter, base: BaseModules) -> Fates:
+def llama_cpp(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """All or nothing: one tensor that the base lacks, or of another size, and the file is not loaded."""
-    fates = Fates()
     if adapter.format != GGUF:
-        fates.refuse(f"llama.cpp loads GGUF files: {_as_gguf(adapter, base)}")
-        fates.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
-        return fates
+        check.refuse(f"llama.cpp loads GGUF files: {_as_gguf(adapter, base)}")
+        check.modules += [ModuleFate(layer.name, layer.rank) for layer in adapter.layers]
+        return
     fields = adapter.config
     for field, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if fields.get(field) != wanted:
-            fates.refuse(f"{field} is {fields.get(field)!r}, expected {wanted!r}")
+            check.refuse(f"{field} is {fields.get(field)!r}, expected {wanted!r}")
     if base.gguf is None:
-        fates.refuse("the base is of no architecture whose GGUF names are known here; name its GGUF file")
+        check.refuse("the base is of no architecture whose GGUF names are known here; name its GGUF file")
     elif fields.get("general.architecture") != base.gguf.architecture:
         ours = fields.get("general.architecture")
-        fates.refuse(f"general.architecture is {ours!r}, and the base is {base.gguf.architecture!r}")
+        check.refuse(f"general.architecture is {ours!r}, and the base is {base.gguf.architecture!r}")
     odd = [name for name in adapter.extras if not name.endswith("_norm.weight")]
     if odd:
-        fates.refuse(f"{len(odd)} tensors are in no pair of lora_a and lora_b ({odd[0]})")
+        check.refuse(f"{len(odd)} tensors are in no pair of lora_a and lora_b ({odd[0]})")
     shapes = _gguf_shapes(base)
     for layer in adapter.layers:
         fault = None
         if layer.name not in shapes:
             fault = "the base has no tensor of that name"
-            fates.refuse("llama.cpp stops at a tensor that the base lacks")
-        elif not layer.fits(shapes[layer.name]):
-            fault = f"{layer.shape[0]} x {layer.shape[1]}, but {shapes[layer.name]} in the base"
-            fates.refuse("llama.cpp stops where a size differs")
-        fates.modules.append(ModuleFate(layer.name, layer.rank, fault))
-    return fates
+            check.refuse("llama.cpp stops at a tensor that the base lacks")
+        elif (fault := misfit(layer, shapes[layer.name])) is not None:
+            check.refuse("llama.cpp stops where a size differs")
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault))
 
 
-def _as_gguf(adapter: StoredAdapter, base: BaseModules) -> str:
+def _as_gguf(adapter: Checkpoint, base: BaseModules) -> str:
     """The command that makes a GGUF file, or why there is none."""
     if base.gguf is None:
         return f"{base.path} is of no architecture whose GGUF names are known here"
@@ -130,7 +120,7 @@ def _as_gguf(adapter: StoredAdapter, base: BaseModules) -> str:
         name_of = gguf_name_of(base.gguf)
     except LsrError as error:  # the package gguf is missing
         return str(error)
-    return adapter.export(f"--to gguf --base {quote(str(base.path))}", ".gguf", name_of)
+    return export_command(adapter, f"--to gguf --base {quote(str(base.path))}", ".gguf", name_of)
 
 
 def _gguf_shapes(base: BaseModules) -> Mapping[str, tuple[int, ...] | None]:
@@ -141,18 +131,14 @@ def _gguf_shapes(base: BaseModules) -> Mapping[str, tuple[int, ...] | None]:
     return {gguf_name: shape for name, shape in base.shapes.items() if (gguf_name := find(name)) is not None}
 
 
-def _unexpected(layer: StoredLayer, base: BaseModules) -> bool:
+def _unexpected(layer: Layer, base: BaseModules) -> bool:
     last = layer.name.rpartition(".")[2]
     if base.from_gguf:  # its names are others; a word of which any layer of the base is made is found by its name
         return base.find(layer.name) is None
     return last not in base.last_parts
 
 
-def _sizes(layer: StoredLayer, base: BaseModules, stored: str) -> str:
-    return f"{layer.shape[0]} x {layer.shape[1]}, but its weight is {base.shapes[stored]} in the base"
-
-
-def _targeted(name: str, adapter: StoredAdapter) -> bool:
+def _targeted(name: str, adapter: Checkpoint) -> bool:
     """PEFT's `check_target_module_exists`; "all-linear" names every layer but the output, which is not looked for."""
     config = adapter.config
     if _named(name, config.get("exclude_modules"), adapter):
@@ -168,7 +154,7 @@ def _targeted(name: str, adapter: StoredAdapter) -> bool:
     )
 
 
-def _named(name: str, targets: Any, adapter: StoredAdapter) -> bool:
+def _named(name: str, targets: Any, adapter: Checkpoint) -> bool:
     if isinstance(targets, str):
         check_pattern(targets, "target_modules", adapter.path)
         return re.fullmatch(targets, name) is not None

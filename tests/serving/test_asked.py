@@ -176,11 +176,10 @@ def tiny(tmp_path_factory):
 @pytest.mark.parametrize("works", [1.0, 0.5, 0.0])
 def test_the_scale_that_a_server_works_at_is_fitted_beside_peft(tiny, works):
     """The server is PEFT itself at a scale it does not tell."""
-    from lsrdecomp.serving.asked import PROMPTS
-    from lsrdecomp.serving.expected import Expected
+    from lsrdecomp.serving.asked import PROMPTS, ScaledModel
 
     base, folder = tiny
-    model = Expected(base, folder, PROMPTS, "float32")
+    model = ScaledModel(base, folder, PROMPTS, "float32")
     place = {tuple(tokens): row for row, tokens in enumerate(model.tokens)}
     replies = {scale: model.at(scale) for scale in (0.0, works)}
 

@@ -65,7 +65,7 @@ def test_other_forms_and_other_bases_are_refused(files, base, tmp_path):
     layers = [(f"{layer.name}_wrong", *real.scaled(layer)) for layer in given.layers]
     wrong = write_diffusers(tmp_path / "wrong.safetensors", layers=layers)
     found = check_served(wrong, "diffusers", base)
-    assert (len(found.applied), len(found.ignored), found.refusals) == (0, len(layers), ())
+    assert (len(found.applied), len(found.ignored), found.refusals) == (0, len(layers), [])
 
 
 # What each reader looks for. Sources: kohya-ss/sd-scripts 48d368fa5577, networks/lora.py, LoRANetwork.create_modules;

@@ -146,7 +146,7 @@ def write_gguf(
     CheckpointError
         If a layer is not of the size the base has, or ``out_file`` exists.
     """
-    gguf, out = _gguf(), Path(out_file)
+    gguf, out = import_gguf(), Path(out_file)
     if out.suffix != ".gguf":
         raise CheckpointError("the name must end in .gguf", path=out)
     if storage not in STORAGES:
@@ -188,7 +188,7 @@ def write_gguf(
 
 def gguf_names(base: GgufBase) -> Callable[[str], str | None]:
     """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
-    gguf = _gguf()
+    gguf = import_gguf()
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == base.architecture)
     names = gguf.get_tensor_name_map(architecture, base.blocks)
 
@@ -242,7 +242,7 @@ FACTS = {"blocks": "block_count", "heads": "attention.head_count", "width": "emb
 
 
 def _from_gguf(path: Path) -> GgufBase:
-    gguf = _gguf()
+    gguf = import_gguf()
     try:
         reader = gguf.GGUFReader(path)
         architecture = str(reader.fields["general.architecture"].contents())
@@ -269,7 +269,8 @@ def _unknown(kind: str, path: Path) -> UnsupportedError:
     return UnsupportedError(text, path=path)
 
 
-def _gguf() -> Any:
+def import_gguf() -> Any:
+    """The package, or how to get it."""
     try:
         import gguf
     except ImportError as error:
