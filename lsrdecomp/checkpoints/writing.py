@@ -274,15 +274,14 @@ class TensorWriter:
         self._places[name] = (self._spool.tell(), data.nbytes)
         self._spool.write(data.data)
 
-    def add_pieces(self, name: str, dtype: str, length: int, pieces: Iterable[Array]) -> None:
-        """Append a row of ``length`` numbers that comes in pieces."""
+    def add_pieces(self, name: str, dtype: str, pieces: Iterable[Array]) -> None:
+        """Append a row of numbers that comes in pieces."""
         self.add(name, np.zeros(0, DTYPES[dtype]))
-        begin, size = self._spool.tell(), length * DTYPES[dtype].itemsize
+        begin = self._spool.tell()
         for piece in pieces:
             self._spool.write(np.ascontiguousarray(piece).data)
-        if self._spool.tell() - begin != size:
-            raise CheckpointError(f"{self._spool.tell() - begin} bytes came, {size} were announced", tensor=name)
-        self.tensors[name] = (dtype, (length,))
+        size = self._spool.tell() - begin
+        self.tensors[name] = (dtype, (size // DTYPES[dtype].itemsize,))
         self._places[name] = (begin, size)
 
     def write(self, path: Path, metadata: Mapping[str, str]) -> None:

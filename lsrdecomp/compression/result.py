@@ -107,7 +107,6 @@ class Compression:
             storage=self.plan.float_storage,
             force=force,
             provenance={"plan": self.plan.to_json()},
-            packed=True,
             dropped=[row.name for row in self.layers if row.structure == "drop"],
             files={REPORT: self._report_text(record)},
         )

@@ -91,7 +91,6 @@ def rewrite(
         coded=codes,
         storage=storage,
         provenance={key: record[key] for key in ("plan",) if key in record},
-        packed=True,
         dropped=record.get("dropped", ()),
         files=_record(old, source, floats, codes, statistics),
     )

@@ -9,10 +9,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair, snapshot
+from checkpoint_files import PREFIX, directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import LsrLayer, open_checkpoint, write_lsr
@@ -69,59 +68,18 @@ def test_what_is_written_is_read_with_equal_bits(case) -> None:
         write_lsr(Path(folder) / "b", source=source, layers=stream, storage=dtype)
         back = open_checkpoint(Path(folder) / "b")
         stored = load_file(Path(folder) / "b" / "adapter_model.safetensors")
+        held = {
+            layer.name: [[tensor.read() for tensor in side] for side in (layer.left, layer.right)]
+            for layer in back.layers
+        }
     assert {layer.name: (layer.shape, layer.left_rank, layer.right_rank) for layer in back.layers} == layers
     assert {layer.scale for layer in back.layers} == {1.0}
-    assert back.adapter_parameters == sum(tensor.size for tensor in stored.values())
+    assert {layer.dtype for layer in back.layers} == {dtype}
+    assert [back.adapter_parameters * STORAGE[dtype].itemsize] == [tensor.size for tensor in stored.values()]
     for name, sides in made.items():
-        for side, arrays in zip("BA", sides, strict=True):
-            for position, array in enumerate(arrays, 1):
-                held = stored[f"{PREFIX}{name}.lsr_{side}.factor_{position}"]
-                assert held.dtype == array.dtype
-                assert held.tobytes() == array.tobytes()
-
-
-def test_the_layout_is_the_one_peft_reads(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    tensors = {**pair("layers.1.q", 8, 6), **pair("layers.11.q", 8, 6), **pair("layers.2.v", 8, 9)}
-    source = open_checkpoint(
-        directory(tmp_path / "a", tensors, base_model_name_or_path="some/base", task_type="SEQ_CLS")
-    )
-    balanced = ProductShape.balanced((8, 6), (2, 2))
-    layers = [
-        ("layers.1.q", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
-        ("layers.2.v", *factors(ProductShape((8, 1), (5, 1), (9, 1)), 1, 1, np.dtype(np.float32), rng), 1.0),
-        ("layers.11.q", *factors(balanced, 3, 2, np.dtype(np.float32), rng), 1.0),
-        ("other", *factors(balanced, 3, 3, np.dtype(np.float32), rng), 1.0),
-    ]
-    write_lsr(tmp_path / "b", source=source, layers=layers)
-    config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
-    assert config == {
-        "peft_type": "LSR",
-        "load_with": "import lsrdecomp.adapters",
-        "base_model_name_or_path": "some/base",
-        "task_type": "SEQ_CLS",
-        "modules_to_save": None,
-        "r": 4,
-        "inner_shape": [2, 2],
-        "order": 2,
-        "separation_rank": 3,
-        "lsr_alpha": 4,
-        "lsr_dropout": 0.0,
-        "use_rslora": False,
-        "init_weights": True,
-        "inference_mode": True,
-        "bias": "none",
-        "target_modules": ["layers.1.q", "layers.11.q", "layers.2.v", "other"],
-        "rank_pattern": {"^layers\\.2\\.v": 5},
-        "alpha_pattern": {"^layers\\.2\\.v": 5},
-        "separation_rank_pattern": {"^layers\\.2\\.v": 1, "^layers\\.11\\.q": [3, 2]},
-        "shape_pattern": {"^layers\\.2\\.v": {"out": [8, 1], "inner": [5, 1], "into": [9, 1]}},
-    }
-    with safe_open(tmp_path / "b" / "adapter_model.safetensors", "numpy") as file:
-        assert file.get_slice(f"{PREFIX}layers.1.q.lsr_A.factor_2").get_shape() == [3, 2, 2]
-        assert file.get_slice(f"{PREFIX}layers.1.q.lsr_B.factor_1").get_shape() == [3, 4, 2]
-        assert file.metadata()["format"] == "pt"
-    assert "import lsrdecomp.adapters" in (tmp_path / "b" / "README.md").read_text()
+        for arrays, again in zip(sides, held[name], strict=True):
+            assert [array.dtype for array in again] == [array.dtype for array in arrays]
+            assert [array.tobytes() for array in again] == [array.tobytes() for array in arrays]
 
 
 def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: Path) -> None:
@@ -202,16 +160,30 @@ def test_factors_that_do_not_belong_together_are_not_written(tmp_path: Path, cha
 
 
 def lsr_directory(path: Path) -> Path:
-    """An LSR directory with two layers of one shape and one of another."""
-    tensors = {**pair("a.1", 8, 6), **pair("a.11", 8, 6), **pair("b", 9, 10)}
-    source = open_checkpoint(directory(path.parent / "source", tensors))
+    """As PEFT saves LSR itself, a tensor for each factor: two layers of one shape and one of another."""
     rng = np.random.default_rng(0)
     shapes = {"a.1": ((8, 6), (2, 2)), "a.11": ((8, 6), (2, 2)), "b": ((9, 10), (3, 1))}
-    layers = [
-        (name, *factors(ProductShape.balanced(size, inner), 2, 3, np.dtype(np.float32), rng), 1.0)
-        for name, (size, inner) in shapes.items()
-    ]
-    return write_lsr(path, source=source, layers=layers)
+    tensors = {}
+    for name, (size, inner) in shapes.items():
+        sides = factors(ProductShape.balanced(size, inner), 2, 3, np.dtype(np.float32), rng)
+        for side, arrays in zip("BA", sides, strict=True):
+            tensors |= {f"{PREFIX}{name}.lsr_{side}.factor_{i}": array for i, array in enumerate(arrays, 1)}
+    odd = ProductShape.balanced((9, 10), (3, 1))
+    config = {
+        "peft_type": "LSR",
+        "target_modules": list(shapes),
+        "r": 4,
+        "lsr_alpha": 4,
+        "inner_shape": [2, 2],
+        "separation_rank": [2, 3],
+        "rank_pattern": {"^b": 3},
+        "alpha_pattern": {"^b": 3},
+        "shape_pattern": {"^b": {"out": list(odd.out), "inner": list(odd.inner), "into": list(odd.into)}},
+    }
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 @pytest.mark.parametrize(
@@ -303,11 +275,13 @@ def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -
     folder = lsr_directory(tmp_path / "b")
     source = open_checkpoint(folder)
     layers = [(layer.name, *layer.load(), layer.scale) for layer in source.layers]
-    write_lsr(tmp_path / "c", source=source, layers=layers)
-    first, second = snapshot(folder), snapshot(tmp_path / "c")
-    assert first["adapter_config.json"] == second["adapter_config.json"]
-    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "bc")
-    assert {name: array.tobytes() for name, array in one.items()} == {
-        name: array.tobytes() for name, array in two.items()
-    }
+    first = write_lsr(tmp_path / "c", source=source, layers=layers)
+    again = open_checkpoint(first)
+    layers = [(layer.name, *layer.load(), layer.scale) for layer in again.layers]
+    second = write_lsr(tmp_path / "d", source=again, layers=layers)
+    for one, two in zip(source.layers, open_checkpoint(second).layers, strict=True):
+        assert [one.shape, one.scale] == [two.shape, two.scale]
+        for before, after in zip((*one.left, *one.right), (*two.left, *two.right), strict=True):
+            assert before.read().tobytes() == after.read().tobytes()
+    assert (first / "adapter_config.json").read_bytes() == (second / "adapter_config.json").read_bytes()
     assert issubclass(CheckpointError, LsrError)

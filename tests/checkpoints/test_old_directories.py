@@ -136,7 +136,7 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     given = open_checkpoint(directory(tmp_path / "a", tensors, r=4, target_modules=targets))
     record = {"plan": CompressionPlan(ratio=6).to_json()}
-    options = {"packed": True, "dropped": dropped, "provenance": record, "storage": storage}
+    options = {"dropped": dropped, "provenance": record, "storage": storage}
     out = write_lsr(tmp_path / "o", source=given, layers=layers, **options)
     written = open_checkpoint(out)
     assert dropped

@@ -139,12 +139,12 @@ def test_shards_are_found_by_their_index(base, tmp_path):
 def test_vllm_passes_over_wrong_names_and_stops_at_unknown_last_words(base, tmp_path):
     wrong = adapter(tmp_path / "wrong", [f"model.model.layers.{i}.self_attn.q_proj" for i in range(LAYERS)])
     found = check_served(wrong, "vllm", base)
-    assert (found.refusals, len(found.applied), len(found.ignored)) == ((), 0, 2)
+    assert (found.refusals, len(found.applied), len(found.ignored)) == ([], 0, 2)
     assert found.ignored[0].fault.endswith("passes over it in silence")
     odd = {**pair("model.layers.0.self_attn.query", WIDTH, WIDTH)}
     found = check_served(adapter(tmp_path / "odd", tensors=odd), "vllm", base)
     assert not found.applied
-    assert found.refusals == ("vLLM stops at names whose last word no layer of the base has",)
+    assert found.refusals == ["vLLM stops at names whose last word no layer of the base has"]
 
 
 def test_vllm_has_one_scale_for_all_layers_and_the_server_profile_bakes_it_in(base, tmp_path):
@@ -180,7 +180,7 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     factors = [rng.standard_normal((2, 8, 1)), rng.standard_normal((2, 4, 2))]
     other = [rng.standard_normal((2, 1, 8)), rng.standard_normal((2, 2, 4))]
     dropped = [layer.name for layer in given.layers if layer.name != name]
-    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other, 1.0)], packed=True, dropped=dropped)
+    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other, 1.0)], dropped=dropped)
     found = check_served(lsr, "vllm", base)
     (refusal,) = found.refusals
     assert not found.applied
@@ -203,7 +203,7 @@ def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
     found = check_served(out, "llama.cpp", small)
     assert not found.applied
     assert len(found.ignored) == 4
-    assert found.refusals == ("llama.cpp stops at a tensor that the base lacks",)
+    assert found.refusals == ["llama.cpp stops at a tensor that the base lacks"]
     (small / "config.json").write_text(json.dumps(CONFIG | {"model_type": "qwen2", "architectures": None}))
     assert "general.architecture" in check_served(out, "llama.cpp", small).refusals[0]
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")

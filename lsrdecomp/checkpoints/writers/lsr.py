@@ -1,25 +1,22 @@
-"""LSR directories written: factors in a floating type or packed in integers, and the config that PEFT reads."""
+"""LSR directories written: factors in a floating type or in integers, all packed, and the config that PEFT reads."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
-from lsrdecomp.checkpoints.config import carried_fields, exact_pattern, most_common, patterns
+from lsrdecomp.checkpoints.config import carried_fields, most_common
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse, splits
+from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.checkpoints.writing import IN_MEMORY, WEIGHTS, TensorWriter, cast, new_directory, write_json
+from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -38,13 +35,13 @@ def write_lsr(
     files: Mapping[str, str] | None = None,
     provenance: Mapping[str, Any] | None = None,
     config_extra: Mapping[str, Any] | None = None,
-    packed: bool = False,
     dropped: Sequence[str] = (),
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
-    Layers are taken one at a time, so an iterator keeps memory to one layer and 8 MiB. A ``scale`` other than 1 is
-    multiplied into the first factor of B before rounding; with 1, factors already in ``storage`` keep their bits.
+    All numbers go into one tensor and all sizes into one text, see `lsrdecomp.checkpoints.packed`. Layers are taken one
+    at a time, so an iterator keeps memory to one layer and 8 MiB. A ``scale`` other than 1 is multiplied into the first
+    factor of B before rounding; with 1, factors already in ``storage`` keep their bits.
 
     Parameters
     ----------
@@ -57,14 +54,11 @@ def write_lsr(
     storage : str
         Dtype of the factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
     coded : Mapping of str to CodedProduct, optional
-        Further layers, stored in integers; see `lsrdecomp.checkpoints.packed`.
+        Further layers, stored in integers.
     files : Mapping of str to str, optional
         Texts of further files of the directory.
     provenance, config_extra : Mapping, optional
         JSON values for the header's record, and config fields that override ours.
-    packed : bool
-        All numbers in one tensor and all sizes in one text, as with ``coded`` layers in any case; see
-        `lsrdecomp.checkpoints.packed`. Else a tensor for each factor and patterns in the config, as PEFT itself saves.
     dropped : sequence of str
         Layers that were left out on purpose.
 
@@ -88,51 +82,33 @@ def write_lsr(
         text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
         raise UnsupportedError(text, path=source.path)
     source_layers = {layer.name: layer for layer in source.layers}
-    packed = packed or bool(coded)
     entries: dict[str, list[Any]] = {}
-    shapes: dict[str, tuple[ProductShape, int, int]] = {}
-    with (
-        new_directory(out, inputs=(source.path,), force=force) as part,
-        TensorWriter(part) as writer,
-        SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(part)) as numbers,
-    ):
+
+    def numbers() -> Iterator[Array]:
         for name, left, right, scale in layers:
             shape, ranks = _factor_shape(name, left, right)
             source_layer = source_layers.get(name)
             if source_layer is not None and (source_layer.out_features, source_layer.in_features) != shape.matrix_shape:
                 size = f"{source_layer.out_features} x {source_layer.in_features}"
                 raise CheckpointError(f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out)
-            shapes[name] = (shape, *ranks)
             entries[name] = float_entry(shape, ranks, storage)
             for side, factors, factor in (("B", left, scale), ("A", right, 1.0)):
                 for position, array in enumerate(factors, 1):
-                    key = f"{PREFIX}{name}.lsr_{side}.factor_{position}"
                     scaled = array if position > 1 or factor == 1.0 else np.asarray(array, np.float64) * factor
-                    stored = cast(scaled, storage, key)
-                    if packed:
-                        numbers.write(np.ascontiguousarray(stored, stored.dtype.newbyteorder("<")).tobytes())
-                    else:
-                        writer.add(key, stored)
+                    stored = cast(scaled, storage, f"{PREFIX}{name}.lsr_{side}.factor_{position}")
+                    yield np.ascontiguousarray(stored, stored.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
         for name, code in (coded or {}).items():
             entries[name] = code_entry(code)
-            numbers.writelines(piece.tobytes() for piece in code_bytes(code))
+            yield from code_bytes(code)
+
+    with new_directory(out, inputs=(source.path,), force=force) as part, TensorWriter(part) as writer:
+        writer.add_pieces(NUMBERS, "uint8", numbers())
         if not entries:
             raise CheckpointError("no layers to write", path=out)
-        kinds = {
-            name: (source_layers[name].kind, source_layers[name].kernel)
-            for name in entries
-            if name in source_layers and source_layers[name].kind != "linear"
-        }
-        if packed:
-            length = numbers.tell()
-            numbers.seek(0)
-            writer.add_pieces(NUMBERS, "uint8", length, _pieces(numbers))
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
-        facts = {"storage": storage} if packed else {"storage": storage, "kinds": kinds, "dropped": list(dropped)}
-        writer.write(part / WEIGHTS, metadata(source, provenance, **facts))
-        config = _packed_config(source, entries, kinds, dropped) if packed else _config(source, shapes)
-        config |= config_extra or {}
+        writer.write(part / WEIGHTS, metadata(source, provenance, storage=storage))
+        config = _config(source, entries, dropped) | dict(config_extra or {})
         write_json(part / CONFIG, config)
         (part / "README.md").write_text(_card(config), encoding="utf-8")
         for file, text in (files or {}).items():
@@ -140,16 +116,12 @@ def write_lsr(
     return out
 
 
-def _pieces(file: IO[bytes]) -> Iterator[Array]:
-    while piece := file.read(IN_MEMORY // 8):
-        yield np.frombuffer(piece, np.uint8)
-
-
-def _packed_config(
-    source: Checkpoint, entries: Mapping[str, Sequence[Any]], kinds: Mapping[str, Any], dropped: Sequence[str]
-) -> dict[str, Any]:
-    names, targets = {layer.name for layer in source.layers}, source.config.get("target_modules")
-    rank = Counter(parse(*entry).shape.inner_rank for entry in entries.values()).most_common(1)[0][0]
+def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]], dropped: Sequence[str]) -> dict[str, Any]:
+    source_layers = {layer.name: layer for layer in source.layers}
+    others = [layer for name, layer in source_layers.items() if name in entries and layer.kind != "linear"]
+    kinds = {layer.name: (layer.kind, layer.kernel) for layer in others}
+    names, targets = set(source_layers), source.config.get("target_modules")
+    rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
     return {
         **carried_fields(source.config, names, set(source.extras), source, "lsr_only"),
         "target_modules": targets,  # as in the source; where that is not what is held, the index says so
@@ -172,39 +144,6 @@ def _factor_shape(name: str, left: Factors, right: Factors) -> tuple[ProductShap
         raise ShapeError(f"{name}: {text} do not share their inner sizes")
     shape = ProductShape(tuple(s[1] for s in shapes[0]), inner, tuple(s[2] for s in shapes[1]))
     return shape, (shapes[0][0][0], shapes[1][0][0])
-
-
-def _config(source: Checkpoint, shapes: Mapping[str, tuple[ProductShape, int, int]]) -> dict[str, Any]:
-    ranks = {name: shape.inner_rank for name, (shape, _, _) in shapes.items()}
-    rank = most_common(ranks)
-    inners = {name: shape.inner for name, (shape, _, _) in shapes.items() if shape.inner_rank == rank}
-    inner = most_common(inners)
-    terms = {name: (left, right) for name, (_, left, right) in shapes.items()}
-    common = most_common(terms)
-    unusual = {
-        name: splits(shape)
-        for name, (shape, _, _) in shapes.items()
-        if shape.inner != inner or shape != ProductShape.balanced(shape.matrix_shape, inner)
-    }
-    one_or_two = {name: left if left == right else [left, right] for name, (left, right) in terms.items()}
-    different, all_terms = patterns(terms, common), patterns(one_or_two, 0)
-    return {
-        **carried_fields(source.config, set(shapes), set(source.extras), source, "lsr_only"),
-        "peft_type": "LSR",
-        "load_with": IMPORT,
-        "r": rank,
-        "inner_shape": list(inner),
-        "order": len(inner),
-        "separation_rank": common[0] if common[0] == common[1] else list(common),
-        "lsr_alpha": rank,
-        "use_rslora": False,
-        "lsr_dropout": 0.0,
-        "init_weights": True,
-        "rank_pattern": patterns(ranks, rank),
-        "alpha_pattern": patterns(ranks, rank),
-        "separation_rank_pattern": {key: value for key, value in all_terms.items() if key in different},
-        "shape_pattern": {exact_pattern(name): sizes for name, sizes in unusual.items()},
-    }
 
 
 def _card(config: Mapping[str, Any]) -> str:
