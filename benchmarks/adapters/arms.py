@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.adapters.candidate_kernels.arena import ArenaLayer, FactorArena
 from benchmarks.adapters.candidate_kernels.modes import applied
 from benchmarks.adapters.candidate_kernels.triton_support import usable
-from lsrdecomp.adapters.kernels import Expandable, adapted_linear, apply, grouped_expansion
+from lsrdecomp.adapters.kernels import Expandable, Grouping, adapted_linear, apply
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 FROZEN, LORA, LORA_NARROW, LOKR = "frozen base", "PEFT LoRA", "PEFT LoRA, narrow", "PEFT LoKr"
@@ -141,7 +141,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def lsr(mode: str) -> Build:
     def build(model: nn.Module, names: Sequence[str], sizes: Sizes) -> Prepared:
         prepared = replaced(model, names, lambda _, base: LsrLinear(base, sizes, mode))
-        prepared.open.enter_context(grouped_expansion(model, dtype=model_dtype(model)))
+        prepared.open.enter_context(Grouping(model, model_dtype(model)))
         return prepared
 
     return build

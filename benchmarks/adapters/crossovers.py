@@ -16,9 +16,9 @@ from torch import Tensor
 from benchmarks.adapters.candidate_kernels.modes import applied
 from benchmarks.adapters.candidate_kernels.triton_support import usable
 from benchmarks.adapters.measure import seconds
-from lsrdecomp.adapters.kernels import StackedPairs, add_adapters, apply, dispatch
+from lsrdecomp.adapters.kernels import apply, linear
 
-STORED = Path(dispatch.__file__).with_name("crossovers.json")
+STORED = Path(linear.__file__).with_name("crossovers.json")
 
 
 def interleaved(
@@ -51,7 +51,7 @@ def pair(out: int, into: int, rank: int, device: torch.device) -> tuple[Tensor, 
 
 
 def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, *, store: bool) -> dict[str, Any]:
-    """Time the modes over token counts and widths, and derive the limits that `dispatch` chooses by."""
+    """Time the modes over token counts and widths, and derive the limit that `adapted_linear` chooses by."""
     torch.manual_seed(seed)
     widths = (64,) if tiny else (768, 2048) if device.type == "cpu" else (768, 4096)
     counts = (1, 16) if tiny else (1, 16, 64, 256, 1024, 4096) if device.type == "cpu" else (1, 64, 1024, 8192, 32768)
@@ -82,10 +82,7 @@ def crossovers(device: torch.device, dtype: torch.dtype, tiny: bool, seed: int, 
             print(
                 f"    {width:5d} wide, {count:5d} tokens:", "  ".join(f"{m} {1e3 * t:.3f} ms" for m, t in times.items())
             )
-    limits = {
-        "blas_from_tokens": _least(table, "tokens", "blas", ("plain",), 1.01),
-        "masked_to_rank": _masked_to(device, dtype, tiny),
-    }
+    limits = {"blas_from_tokens": _least(table, "tokens", "blas", ("plain",), 1.01)}
     candidates = {  # what these win moves from candidate_kernels into the package
         "merged_from": _least(table, "balance", "merged", ("plain", "blas"), 0.98),
         "fused_from_tokens": _least(table, "tokens", "fused", ("plain", "blas"), 0.98),
@@ -108,27 +105,6 @@ def _least(table: list[dict[str, Any]], measure: str, mode: str, others: tuple[s
             break
         least = row[measure]
     return least
-
-
-def _masked_to(device: torch.device, dtype: torch.dtype, tiny: bool) -> int:
-    """The largest summed rank at which one wide masked pair beats gathering each row's own."""
-    width, rank, best = (64, 4, 0) if tiny else (768, 8, 0)
-    for adapters in (2, 4, 8, 16, 32):
-        small = [pair(width, width, rank, device) for _ in range(adapters)]
-        pairs = StackedPairs(
-            torch.stack([right for right, _ in small]).to(dtype), torch.stack([left for _, left in small]).to(dtype)
-        )
-        x = torch.randn(32, 1 if tiny else 64, width, device=device).to(dtype)
-        index = torch.arange(32, device=device) % adapters
-        calls = {
-            mode: (lambda mode=mode, x=x, pairs=pairs, index=index: add_adapters(x, x, pairs, index, mode))
-            for mode in ("masked", "gathered")
-        }
-        times = interleaved(calls, device, 3 if tiny else 7)
-        if times["masked"] > times["gathered"]:
-            break
-        best = adapters * rank
-    return best
 
 
 def kronecker_products(device: torch.device, tiny: bool, seed: int) -> list[dict[str, Any]]:

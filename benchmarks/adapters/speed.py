@@ -2,7 +2,7 @@
 
     python -m benchmarks.adapters.speed                    # all cases of this machine; under 8 minutes on a GPU
     python -m benchmarks.adapters.speed --tiny             # a dry run of everything, under a minute
-    python -m benchmarks.adapters.speed --crossovers       # also measure and store what `kernels.dispatch` chooses by
+    python -m benchmarks.adapters.speed --crossovers       # also measure and store what `adapted_linear` chooses by
 
 Peers that are not installed are named and left out. Every arm of ours is first compared with float64. Times are medians
 over interleaved rounds: of this process's CPU time with one thread, or of GPU time. Writes ``results/adapters-*.json``
@@ -159,7 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", help="cases whose names contain one of these words")
     parser.add_argument("--arms", nargs="*", help="arms to run beside the frozen base and PEFT's LoRA; by default all")
-    parser.add_argument("--crossovers", action="store_true", help="measure and store what dispatch chooses by")
+    parser.add_argument("--crossovers", action="store_true", help="measure and store what `adapted_linear` chooses by")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args()
     cpu = arguments.device.type == "cpu"

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.adapted import AdaptedLayer, row_norms
 from lsrdecomp.adapters.config import LayerLayout, LsrConfig, layer_layout
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
-from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels.linear import adapted_linear
-from lsrdecomp.adapters.kernels.many import StackedPairs, add_adapters
 from lsrdecomp.errors import ShapeError
 
 
@@ -185,26 +183,6 @@ class LsrLayer(AdaptedLayer):
             return None
         # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
         return None if self.base_layer.weight.dtype == torch.float16 else active[0]
-
-    def _mixed_batch(self, x: Tensor, result: Tensor, adapter_names: Sequence[str]) -> Tensor:
-        present = [name for name in dict.fromkeys(adapter_names) if self.has_adapter(name)]
-        if not present:
-            return result
-        if not self._stackable(present, x):
-            return super()._mixed_batch(x, result, adapter_names)
-        sides = [self._sides(name) for name in present]
-        rights, lefts = [right for right, _ in sides], [left for _, left in sides]
-        pairs = StackedPairs.of(rights, lefts, [self.scaling[name] for name in present])
-        numbers = {name: number for number, name in enumerate(present)}
-        index = torch.tensor([numbers.get(name, -1) for name in adapter_names], device=x.device)
-        return add_adapters(result, x, pairs, index)
-
-    def _stackable(self, adapters: Sequence[str], x: Tensor) -> bool:
-        """Whether these adapters add nothing but their pairs to a linear layer, so that they can be stacked."""
-        pairs = isinstance(self.geometry, LinearGeometry) and x.is_floating_point()
-        plain = all(self.magnitude(name) is None for name in adapters)
-        drops = self.training and any(isinstance(self.lsr_dropout[name], nn.Dropout) for name in adapters)
-        return pairs and plain and not drops
 
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.pair(adapter)

@@ -22,7 +22,7 @@ from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 
 ATTRIBUTE = "_lsr_grouping"
-"""Where a base model with LSR layers has its `Grouping`."""
+"""Where a base model with LSR layers has its `AdapterGrouping`."""
 
 
 class LsrModel(KroneckerTuner):
@@ -81,7 +81,10 @@ class LsrModel(KroneckerTuner):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        attach(model)
+        detach(model)
+        grouping = AdapterGrouping(model)
+        grouping.__enter__()
+        setattr(model, ATTRIBUTE, grouping)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         bare: Any = super()._unload_and_optionally_merge(*args, **kwargs)
@@ -90,8 +93,13 @@ class LsrModel(KroneckerTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        with naming(self.model, kwargs.get("adapter_names")), super()._enable_peft_forward_hooks(*args, **kwargs):
-            yield
+        grouping: AdapterGrouping = getattr(self.model, ATTRIBUTE)
+        grouping.names = tuple(dict.fromkeys(kwargs.get("adapter_names") or ()))
+        try:
+            with grouping.kept(), super()._enable_peft_forward_hooks(*args, **kwargs):
+                yield
+        finally:
+            grouping.names = ()
 
     def add_weighted_adapter(
         self,
@@ -187,52 +195,28 @@ class LsrModel(KroneckerTuner):
         tie_modules_to_save(peft_config, self.model, tied_weight_keys)
 
 
-class SidesInUse:
-    """The sums of the active adapters of some layers, or of those that the rows of a batch name."""
+class AdapterGrouping(Grouping):
+    """Forms the sums of the active adapters of a model's LSR layers, or of those that the rows of a batch name."""
 
-    def __init__(self, layers: Sequence[LsrLayer]) -> None:
-        self.layers = layers
-        self.named: Sequence[str] = ()
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.layers = [module for module in model.modules() if isinstance(module, LsrLayer)]
+        self.names: Sequence[str] = ()
 
-    def __call__(self) -> Iterator[tuple[Expandable, torch.dtype | None]]:
+    def select(self) -> Iterator[tuple[Expandable, torch.dtype | None]]:
         seen = set()
         for layer in self.layers:
-            for side, dtype in layer.sides_in_use(self.named):
+            for side, dtype in layer.sides_in_use(self.names):
                 if side not in seen:  # tied layers share theirs
                     seen.add(side)
                     yield side, dtype
 
 
-def attach(model: nn.Module) -> None:
-    """Let every forward pass of ``model`` begin by forming what its LSR layers need; call it again for new layers."""
-    sides = SidesInUse([module for module in model.modules() if isinstance(module, LsrLayer)])
-    detach(model)
-    grouping = Grouping(sides)
-    grouping.attach(model)
-    setattr(model, ATTRIBUTE, grouping)
-
-
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
-    grouping: Grouping | None = vars(model).pop(ATTRIBUTE, None)
+    """Take the grouping off a base model, if it has one."""
+    grouping: AdapterGrouping | None = vars(model).pop(ATTRIBUTE, None)
     if grouping is not None:
-        grouping.detach()
-
-
-@contextmanager
-def naming(model: nn.Module, adapters: Sequence[str] | None) -> Iterator[None]:
-    """Within the context the rows of a batch name their adapters, instead of the active ones."""
-    grouping: Grouping | None = vars(model).get(ATTRIBUTE)
-    if grouping is None or adapters is None:
-        yield
-        return
-    sides = grouping.select
-    assert isinstance(sides, SidesInUse)
-    sides.named = tuple(dict.fromkeys(adapters))
-    try:
-        yield
-    finally:
-        sides.named = ()
+        grouping.__exit__()
 
 
 def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Kronecker sums applied without being formed, many adapters in one batch, and the choice between modes."""
+"""Kronecker sums applied without being formed, and the choice between modes of a layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from lsrdecomp.adapters.kernels import (
-    StackedPairs,
-    add_adapters,
-    apply,
-    choose,
-    expand_all,
-    kronecker_pays,
-)
-from lsrdecomp.adapters.kernels.dispatch import Crossovers, crossovers
+from lsrdecomp.adapters.kernels import apply, kronecker_pays, linear
 from lsrdecomp.errors import ShapeError
 
 SIDE = st.integers(1, 5)
@@ -70,75 +62,14 @@ def test_sizes_that_disagree_are_named():
         apply([draw(2, 3, 2), draw(1, 3, 5)], draw(10))
 
 
-def some_factors() -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]], list[float]]:
-    """Three adapters of a 6 x 10 layer with inner ranks 4, 2 and 4 and different numbers of terms."""
-    rights = [[draw(3, 2, 5, seed=i), draw(3, 2 - i % 2, 2, seed=10 + i)] for i in range(3)]
-    lefts = [[draw(2 + i, 3, 2, seed=20 + i), draw(2 + i, 2, 2 - i % 2, seed=30 + i)] for i in range(3)]
-    return rights, lefts, [0.5, 2.0, 1.0]
-
-
-def stacked(rights, lefts, scalings, dtype=torch.float64) -> StackedPairs:
-    formed = expand_all([*rights, *lefts], dtype=dtype)
-    return StackedPairs.of(formed[: len(rights)], formed[len(rights) :], scalings)
-
-
-@pytest.mark.parametrize("mode", ["masked", "gathered", "auto"])
-@pytest.mark.parametrize("middle", [(), (4,), (2, 3)])
-def test_every_row_gets_its_own_adapter(mode, middle):
-    rights, lefts, scalings = some_factors()
-    index = torch.tensor([2, -1, 0, 1, 1])
-    x, base = draw(5, *middle, 10, seed=40), draw(5, *middle, 6, seed=41)
-    ours = add_adapters(base, x, stacked(rights, lefts, scalings), index, mode)
-    for row, adapter in enumerate(index.tolist()):
-        expected = base[row].numpy()
-        if adapter >= 0:
-            right, left = (kron_sum([f.numpy() for f in side[adapter]]) for side in (rights, lefts))
-            expected = expected + scalings[adapter] * x[row].numpy() @ right.T @ left.T
-        assert np.abs(ours[row].numpy() - expected).max() < 1e-12, adapter
-
-
-@pytest.mark.parametrize("mode", ["masked", "gathered"])
-def test_gradients_reach_the_factors_of_the_adapters_in_the_batch_alone(mode):
-    rights, lefts, scalings = some_factors()
-    for factors in (*rights, *lefts):
-        for factor in factors:
-            factor.requires_grad_()
-    pairs = stacked(rights, lefts, scalings)
-    add_adapters(
-        torch.zeros(2, 6, dtype=torch.float64), draw(2, 10), pairs, torch.tensor([2, -1]), mode
-    ).sum().backward()
-    assert all(factor.grad.any() for factor in (*rights[2], *lefts[2]))
-    assert not any(factor.grad.any() for factor in (*rights[0], *lefts[0], *rights[1], *lefts[1]))
-
-
-def test_narrow_outputs_are_rounded_once():
-    pairs = stacked(*some_factors(), dtype=torch.float32)
-    index = torch.tensor([0, 1, 2, -1, 0])
-    base, x = draw(5, 6, seed=41).bfloat16(), draw(5, 10, seed=40).bfloat16()
-    expected = add_adapters(base.float(), x, pairs, index).bfloat16()
-    assert torch.equal(add_adapters(base, x, pairs, index), expected)
-
-
-def test_rows_that_name_no_adapter_are_refused():
-    pairs = stacked(*some_factors())
-    assert len(pairs.rights) == 3
-    base, x = torch.zeros(2, 6, dtype=torch.float64), draw(2, 10)
-    with pytest.raises(ShapeError, match="names adapter 3, but there are 3"):
-        add_adapters(base, x, pairs, torch.tensor([0, 3]))
-    with pytest.raises(ShapeError, match="2 rows need one adapter each"):
-        add_adapters(base, x, pairs, torch.tensor([0]))
-
-
-def test_the_choice_follows_the_crossovers():
-    limits = Crossovers(16, 64, "given")
-    assert [choose(tokens, limits=limits) for tokens in (15, 16, 10**6)] == ["plain", "blas", "blas"]
-    assert choose(10**6, limits=Crossovers(None, 64, "given")) == "plain"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_stored_crossovers_can_be_read_and_name_their_source(device):
-    assert crossovers(device).source
-    assert choose(4096, device) in ("plain", "blas")
+@pytest.mark.parametrize(("device", "least"), [("cpu", 128), ("xpu", 128), ("cuda", 1)])
+def test_the_node_is_taken_from_the_measured_number_of_tokens_on(monkeypatch, device, least):
+    assert linear.blas_from_tokens(device) == least
+    monkeypatch.setattr(linear, "blas_from_tokens", lambda _: least)
+    weight, right, left = draw(4, 6), draw(2, 6), draw(4, 2).requires_grad_()
+    for tokens in {1, least - 1, least} - {0}:
+        y = linear.adapted_linear(draw(tokens, 6), weight, None, right, left)
+        assert (type(y.grad_fn).__name__ == "_AdaptedLinearBackward") == (tokens >= least)
 
 
 def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from lsrdecomp.adapters.kernels import Expandable, adapted_linear, expand_all, grouped_expansion, grouping
+from lsrdecomp.adapters.kernels import Expandable, Grouping, adapted_linear, expand_all, grouped, grouping
 from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, _groups
 from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack
 from lsrdecomp.errors import ShapeError
@@ -40,21 +40,23 @@ def factor_lists(seed: int = 0) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
-def test_grouped_expansion_forms_each_sum(entries):
+def test_expand_all_forms_each_sum(monkeypatch, entries):
+    monkeypatch.setattr(grouped, "LARGEST_GROUP", entries)
     lists = factor_lists()
-    for factors, matrix in zip(lists, expand_all(lists, entries=entries), strict=True):
+    for factors, matrix in zip(lists, expand_all(lists), strict=True):
         expected = kron_sum([factor.numpy() for factor in factors])
         assert np.abs(matrix.numpy() - expected).max() < 1e-13
 
 
 @pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
 @pytest.mark.parametrize("used", [range(7), (0, 3, 5)], ids=["all", "some"])
-def test_gradients_equal_those_of_separate_expansions(entries, used):
+def test_gradients_equal_those_of_separate_expansions(monkeypatch, entries, used):
+    monkeypatch.setattr(grouped, "LARGEST_GROUP", entries)
     ours, theirs = factor_lists(), factor_lists()
     for lists in (ours, theirs):
         for factor in (factor for factors in lists for factor in factors):
             factor.requires_grad_()
-    matrices = expand_all(ours, entries=entries)
+    matrices = expand_all(ours)
     sum(matrices[index].pow(3).sum() for index in used).backward()
     sum(expand(theirs[index]).pow(3).sum() for index in used).backward()
     for mine, other in zip(ours, theirs, strict=True):
@@ -158,10 +160,11 @@ def trained(model: Model, steps: int = 2) -> list[Tensor]:
 
 @pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["kept", "reentrant", "recomputed"])
 @pytest.mark.parametrize("entries", [1, 30, LARGEST_GROUP])
-def test_training_is_that_of_separate_expansions(use_reentrant, entries):
+def test_training_is_that_of_separate_expansions(monkeypatch, use_reentrant, entries):
+    monkeypatch.setattr(grouped, "LARGEST_GROUP", entries)
     expected = trained(Model())
     model = Model(use_reentrant)
-    with grouped_expansion(model, entries=entries):
+    with Grouping(model):
         for ours, theirs in zip(trained(model), expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-12)
 
@@ -171,7 +174,7 @@ def test_what_a_pass_formed_is_used_in_it_and_nowhere_else():
     first = model.blocks[0].right
     seen = []
     model.blocks[1].register_forward_hook(lambda *_: seen.append(first.matrix()))
-    with grouped_expansion(model):
+    with Grouping(model):
         y = model(batch(0))
         assert seen[0] is first.expansion.matrix
         assert first.matrix() is not seen[0]
@@ -197,7 +200,7 @@ def test_what_was_formed_without_a_graph_is_not_used_where_gradients_are_wanted(
             seen.append(first.matrix())
 
     model.blocks[1].register_forward_hook(with_gradients)
-    with grouped_expansion(model), torch.no_grad():
+    with Grouping(model), torch.no_grad():
         model(batch(0))
     assert seen[0].requires_grad
 
@@ -205,7 +208,7 @@ def test_what_was_formed_without_a_graph_is_not_used_where_gradients_are_wanted(
 def test_an_error_in_a_forward_pass_ends_it():
     model = Model()
     first = model.blocks[0].right
-    with grouped_expansion(model):
+    with Grouping(model):
         with pytest.raises(ShapeError):
             model(batch(0)[:, :5])
         assert not first.expansion.holds()
@@ -215,7 +218,7 @@ def test_an_error_in_a_forward_pass_ends_it():
 def test_a_pass_between_forward_and_backward_changes_no_gradient(use_reentrant):
     expected, model = Model(), Model(use_reentrant)
     expected(batch(0)).square().sum().backward()
-    with grouped_expansion(model):
+    with Grouping(model):
         loss = model(batch(0)).square().sum()
         model.use_reentrant = None
         with torch.no_grad():
@@ -227,32 +230,36 @@ def test_a_pass_between_forward_and_backward_changes_no_gradient(use_reentrant):
 
 def test_checkpointed_parts_read_what_the_pass_formed(monkeypatch):
     model = Model(use_reentrant=False)
-    with grouped_expansion(model):
+    with Grouping(model):
         loss = model(batch(0)).square().sum()
         monkeypatch.setattr(grouping, "expand_all", None)
         loss.backward()
 
 
-def test_two_sides_of_a_square_layer_are_one_class():
+@pytest.mark.parametrize(
+    ("entries", "groups"),
+    [(48 * 3, [([0, 2, 1], 2)]), (48, [([0, 1], 1), ([2], 1)]), (1, [([0], 1), ([1], 0), ([2], 1)])],
+)
+def test_two_sides_of_a_square_layer_are_one_class(monkeypatch, entries, groups):
+    monkeypatch.setattr(grouped, "LARGEST_GROUP", entries)
     generator = torch.Generator().manual_seed(0)
     wide = random_factors([(2, 3), (1, 4)], 2, generator)
     tall = random_factors([(3, 2), (4, 1)], 2, generator)
-    assert list(_groups([wide, tall, wide], LARGEST_GROUP)) == [([0, 2, 1], 2)]
-    assert list(_groups([wide, tall, wide], 2 * 24)) == [([0, 1], 1), ([2], 1)]
-    assert list(_groups([wide, tall, wide], 1)) == [([0], 1), ([1], 0), ([2], 1)]
+    assert list(_groups([wide, tall, wide])) == groups
 
 
-def test_only_selected_modules_are_expanded():
+def test_only_selected_modules_are_expanded(monkeypatch):
     model = Model()
-    grouping.Grouping(lambda: [(model.blocks[1].left, None)]).attach(model)
-    model(batch(0))
-    assert model.blocks[1].left.expansion is not None
-    assert model.blocks[1].right.expansion is None
+    monkeypatch.setattr(Grouping, "select", lambda self: [(self.model.blocks[1].left, None)])
+    with Grouping(model):
+        model(batch(0))
+        assert model.blocks[1].left.expansion is not None
+        assert model.blocks[1].right.expansion is None
 
 
 def test_a_model_can_be_copied_and_pickled_while_expanded():
     model = Model()
-    with grouped_expansion(model):
+    with Grouping(model):
         expected = model(batch(0))
         twin = copy.deepcopy(model.blocks[0])
         assert twin.right.expansion is None
@@ -269,7 +276,7 @@ def test_the_compiler_takes_a_model_in_one_piece(grouped):
     model = nn.Sequential(*(Automatic(torch.Generator().manual_seed(seed)) for seed in range(2)))
     expected = model(batch(0))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with grouped_expansion(model) if grouped else nullcontext():
+    with Grouping(model) if grouped else nullcontext():
         y = compiled(batch(0))
         y.square().sum().backward()
     ours = [parameter.grad.clone() for parameter in model.parameters()]

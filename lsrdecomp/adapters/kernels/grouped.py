@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels.second_order import recomposed
-from lsrdecomp.adapters.kernels.stacked import contract_stack, expand, expand_stack, without_autocast
+from lsrdecomp.adapters.kernels.stacked import contract_stack, expand_stack, without_autocast
 
 LARGEST_GROUP = 1 << 23
-"""Most formed entries of a group: in backward a group's gradients are alive together, 32 MB of them in float32."""
+"""Most formed entries of a group: in backward a group's gradients are alive together, 32 MB of them in float32.
+
+They are contracted group by group, so that in a large model those of its last layers are gone before the first's come.
+"""
 
 
-def expand_all(
-    factor_lists: Sequence[Sequence[Tensor]], *, entries: int = LARGEST_GROUP, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def expand_all(factor_lists: Sequence[Sequence[Tensor]], *, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Form many sums of Kronecker products, grouped by the shapes of their factors.
 
     A tall matrix is formed as the transpose of a wide one, so that the two sides of a square layer are one class. The
@@ -29,9 +29,6 @@ def expand_all(
     ----------
     factor_lists : sequence of sequences of Tensor
         For each matrix its factors as for `stacked.expand`.
-    entries : int
-        Most formed entries of a group. Gradients are contracted group by group, so that in a large model those of its
-        last layers are gone before those of its first come; with 1 every matrix is a group.
     dtype : torch.dtype, optional
         Of the formed matrices, and so of their gradients, by default that of the factors: with the model's own, no
         layer has to cast.
@@ -42,7 +39,7 @@ def expand_all(
         The formed matrices, in order.
     """
     formed: list[Tensor] = [torch.empty(0)] * len(factor_lists)
-    for members, wide in _groups(factor_lists, entries):
+    for members, wide in _groups(factor_lists):
         group = [factor_lists[index] for index in members]
         flat = [factor for factors in zip(*group, strict=True) for factor in factors]  # factor by factor
         with without_autocast(flat[0].device.type):
@@ -52,8 +49,8 @@ def expand_all(
     return formed
 
 
-def _groups(factor_lists: Sequence[Sequence[Tensor]], entries: int) -> Iterator[tuple[list[int], int]]:
-    """Indices of lists that fit together, first the wide ones and how many they are, with at most so many entries."""
+def _groups(factor_lists: Sequence[Sequence[Tensor]]) -> Iterator[tuple[list[int], int]]:
+    """Indices of lists that fit together, first the wide ones, and how many of these there are."""
     classes: dict[Any, list[tuple[int, bool]]] = {}
     for index, factors in enumerate(factor_lists):
         shapes = tuple(tuple(factor.shape) for factor in factors)
@@ -62,7 +59,7 @@ def _groups(factor_lists: Sequence[Sequence[Tensor]], entries: int) -> Iterator[
             shapes = tuple((terms, columns, rows) for terms, rows, columns in shapes)
         classes.setdefault((shapes, factors[0].dtype, factors[0].device), []).append((index, tall))
     for (shapes, *_), members in classes.items():
-        most = max(1, entries // math.prod(rows * columns for _, rows, columns in shapes))
+        most = max(1, LARGEST_GROUP // math.prod(rows * columns for _, rows, columns in shapes))
         for start in range(0, len(members), most):
             part = members[start : start + most]
             wide = [index for index, tall in part if not tall]
@@ -78,26 +75,26 @@ class _ExpandGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, order: int, wide: int, dtype: torch.dtype, *flat: Tensor) -> tuple[Tensor, ...]:
-        layers = len(flat) // order
-        ctx.wide, ctx.dtype, ctx.stacks = wide, dtype, []
+        ctx.order, ctx.wide, ctx.stacks = order, wide, _stacked(flat, order, wide)
         ctx.flat, ctx.versions = flat, [factor._version for factor in flat]  # for second derivatives alone
-        for start in range(0, len(flat), layers):
-            first, rest = flat[start : start + wide], flat[start + wide : start + layers]
-            ctx.stacks.append(torch.stack([*first, *(factor.mT for factor in rest)]))
         ctx.set_materialize_grads(False)
         formed = expand_stack(ctx.stacks, dtype)
         return (*formed[:wide].unbind(0), *formed[wide:].mT.unbind(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return None, None, None, *_second_order(ctx, gradients)
-        result: list[Tensor | None] = [None] * (len(gradients) * len(ctx.stacks))
+        result: list[Tensor | None] = [None] * len(ctx.flat)
         # 1. Only matrices that something used bring a gradient; the others' stacks are left out.
         present = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         if not present:
             return None, None, None, *result
-        stacks = ctx.stacks if len(present) == len(gradients) else [stack[list(present)] for stack in ctx.stacks]
+        stacks = ctx.stacks
+        if torch.is_grad_enabled():  # second derivatives: of the factors themselves, not of our copies
+            if any(factor._version != version for factor, version in zip(ctx.flat, ctx.versions, strict=True)):
+                raise RuntimeError("second derivatives of Kronecker factors that were changed in place since their use")
+            stacks = _stacked(ctx.flat, ctx.order, ctx.wide)
+        if len(present) < len(gradients):
+            stacks = [stack[list(present)] for stack in stacks]
         # 2. One stack of gradients, the tall ones transposed, contracted against the factors in two products.
         wide = sum(index < ctx.wide for index in present)
         stacked = torch.stack([gradient if index < ctx.wide else gradient.mT for index, gradient in present.items()])
@@ -111,14 +108,8 @@ class _ExpandGroup(torch.autograd.Function):
         return None, None, None, *result
 
 
-def _second_order(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The factors' gradients with a graph of their own, from the factors themselves instead of the copies."""
-    if any(factor._version != version for factor, version in zip(ctx.flat, ctx.versions, strict=True)):
-        raise RuntimeError("second derivatives of Kronecker factors that were changed in place since they were used")
-    layers = len(gradients)
-
-    def compose(*flat: Tensor) -> list[Tensor]:
-        return [expand(flat[index::layers]).to(ctx.dtype) for index in range(layers)]
-
-    with without_autocast(ctx.flat[0].device.type):
-        return recomposed(compose, ctx.flat, ctx.needs_input_grad[3:], gradients)
+def _stacked(flat: Sequence[Tensor], order: int, wide: int) -> list[Tensor]:
+    """A copy per factor position: the factors of wide matrices, and then those of tall ones, transposed."""
+    layers = len(flat) // order
+    positions = [flat[start : start + layers] for start in range(0, len(flat), layers)]
+    return [torch.stack([*each[:wide], *(factor.mT for factor in each[wide:])]) for each in positions]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels.grouped import LARGEST_GROUP, expand_all
+from lsrdecomp.adapters.kernels.grouped import expand_all
 from lsrdecomp.adapters.kernels.stacked import expand, is_traced, without_autocast
 
 
@@ -71,42 +71,53 @@ class Expansion:
         return type(None), ()  # copied and pickled as None
 
 
-Select = Callable[[], Iterable[tuple[Expandable, torch.dtype | None]]]
-
-
 class Grouping:
-    """Forms the sums of Kronecker products of a model at once, whenever its forward pass begins.
+    """Forms the sums of Kronecker products of a model at once, whenever its forward pass begins, within its context.
 
     Under ``torch.compile`` and ``torch.func`` nothing is grouped: the compiler sees every expansion and arranges them
     itself. Factors that do not lie here whole (sharded, offloaded, swapped for a call) are left to their layers.
 
     Parameters
     ----------
-    select : callable
-        The modules to form for in this pass, each with the dtype to form it in (None for that of its factors).
-    entries : int
+    model : torch.nn.Module
+        Its `Expandable` modules are formed for.
+    dtype : torch.dtype, optional
         As for `expand_all`.
     """
 
-    def __init__(self, select: Select, entries: int = LARGEST_GROUP) -> None:
-        self.select, self.entries = select, entries
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self.model, self.dtype = model, dtype
         self.formed: list[Expandable] = []
         self.run: Run | None = None
+        self.keeps = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
-    def attach(self, model: nn.Module) -> None:
-        """Let every forward pass of ``model`` begin with `form`."""
+    def select(self) -> Iterable[tuple[Expandable, torch.dtype | None]]:
+        """The modules to form for in this pass, each with the dtype to form it in (None for that of its factors)."""
+        return ((module, self.dtype) for module in self.model.modules() if isinstance(module, Expandable))
+
+    def __enter__(self) -> None:
         self._handles = [
-            model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after, always_call=True),
+            self.model.register_forward_pre_hook(self._before),
+            self.model.register_forward_hook(self._after, always_call=True),
         ]
 
-    def detach(self) -> None:
-        """Take the hooks off the model, and what was formed off its modules."""
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.release()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """While open, what a pass without a graph formed serves the passes after it, as in the tokens of an answer."""
+        outer, self.keeps = self.keeps, True
+        try:
+            yield
+        finally:
+            self.keeps = outer
+            if not outer and self.run is not None and not self.run.with_graph:
+                self.release()
 
     def form(self) -> None:
         """Form what is selected, in place of what was formed for the pass before."""
@@ -123,8 +134,7 @@ class Grouping:
         self.release()
         self.run = Run()
         for dtype, (modules, lists) in classes.items():
-            matrices = expand_all(lists, entries=self.entries, dtype=dtype)
-            for module, matrix in zip(modules, matrices, strict=True):
+            for module, matrix in zip(modules, expand_all(lists, dtype=dtype), strict=True):
                 vars(module)["expansion"] = Expansion(matrix, self.run)  # a module's own way takes microseconds
             self.formed += modules
 
@@ -133,35 +143,17 @@ class Grouping:
         for module in self.formed:
             vars(module).pop("expansion", None)
         self.formed.clear()
+        self.run = None
 
     def _before(self, model: nn.Module, _: Any) -> None:
-        if not is_traced():
+        serves = self.keeps and self.run is not None and not self.run.with_graph and not torch.is_grad_enabled()
+        if not serves and not is_traced():
             self.form()
 
     def _after(self, model: nn.Module, _: Any, output: Any) -> None:
         if is_traced() or self.run is None:
             return
-        self.run.running = False
-        if not self.run.with_graph:
+        if self.run.with_graph:
+            self.run.running = False
+        elif not self.keeps:
             self.release()
-
-
-@contextmanager
-def grouped_expansion(
-    model: nn.Module, *, entries: int = LARGEST_GROUP, dtype: torch.dtype | None = None
-) -> Iterator[None]:
-    """While open, every forward pass of ``model`` first forms all its Kronecker sums at once; see `Grouping`.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its `Expandable` modules are formed for, each once.
-    entries, dtype
-        As for `expand_all`.
-    """
-    grouping = Grouping(lambda: ((m, dtype) for m in model.modules() if isinstance(m, Expandable)), entries)
-    grouping.attach(model)
-    try:
-        yield
-    finally:
-        grouping.detach()

@@ -6,14 +6,16 @@ r and n as its sides is held (r, n): rows of length n suit every matrix product,
 
 from __future__ import annotations
 
+import json
+import math
+from functools import cache
+from importlib.resources import files
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lsrdecomp.adapters.kernels.dispatch import choose
-from lsrdecomp.adapters.kernels.second_order import recomposed
 from lsrdecomp.adapters.kernels.stacked import is_traced, without_autocast
 from lsrdecomp.errors import ShapeError
 
@@ -54,7 +56,7 @@ def adapted_linear(
         What the adapter sees instead of ``x``, after its dropout; the shape of ``x``.
     mode : {"auto", "plain", "blas"}
         ``plain`` composes torch operations and suits ``torch.compile``; ``blas`` adds the adapter's parts in place
-        inside matrix products. ``auto`` takes what was measured to be faster for so many tokens.
+        inside matrix products. ``auto`` takes what was measured to be faster for so many tokens (`crossovers.json`).
 
     Returns
     -------
@@ -72,7 +74,7 @@ def adapted_linear(
     if mode == "auto" and is_traced():
         mode = "plain"
     if mode == "auto":
-        mode = choose(x.numel() // max(1, x.shape[-1]), kind)
+        mode = "blas" if x.numel() >= blas_from_tokens(kind) * x.shape[-1] else "plain"
     if mode == "plain":
         return F.linear(x, weight, bias) + _plain(x if dropped is None else dropped, right, left, scaling, compute)
     bias = None if bias is None else bias.to(compute)
@@ -81,6 +83,14 @@ def adapted_linear(
     if not torch.is_grad_enabled():
         return _forward(*arguments)[0]
     return _AdaptedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@cache
+def blas_from_tokens(device: str) -> float:
+    """From how many tokens on the node was measured to win on a kind of device; the CPU's for one never measured."""
+    stored = json.loads(files(__package__).joinpath("crossovers.json").read_text("utf-8"))
+    least = stored.get(device, stored["cpu"])["blas_from_tokens"]
+    return math.inf if least is None else least
 
 
 def _plain(x: Tensor, right: Tensor, left: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -143,13 +153,15 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return _second_order(ctx, gradient)
         x, dropped, weight, right, left, inner, near_right, near_left = ctx.saved_tensors
         of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
         dy, adapter_input = _rows(gradient), _rows(x if dropped is None else dropped)
         dx = d_dropped = d_right = t = None
         with without_autocast(gradient.device.type):
+            # 0. For second derivatives the same formulas are differentiated: of what autograd knows, not of our copies.
+            if torch.is_grad_enabled():
+                near_right, near_left = right.to(dy.dtype), left.to(dy.dtype)
+                inner = near_right @ adapter_input.mT
             # 1. t = α B̂ᵀ dyᵀ (r, n), what reaches the inner activations: with α in it, only dB̂ still needs the scale.
             if of_dropped or of_right or (of_x and dropped is None):
                 t = inner_gradient(dy, near_left, ctx.scaling)
@@ -191,21 +203,3 @@ def wide_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if WIDE_RESULT and a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
-
-
-def _second_order(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The same gradients, with a graph of their own."""
-    x, dropped, weight, right, left, *_ = ctx.saved_tensors
-    of_x, of_dropped, of_weight, of_bias, of_right, of_left, _ = ctx.needs_input_grad
-    if x is None:  # not saved, since no gradient depends on it: any tensor of its shape stands in
-        x = torch.zeros_like(dropped, requires_grad=of_x)
-    inputs = [x, weight, right, left] if dropped is None else [x, weight, right, left, dropped]
-
-    def compose(x: Tensor, weight: Tensor, right: Tensor, left: Tensor, dropped: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight) + _plain(x if dropped is None else dropped, right, left, ctx.scaling, x.dtype)
-
-    with without_autocast(gradient.device.type):
-        needed = (of_x, of_weight, of_right, of_left, of_dropped)[: len(inputs)]
-        dx, d_weight, d_right, d_left, *d_dropped = recomposed(compose, inputs, needed, gradient)
-        d_bias = _rows(gradient).sum(0) if of_bias else None
-    return dx, d_dropped[0] if d_dropped else None, d_weight, d_bias, d_right, d_left, None

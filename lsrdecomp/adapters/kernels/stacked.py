@@ -96,10 +96,12 @@ def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor,
         One per factor, in its shape. About 4 s m n operations a layer for two factors.
     """
     if len(factors) != 2:
+        again = torch.is_grad_enabled()
         with torch.enable_grad():
-            leaves = [factor.detach().requires_grad_() for factor in factors]
+            leaves = [factor.view_as(factor) if again else factor.detach() for factor in factors]
+            leaves = [leaf if leaf.requires_grad else leaf.requires_grad_() for leaf in leaves]
             formed = expand_stack(leaves)
-        return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype))
+        return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype), create_graph=again)
     if _is_tall(factors):
         turned = contract_stack(gradient.mT, [factor.mT for factor in factors])
         return tuple(part.mT.contiguous() for part in turned)
@@ -150,6 +152,27 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
         product = product @ factor.transpose(1, 2)  # (batch, s, rest, n_i) @ (s, n_i, m_i)
         y = product.reshape(*last.shape[:-1], factor.shape[1]).movedim(-1, axis)
     return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
+
+
+def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> bool:
+    """Whether a sum of Kronecker products costs fewer operations applied, as `apply` does, than its formed matrix.
+
+    Parameters
+    ----------
+    terms : int
+        Number of terms.
+    rows, columns : sequence of int
+        (m_1, …, m_d) and (n_1, …, n_d).
+    """
+    if len(rows) == 2:
+        (a, c), (b, d) = rows, columns
+        applied = min(b * c * d + a * b * c, a * b * d + a * c * d)
+    else:
+        sizes, applied = list(columns), 0
+        for index, height in enumerate(rows):
+            applied += math.prod(sizes) * height
+            sizes[index] = height
+    return terms * applied < math.prod(rows) * math.prod(columns)
 
 
 def _apply_two(first: Tensor, second: Tensor, blocks: Tensor) -> Tensor:
