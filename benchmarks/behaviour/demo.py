@@ -1,9 +1,10 @@
 """What the demo's adapter still does when it is compressed: held-out loss and accuracy by structure and size.
 
-    python -m benchmarks.behaviour.demo --data GLUE --statistics DIR [--out benchmarks/results/demo_function.json]
+    python -m benchmarks.behaviour.demo --data GLUE [--statistics DIR --out benchmarks/results/demo_function.json]
 
-``--statistics`` is what `lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split; the figures are on
-the dev split, which neither training nor calibration saw. No retraining. One thread.
+Without ``--statistics`` the demo's own are used, and the record is that which ``lsrdecomp demo`` reads; with them what
+`lsrdecomp calibrate` wrote for the demo's adapter on SST-2's train split. The figures are on the dev split, which
+neither training nor calibration saw. No retraining. One thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks import RESULTS
 from benchmarks.lab.fit import make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -34,6 +34,7 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.training.tasks import TASKS
 
+PACKAGE = Path(str(files("lsrdecomp.cli")))
 RATIOS = (96.0, 48.0, 19.2, 9.6, 4.36)
 Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
@@ -82,11 +83,11 @@ def truncated(layers: list[Layer], ratio: float) -> Factors:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--statistics", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=RESULTS / "demo_function.json")
+    parser.add_argument("--statistics", type=Path, default=PACKAGE / "demo_statistics")
+    parser.add_argument("--out", type=Path, default=PACKAGE / "demo_kept.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    adapter = open_checkpoint(Path(str(files("lsrdecomp.cli") / "demo_adapter")))
+    adapter = open_checkpoint(PACKAGE / "demo_adapter")
     statistics = read_statistics(arguments.statistics)
     head = {key.split(".")[-1]: torch.from_numpy(np.array(t.load())) for key, t in adapter.extras.items()}
     judge = Judge(arguments.data, head)
@@ -112,7 +113,7 @@ def main() -> None:
             record(method, factors, judge.log_probabilities(factors), ratio=ratio)
     for ratio in RATIOS:
         begin = time.process_time()
-        result = compress(adapter, CompressionPlan(ratio=ratio), statistics=statistics)
+        result = compress(adapter, CompressionPlan(ratio=ratio, storage="float16"), statistics=statistics)
         chosen = zip(result.layers, result.chosen, strict=True)
         factors = {layer.name: c.form.to_lora() for layer, c in chosen if c.stored is not None}
         record(

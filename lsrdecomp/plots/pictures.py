@@ -190,6 +190,53 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
     return ax
 
 
+def plot_shares(
+    shares: Mapping[str, Iterable[tuple[float, float]]],
+    *,
+    whole: float | None = None,
+    size: str = "parameters",
+    ax: Axes | None = None,
+) -> Axes:
+    """Share of what an adapter does that is kept, against its size; a line for each way of making it smaller.
+
+    Parameters
+    ----------
+    shares : mapping of label to (size, share) pairs
+        Shares as fractions, 1 for all of it.
+    whole : float, optional
+        Size of the adapter that they were made from: a line at 1 says so.
+    size : str
+        What a size is, at the axis below.
+    ax : Axes, optional
+        Absent, one of a new figure.
+
+    Returns
+    -------
+    Axes
+
+    Examples
+    --------
+    >>> axes = plot_shares({"LSR": [(96, 0.9), (48, 0.8)], "SVD": [(96, 0.6), (48, 0.2)]}, whole=4608)
+    >>> axes.get_xscale(), [text.get_text() for text in axes.texts if "LoRA" in text.get_text()]
+    ('log', ['the LoRA itself, 4,608 parameters'])
+    """
+    ax = ax if ax is not None else new_axes()
+    ax.set_xscale("log")
+    ends = []
+    for i, (label, points) in enumerate(shares.items()):
+        x, y = zip(*sorted(points), strict=True)
+        ends.append(_line(ax, x, y, i, label))
+    if whole is not None:
+        ax.axhline(1.0, color=GREY, linewidth=0.8)
+        ax.annotate(
+            f"the LoRA itself, {whole:,} {size}", (0.01, 1.01), xycoords=("axes fraction", "data"), fontsize=TEXT
+        )
+    ax.set_ylim(0.0, 1.1)
+    dress(ax, size, "share of what it does that is kept")
+    label_ends(ax, ends)
+    return ax
+
+
 def plot_layer_grid(grid: LayerGrid, *, ax: Axes | None = None) -> Axes:
     """A figure for every layer as a heat map: blocks down, modules across, values written where they fit.
 
