@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, replicate_layers
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
@@ -18,7 +19,7 @@ from peft.utils import (
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.errors import AdapterNameError
+from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
 from lsrdecomp.adapters.geometry import NOT_LINEAR
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors, read_index, read_packed
 from lsrdecomp.errors import CheckpointError
@@ -41,6 +42,13 @@ class KroneckerTuner(BaseTuner):
         if re.fullmatch(r"factor_\d+", adapter_name) or adapter_name in parts:
             raise AdapterNameError(f"{adapter_name!r} is the name of a parameter here; please give the adapter another")
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+
+    def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
+        # Mamba's fused kernels read some weights past any layer around them. PEFT refuses those to LoRA alone.
+        try:
+            super()._check_target_module_compatiblity(LoraConfig(), model, target_name)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise UnsupportedLayerError(str(error).replace("LORA", peft_config.peft_type.value, 1)) from None
 
     def _create_and_replace(
         self,

@@ -7,8 +7,17 @@ import pickle
 import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
-from peft import LoraConfig, PeftModel, convert_to_lora, get_peft_model, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftMixedModel,
+    PeftModel,
+    convert_to_lora,
+    get_peft_model,
+    set_peft_model_state_dict,
+)
+from peft.utils.hotswap import hotswap_adapter
 from torch import nn
+from transformers import Mamba2Config
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters import (
@@ -17,6 +26,7 @@ from lsrdecomp.adapters import (
     LsrConfig,
     LsrLayer,
     loraplus_groups,
+    save_pretrained,
 )
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
@@ -201,3 +211,43 @@ def test_a_base_that_torchao_itself_quantized():
         with pytest.raises(MergeError, match="quantized by torchao cannot be merged here.*quantization_config"):
             merge()
     assert torch.equal(model.base_model.model[0].get_base_weight(), before)
+
+
+class Mamba(nn.Module):
+    """As far as PEFT looks at one: its type, and a layer whose weight fused kernels read by themselves."""
+
+    config = Mamba2Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.in_proj(x), self.out_proj.weight, self.out_proj.bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fused_kernels_of_mamba_read_past_a_layer_is_refused(kind):
+    with pytest.raises(UnsupportedLayerError, match=f"(?i){kind}.*'out_proj' is incompatible with Mamba"):
+        get_peft_model(Mamba(), config(kind, target_modules=["in_proj", "out_proj"]))
+    get_peft_model(Mamba(), config(kind, target_modules=["in_proj"]))
+
+
+def test_mixed_models_and_hotswap_take_what_an_adapter_expands_to(tmp_path):
+    """PEFT lists the kinds that both take, and asks a method for nothing: until it does, LSR goes as its LoRA."""
+    with pytest.raises(ValueError, match="not compatible with the `PeftMixedModel`"):
+        get_peft_model(tiny_bert(), config("lsr", target_modules=["query"]), mixed=True)
+    outputs = []
+    for number in (0, 1):
+        torch.manual_seed(number)
+        model = get_peft_model(tiny_bert(), config("lsr", target_modules=["query"])).eval()
+        save_pretrained(model, tmp_path / f"{number}", also_lora=True)
+        outputs.append(logits(model))
+    with pytest.raises(ValueError, match="Hotswapping only supports"):
+        hotswap_adapter(model, tmp_path / "0", "default", "cpu")
+    model = PeftModel.from_pretrained(tiny_bert(), tmp_path / "0" / "lora").eval()
+    torch.testing.assert_close(logits(model), outputs[0])
+    hotswap_adapter(model, tmp_path / "1" / "lora", "default", "cpu")
+    torch.testing.assert_close(logits(model), outputs[1])
+    mixed = PeftMixedModel.from_pretrained(tiny_bert(), tmp_path / "1" / "lora").eval()
+    torch.testing.assert_close(logits(mixed), outputs[1])
