@@ -7,7 +7,9 @@ import json
 import pickle
 import subprocess
 import sys
+import tomllib
 from enum import Enum
+from pathlib import Path
 
 import pytest
 from adapters_support import write_lsr_directory
@@ -105,6 +107,13 @@ def test_a_fresh_process_needs_the_import_or_one_of_our_own(tmp_path, imports):
     code = OPEN.format(imports=imports)
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert run.stdout.strip() == "LsrConfig", run.stderr
+
+
+def test_packages_of_methods_are_told_of_every_kind():
+    """What PEFT with docs/upstream-peft.patch reads from installed packages."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    kinds = {kind for kind, cls in PEFT_TYPE_TO_CONFIG_MAPPING.items() if cls.__module__.startswith("lsrdecomp.")}
+    assert project["entry-points"]["peft.methods"] == dict.fromkeys(kinds, "lsrdecomp.adapters")
 
 
 def test_the_settings_survive_their_file(tmp_path):
