@@ -46,7 +46,7 @@ class KroneckerTuner(BaseTuner):
     def _check_target_module_compatiblity(self, peft_config: Any, model: nn.Module, target_name: str) -> None:
         # Mamba's fused kernels read some weights past any layer around them. PEFT refuses those to LoRA alone.
         try:
-            super()._check_target_module_compatiblity(LoraConfig(), model, target_name)  # type: ignore[no-untyped-call]
+            super()._check_target_module_compatiblity(LoraConfig(), model, target_name)
         except ValueError as error:
             raise UnsupportedLayerError(str(error).replace("LORA", peft_config.peft_type.value, 1)) from None
 
