@@ -1,7 +1,10 @@
-"""Every public name shows what it is for, in an example that the doctests run; those without one yet are listed."""
+"""Every public name shows what it is for, in an example that the doctests run; the notebooks run from top to end."""
 
 import importlib
 import inspect
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +96,22 @@ def test_every_public_name_has_an_example_or_is_listed(room):
 
 def test_the_root_offers_what_is_looked_for():
     assert lsrdecomp.decompose in dict(offered("lsrdecomp")).values()
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_end(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    for target in re.findall(r"\]\(([^)]+)\)", "\n".join(texts)):
+        assert (path.parent / target).exists(), target
+    names = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            lines = "".join(cell["source"]).splitlines()
+            exec("\n".join(line for line in lines if not line.startswith("%")), names)
+    assert len(NOTEBOOKS) == 3
