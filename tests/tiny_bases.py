@@ -16,20 +16,20 @@ WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))
 TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) for i in range(20)]
 
 
-def make_model(kind, labels=3):
+def make_model(kind, labels=3, layers=2):
     torch.manual_seed(0)
     if kind == "SEQ_CLS":
-        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        sizes = {"hidden_size": 24, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
         config = transformers.BertConfig(**sizes, vocab_size=32, num_labels=labels, initializer_range=0.3)
         return transformers.BertForSequenceClassification(config), ["query", "value"]
-    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=32, n_positions=32)
+    config = transformers.GPT2Config(n_embd=24, n_layer=layers, n_head=2, vocab_size=32, n_positions=32)
     config.initializer_range = 0.3
     return transformers.GPT2LMHeadModel(config), ["c_attn"]
 
 
-def make(folder, kind, labels=3):
+def make(folder, kind, labels=3, layers=2):
     """A base with its tokenizer, a LoRA on it, the LSR made of that, and its export, as directories."""
-    model, targets = make_model(kind, labels)
+    model, targets = make_model(kind, labels, layers)
     model.save_pretrained(folder / "base")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -107,7 +107,7 @@ class SmallestForm:
         file_bytes = float(checkpoint.weights.stat().st_size - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
         least = max(self.whole / SMALLEST, EMPTY_FILE + 1.0) if self.counts_bytes else self.whole / SMALLEST
-        self.searched = searches([self._plan(self.whole / LARGEST), self._plan(least)])
+        self.searched = searches([self._plan(max(self.whole / LARGEST, least)), self._plan(least)])
         self.expected = cache(lambda size: self.searched.expected_error(self._plan(size)))
         self.by_size: dict[float, CompressedForm] = {}  # untrained
         self.enough: MeasuredSize | None = None
