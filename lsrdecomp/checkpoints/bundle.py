@@ -61,6 +61,10 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
     if not target.exists() and not target.is_symlink():
         raise CheckpointError("no such file or directory", path=target)
     if not target.is_dir():
+        if target.suffix in (".json", ".md", ".txt", ".toml", ".yaml"):
+            there = any(file.suffix in SUFFIXES for file in target.absolute().parent.iterdir())
+            way_out = f"give its directory, {target.parent}" if there else f"expected one of {', '.join(SUFFIXES)}"
+            raise CheckpointError(f"holds no weights; {way_out}", path=target)
         with_config = target.name in BESIDE_CONFIG and (target.parent / CONFIG).exists()
         return _read(target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory)
     if (target / CONFIG).exists() or (target / CONFIG).is_symlink():

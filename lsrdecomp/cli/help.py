@@ -148,7 +148,13 @@ def flags(text: str) -> str:
 
     >>> flags("holds 2 adapters (a, b): say which by name=")
     'holds 2 adapters (a, b): say which by --name'
+    >>> flags("max_rank must be a whole number, got 0")
+    '--max-rank must be a whole number, got 0'
     """
+    if text.startswith("one goal is needed"):
+        goals = "--keep SHARE with --base and --data, --ratio N, --params N, --bytes N or --rtol E"
+        return f"{text.partition(':')[0]}: {goals}; such as --ratio 48"
+    text = re.sub(r"^([a-z]\w+) must be ", lambda match: f"--{match[1].replace('_', '-')} must be ", text)
     return re.sub(
         r"\b(name|alpha|force|rtol|storage|ratio|statistics)=(?:True\b)?(?![\w'\"\[(.])",
         lambda match: {"statistics": "--calibrated"}.get(match[1], f"--{match[1]}"),

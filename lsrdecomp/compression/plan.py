@@ -113,11 +113,11 @@ class CompressionPlan(Settings):
             if len(inner) < 2 or any(isinstance(q, bool) or not isinstance(q, int) or q < 1 for q in inner):
                 raise ShapeError(f"the inner shape is two or more positive integers r1, r2, …, got {inner}")
         if self.storage not in STORAGES:
-            from lsrdecomp.precision import (
-                precision,  # here, since NumPy comes with it, and options are made from fields
-            )
+            from lsrdecomp.precision import PRECISIONS, type_name  # NumPy comes with it, and options come from fields
 
-            precision(self.storage)
+            floats = [name for name in PRECISIONS if name != "tf32"]
+            if type_name(self.storage) not in floats:
+                raise BudgetError(f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}")
 
     @property
     def storages(self) -> tuple[str, ...]:

@@ -129,8 +129,13 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     ("arguments", "words"),
     [
         (["compress", "nowhere", "--out", "o", "--rtol", "0.1"], "nowhere"),
-        (["compress", DEMO, "--out", "o"], "one goal is needed"),
-        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "rtol must be a positive number"),
+        (["compress", DEMO, "--out", "o"], "one goal is needed, got none: --keep SHARE with"),
+        (
+            ["compress", DEMO / "adapter_config.json", "--out", "o", "--ratio", "4"],
+            f"holds no weights; give its directory, {DEMO}",
+        ),
+        (["compress", DEMO, "--out", "o", "--ratio", "4", "--storage", "int5"], "--storage must be one of float64"),
+        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "--rtol must be a positive number"),
         (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
         (["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"], "expected two sizes"),
         (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),
