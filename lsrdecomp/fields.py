@@ -97,6 +97,7 @@ def each(check: Check, wanted: str, *, least: int = 0, distinct: bool = False) -
 
 
 POSITIVE = Check(lambda value: _number(value) and value > 0, lambda: "a number above 0")
+ABOVE_ONE = Check(lambda value: _number(value) and value > 1, lambda: "a number above 1")
 SHARE = Check(lambda value: _number(value) and 0 < value < 1, lambda: "above 0 and below 1")
 SHARE_OR_NONE = Check(lambda value: _number(value) and 0 <= value < 1, lambda: "at least 0 and below 1")
 TEXT = Check(lambda value: isinstance(value, str) and bool(value), lambda: "a text that is not empty")

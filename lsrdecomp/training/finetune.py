@@ -16,7 +16,12 @@ from accelerate import PartialState
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
-from lsrdecomp.checkpoints import Journal, content_key
+from lsrdecomp.calibration.base_model import load_base
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.checkpoints import Journal, content_key, open_checkpoint
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
@@ -33,6 +38,7 @@ from lsrdecomp.training.trainer import (
     training_arguments,
 )
 
+START = "start"
 CLOCK = "clock.json"
 TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
 DEFAULT_EPOCHS = 3
@@ -86,29 +92,26 @@ def finetune(
     with state.local_main_process_first():
         dataset = read_dataset(settings)
     settings, wanted = _settled(settings), settings
-    parts = state.num_processes * settings.accumulate
-    if settings.batch % parts:
+    if settings.batch % (state.num_processes * settings.accumulate):
         pieces = f" in {settings.accumulate} pieces each" if settings.accumulate > 1 else ""
         raise SettingsError(f"batch = {settings.batch} cannot be shared by {state.num_processes} processes{pieces}")
-    model = open_model(settings, dataset.base, dataset.outputs)
-    if settings.gradient_checkpointing is None:
-        tokens = max(dataset.lengths) if settings.is_language else settings.max_length
-        again = needs_checkpointing(model.model, tokens * settings.batch // parts)
-        settings = settings.replace(gradient_checkpointing=again)
     with Journal.beside(out, reads_only=not state.is_main_process) as journal:
         run = journal.directory(content_key(wanted.to_json()))
         if state.is_main_process:
             _enter(run, resume)
         state.wait_for_everyone()
         try:
-            record = _train(settings, dataset, model, run, on_step)
+            with state.main_process_first():
+                start = compressed_start(settings, dataset, run / START) if settings.ratio is not None else settings
+            record = _train(settings, dataset, open_model(start, dataset.base, dataset.outputs), run, on_step)
         except BaseException:
             if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
                 shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
             raise
         if state.is_main_process:
             record.write(run)
-            shutil.rmtree(run / CHECKPOINTS, ignore_errors=True)
+            for directory in (CHECKPOINTS, START):
+                shutil.rmtree(run / directory, ignore_errors=True)
             (run / CLOCK).unlink(missing_ok=True)
             os.replace(run, out.absolute())
         state.wait_for_everyone()
@@ -133,12 +136,40 @@ def evaluate(settings: FinetuneSettings) -> Scores:
         As `finetune` does.
     """
     settings, dataset = _settled(settings), read_dataset(settings)
-    model = open_model(settings, dataset.base, dataset.outputs)
     with TemporaryDirectory() as directory:
+        if settings.ratio is not None:
+            settings = compressed_start(settings, dataset, Path(directory))
+        model = open_model(settings, dataset.base, dataset.outputs)
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
         trainer = trainer_class(model, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
         trainer.remove_callback(PrinterCallback)
         return dataset.judge_dev(trainer)
+
+
+def compressed_start(settings: FinetuneSettings, dataset: Dataset, directory: Path) -> FinetuneSettings:
+    """The LoRA in ``init``, compressed ``ratio`` times by statistics of the training examples, as a new ``init``.
+
+    The statistics are of 128 examples of a language model and 512 of a task: a pass forward and back each. What is in
+    ``directory`` already is not made again.
+    """
+    adapter, statistics = directory / ADAPTER, directory / "statistics"
+    if not adapter.exists():
+        if not (statistics / METADATA).exists():
+            on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+            dtype = "bfloat16" if settings.precision == "bfloat16" else "float32"
+            base = load_base(dataset.base, str(settings.init), dtype=dtype, device="cuda" if on_gpu else "cpu")
+            calibrate(
+                base.model,
+                dataset.questions(base, size=settings.batch, seed=settings.seed),
+                modules=base.modules,
+                out=statistics,
+                seed=settings.seed,
+                samples=min(128 if settings.is_language else 512, len(dataset.train)),
+                head=base.head,
+            )
+        plan = CompressionPlan(ratio=settings.ratio)
+        compress(open_checkpoint(str(settings.init)), plan, statistics=read_statistics(statistics)).save(adapter)
+    return settings.replace(init=str(adapter), ratio=None)
 
 
 def _settled(settings: FinetuneSettings) -> FinetuneSettings:
@@ -173,6 +204,10 @@ def _train(
     run: Path,
     on_step: Callable[[int, int], None] | None,
 ) -> Record:
+    if settings.gradient_checkpointing is None:
+        tokens = max(dataset.lengths) if settings.is_language else settings.max_length
+        rows = settings.batch // (PartialState().num_processes * settings.accumulate)
+        settings = settings.replace(gradient_checkpointing=needs_checkpointing(model.model, tokens * rows))
     sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
     args = training_arguments(settings, run, steps, sampler.batches)

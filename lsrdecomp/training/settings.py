@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lsrdecomp.fields import (
+    ABOVE_ONE,
     OPTION,
     POSITIVE,
     READ,
@@ -65,6 +66,12 @@ class FinetuneSettings(Settings):
     )
     init: Annotated[
         str | None, OPTION, READ, "Adapter directory to train on from; it brings its method, options, layers and head."
+    ] = None
+    ratio: Annotated[
+        float | None,
+        OPTION,
+        ABOVE_ONE,
+        "First compress the LoRA in init so many times, by the task's own statistics; method is lsr then.",
     ] = None
     head: Annotated[str | None, READ, "Adapter directory whose saved head is the start of this run's head."] = None
     target_modules: Annotated[tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."] = None
@@ -151,6 +158,10 @@ class FinetuneSettings(Settings):
             twice = [name for name in ("options", "target_modules", "layers", "head") if getattr(self, name)]
             if twice:
                 raise SettingsError(f"init brings its own {', '.join(twice)}; leave out one or the other")
+        if self.ratio is not None and (self.init is None or self.method not in ("lsr", "qlsr")):
+            raise SettingsError(
+                "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr or qlsr"
+            )
         if self.method == "head" and not self.train_head:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
         if self.is_language:
@@ -174,7 +185,7 @@ class FinetuneSettings(Settings):
         """The task, where data ends in .jsonl; the defaults of a language model; the method of the adapter in init."""
         task = JSONL if str(values.get("data", "")).endswith(".jsonl") else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
-        method = _method_in(values.get("init"))
+        method = "lsr" if values.get("ratio") is not None else _method_in(values.get("init"))
         implied = {"task": task, "method": method}
         return {**language, **{name: value for name, value in implied.items() if value is not None}}
 

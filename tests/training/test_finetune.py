@@ -26,7 +26,7 @@ from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
-from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
+from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.dataset import Collator, judge  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
@@ -224,6 +224,25 @@ def test_a_compressed_lora_starts_where_its_compression_left_it(common, tmp_path
     more = finetune(common.replace(init=str(tmp_path / "lsr"), measure_start=True, steps=4), tmp_path / "more")
     assert more.start == start
     assert start.accuracy > record.baseline["accuracy"]
+
+
+def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, tmp_path):
+    lora = finetune(common.replace(method="lora"), tmp_path / "lora")
+    settings = common.replace(init=str(tmp_path / "lora" / "adapter"), ratio=8.0, steps=4, measure_start=True)
+    record = finetune(settings, tmp_path / "lsr")
+    assert sorted(path.name for path in (tmp_path / "lsr").iterdir()) == ["adapter", "layers.jsonl", "record.json"]
+    assert record.settings == settings.replace(gradient_checkpointing=False, precision="float32")
+    assert 0 < 8 * record.adapter_parameters <= lora.adapter_parameters
+    assert record.start == evaluate(settings)
+    assert record.start != record.dev
+    assert open_checkpoint(tmp_path / "lsr" / "adapter").layers[0].parameters
+    with pytest.raises(SettingsError, match="give init, and no method but lsr"):
+        common.replace(ratio=8.0)
+    with pytest.raises(SettingsError, match="give init, and no method but lsr"):
+        settings.replace(method="lora")
+    with pytest.raises(BudgetError, match="nothing of the adapter fits"):
+        finetune(settings.replace(ratio=1e6), tmp_path / "no")
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_head_alone(common, tmp_path, place):
