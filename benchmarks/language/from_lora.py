@@ -1,0 +1,95 @@
+"""What a LoRA is worth to a small adapter: LSR compressed from it and trained on, beside training from scratch.
+
+    python -m benchmarks.language.from_lora TASK --lora DIR [--seeds 0 1 2] [--only ARM ...] --work RUNS
+
+TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is SmolLM2. All arms see the
+same examples in the same order and are judged by the loss on held-out answers. Finished runs in RUNS are not done
+again; four to six minutes an arm and seed on one core of a CPU. Writes `results/from_lora.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from lsrdecomp.training.finetune import evaluate, finetune
+from lsrdecomp.training.record import RECORD, Record, commit, read_record, versions
+from lsrdecomp.training.settings import FinetuneSettings
+
+ARMS: dict[str, dict[str, Any]] = {
+    "LSR from the LoRA": {"init": "LORA", "ratio": 48.0, "learning_rate": 5e-3, "measure_start": True},
+    "LSR from scratch": {
+        "method": "lsr",
+        "learning_rate": 1e-2,
+        "options": {"inner_shape": [2, 2], "separation_rank": 1},
+    },
+    "LoRA from scratch, as small": {"options": {"r": 1}, "layers": [27, 28, 29], "learning_rate": 5e-3},
+    "LoRA from scratch, ten times larger": {"options": {"r": 2}, "learning_rate": 2e-3},
+}
+"""What each arm changes; the rates are the better of two by hand on seed 0, the last arm's of PEFT's examples."""
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run what is asked for and not done, and write the record of all that is done."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=Path)
+    parser.add_argument("--lora", type=Path, required=True)
+    parser.add_argument("--base", default="smollm2")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS / "from_lora.json")
+    options = parser.parse_args(given)
+    common = {
+        "model": options.base,
+        "data": str(options.task / "train.jsonl"),
+        "dev_data": str(options.task / "held.jsonl"),
+        "steps": options.steps,
+        "batch": 8,
+        "precision": "float32",
+        "log_every": 0,
+        "samples": 0,
+    }
+    lora = evaluate(FinetuneSettings.from_mapping(common | {"init": str(options.lora)}))
+    facts = {"task": options.task.name, "steps": options.steps, "batch": 8, "lora": {"loss": lora.loss}}
+    rows: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        for arm in options.only:
+            changes = {**ARMS[arm], "seed": seed}
+            if "init" in changes:
+                changes["init"] = str(options.lora)
+            record = run(FinetuneSettings.from_mapping(common | changes), options.work / f"{arm}-{seed}")
+            rows.append(row(arm, seed, record))
+            print(rows[-1], flush=True)
+            record_file = facts | {"rows": rows, "versions": versions(), "commit": commit()}
+            options.out.write_text(json.dumps(record_file, indent=1) + "\n", encoding="utf-8")
+
+
+def run(settings: FinetuneSettings, out: Path) -> Record:
+    """A finished run, or a new one."""
+    if (out / RECORD).exists():
+        return read_record(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return finetune(settings, out)
+
+
+def row(arm: str, seed: int, record: Record) -> dict[str, Any]:
+    """The figures of a run; ``start`` is the loss of the compressed LoRA before it is trained."""
+    return {
+        "arm": arm,
+        "seed": seed,
+        "parameters": record.adapter_parameters,
+        "start": None if record.start is None else record.start.loss,
+        "loss": record.dev.loss,
+        "token_accuracy": record.dev.accuracy,
+        "train_seconds": round(record.wall_seconds, 1),
+        "learning_rate": record.settings.learning_rate,
+    }
+
+
+if __name__ == "__main__":
+    main()
