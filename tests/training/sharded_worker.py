@@ -1,13 +1,12 @@
 """One of several processes that train a small adapted BERT together, its parameters sharded over them (FSDP2).
 
-``python sharded_worker.py RANK PROCESSES FOLDER`` leaves, for every case of `CASES`, losses, gradients and figures of
-layers of each rank, and the adapter as rank 0 saved it. `train` is also what one process alone does.
+`main` leaves, for every case of `CASES`, losses, gradients and figures of layers of each rank, and the adapter as
+rank 0 saved it. `train` is also what one process alone does.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.training.callbacks import layer_figures
 
-STEPS, ROWS = 4, 8
+STEPS, ROWS = 2, 8
 PATIENCE = timedelta(minutes=10)
 
 
@@ -100,7 +99,3 @@ def main(rank: int, processes: int, folder: Path) -> None:
                 model.save_pretrained(str(folder / case.name), state_dict=state)
     finally:  # the other process hears of a failure at once
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

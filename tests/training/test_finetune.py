@@ -19,6 +19,8 @@ pytest.importorskip("peft")
 pytest.importorskip("trl")
 pytest.importorskip("sklearn")
 
+import processes  # noqa: E402
+from console import lsr  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from lsrdecomp.calibration.dataset import Example  # noqa: E402
@@ -144,24 +146,19 @@ def test_whole_batches_hold_every_example_and_like_lengths():
     assert len(list(WholeBatches(lengths[:5], 32, seed=0))) == 32  # fewer examples than a batch
 
 
-KILLED = """
-import os, signal, sys
-from lsrdecomp.training.finetune import finetune
-from lsrdecomp.training.settings import FinetuneSettings
-import json
-settings = FinetuneSettings.from_mapping(json.loads(sys.argv[1]))
-def stop(step, steps):
-    if step == 15:
-        os.kill(os.getpid(), signal.SIGKILL)
-finetune(settings, sys.argv[2], on_step=stop)
-"""
+def train_until_killed(settings, out):
+    def stop(step, steps):
+        if step == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    finetune(settings, out, on_step=stop)
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path):
     settings = common.replace(save_every=6, train_examples=300)  # 10 steps an epoch: the kill is within the second
-    command = [sys.executable, "-c", KILLED, json.dumps(settings.to_json()), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed = processes.start(train_until_killed, settings, tmp_path / "out")
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == [".out.journal"]
     (run,) = (path for path in (tmp_path / ".out.journal").iterdir() if path.is_dir())
@@ -343,15 +340,12 @@ def test_judging_by_definition():
     assert judge(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
 
 
-def cli(*arguments):
-    command = [sys.executable, "-m", "lsrdecomp.cli.main", "finetune", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 def test_the_verb(place, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n')
-    done = cli("--config", config, "--method", "lora", "--option", "r=2", "--steps", 2, "--out", tmp_path / "out")
+    done = lsr(
+        "finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2, "--out", tmp_path / "out"
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr  # a line a minute may stand there, on a busy machine
     assert "lora: 1,024 parameters and 650 in the head" in done.stdout
@@ -369,7 +363,7 @@ def test_the_verb_refuses_in_one_line(tmp_path):
         (("--config", tmp_path / "none.toml"), "none.toml"),
         (("--out", tmp_path), "already exists"),
     ):
-        done = cli(*given, *wrong)
+        done = lsr("finetune", *given, *wrong)
         assert done.returncode == 2
         (line,) = done.stderr.splitlines()
         assert message in line

@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 pytest.importorskip("trl")
 pytest.importorskip("sklearn")
 
+import processes  # noqa: E402
 import sharded_worker  # noqa: E402
 from peft import PeftModel, get_peft_model_state_dict  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -38,14 +39,12 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 def folder(tmp_path_factory):
     """What two processes left that trained every case together: this one, and another."""
     place = tmp_path_factory.mktemp("sharded")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, sharded_worker.__file__, "1", "2", str(place)]
-    other = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    other = processes.start(sharded_worker.main, 1, 2, place)
     try:
         sharded_worker.main(0, 2, place)
     finally:
-        _, errors = other.communicate()
-    assert other.returncode == 0, errors
+        other.join()
+    assert other.exitcode == 0
     return place
 
 

@@ -1,0 +1,49 @@
+"""Functions in processes of their own, which begin with all that this one has imported."""
+
+import multiprocessing
+import os
+import socket
+
+from console import lsr
+
+
+def start(function, *arguments, **environment):
+    """Begin ``function(*arguments)`` in another process."""
+    context = multiprocessing.get_context("spawn" if _has_threads() else "fork")
+    process = context.Process(target=_run, args=(function, arguments, environment))
+    process.start()
+    return process
+
+
+def together(count, function, *arguments):
+    """Call a function in ``count`` processes that torch and accelerate take for one group; returns their exit codes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [start(function, *arguments, RANK=i, LOCAL_RANK=i, **group) for i in range(count)]
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def command(*arguments):
+    """Run the console command as this process."""
+    done = lsr(*arguments)
+    print(done.stderr)
+    raise SystemExit(done.returncode)
+
+
+def _has_threads():
+    """Where autograd has a thread for each device, it refuses to work in a fork."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _run(function, arguments, environment):
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    if environment:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    function(*arguments)
