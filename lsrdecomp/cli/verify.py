@@ -36,7 +36,8 @@ def verify(
         str | None, Input, typer.Option(help="Also compare the answers of this base; with --for, what it is served on.")
     ] = None,
     rules: Annotated[
-        str | None, typer.Option("--for", help="peft, llama.cpp, vllm, diffusers or kohya: what would apply there.")
+        str | None,
+        typer.Option("--for", help="What would apply in peft, llama.cpp, vllm, sglang, diffusers or kohya."),
     ] = None,
     server: Annotated[
         str | None, typer.Option("--server", help="URL of a running llama.cpp or OpenAI server: ask it instead.")

@@ -20,11 +20,8 @@ Rule = Callable[[ServingCheck, Checkpoint, BaseModules], None]
 SERVERS: dict[str, tuple[str, Rule]] = {
     "peft": ("PEFT 0.21.2: tuners_utils.py, utils/save_and_load.py", text.peft),
     "llama.cpp": ("llama.cpp 0650ea8c05bc: src/llama-adapter.cpp", text.llama_cpp),
-    "vllm": (
-        "vLLM: lora/lora_model.py at 0306474e9d1f, model_manager.py at 01533aa8f9c0, utils.py at 0fd157078c53, "
-        "peft_helper.py at e745bafffc44",
-        text.vllm,
-    ),
+    "vllm": ("vLLM 0.20.2: lora/lora_model.py, model_manager.py, utils.py, peft_helper.py", text.vllm),
+    "sglang": ("SGLang 0.5.23: srt/lora/lora.py, lora_config.py, utils.py, mem_pool.py", text.sglang),
     "diffusers": ("diffusers 0.42.1: loaders/lora_base.py, peft.py, lora_conversion_utils.py", images.diffusers),
     "kohya": ("kohya-ss/sd-scripts 48d368fa5577: networks/lora.py", images.kohya),
 }

@@ -1,4 +1,4 @@
-"""How servers of language models load an adapter: PEFT, vLLM, llama.cpp. Their sources are named in `check.SERVERS`."""
+"""How servers of language models load an adapter: PEFT, vLLM, SGLang, llama.cpp; `check.SERVERS` names the sources."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ PEFT_FORMATS = ("peft-lora", "peft-loha", "peft-lokr", "lsr")
 DEFAULT_RANK = 16
 """What vLLM admits without --max-lora-rank."""
 MISSING = "the base has no module of that name"
+NUMBERED = re.compile(r"layers\.\d+\.")
 
 
 def peft(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
@@ -52,12 +53,7 @@ def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     others = [name for name in adapter.extras if "base_layer" not in name]
     if others:
         check.refuse(f"{len(others)} tensors are no LoRA weights ({others[0]}), at which vLLM stops")
-    rank = config.get("r")
-    rank = rank if type(rank) is int and rank > 0 else 0
-    alpha = config.get("lora_alpha")
-    used = 0.0
-    if rank and isinstance(alpha, int | float):
-        used = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    rank, used = _rank_and_scale(adapter, rooted=bool(config.get("use_rslora")))
     largest = max([rank, *(layer.rank for layer in adapter.layers)])  # buffers follow --max-lora-rank, not r
     if largest > SERVER_RANKS[-1]:
         check.refuse(f"its largest rank is {largest}, above {SERVER_RANKS[-1]}, the most that vLLM takes")
@@ -81,6 +77,49 @@ def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         check.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
     if base.from_gguf:
         check.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
+
+
+def sglang(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
+    """One rank and one scale for all; q, k and v of a layer are stacked, and gate and up.
+
+    A tensor goes to the layer whose number is in its name, whatever stands before, and there by its last word.
+    """
+    for_server = export_command(adapter, "--profile lorax", "-lorax", str)
+    if adapter.format != "peft-lora":
+        check.refuse(f"SGLang reads PEFT LoRA directories, and this is {adapter.format}: {for_server}")
+    targets = adapter.config.get("target_modules")
+    if isinstance(targets, str) and targets not in ("all", "all-linear"):
+        check.refuse(f"target_modules is a pattern, and SGLang takes lists of names: {for_server}")
+    inside = [name for name in adapter.extras if NUMBERED.search(name)]
+    if inside:
+        check.refuse(f"{len(inside)} tensors of layers are no LoRA weights ({inside[0]}), at which SGLang stops")
+    elif adapter.extras:
+        first = next(iter(adapter.extras))
+        check.notes.append(f"SGLang passes over {len(adapter.extras)} other tensors ({first}) in silence")
+    rank, used = _rank_and_scale(adapter)
+    stored = {_from_layers(name): shape for name, shape in base.shapes.items()}
+    parts: dict[str, set[str]] = {}
+    for layer in adapter.layers:
+        name, fault = _from_layers(layer.name), None
+        block, _, word = name.rpartition(".")
+        parts.setdefault(block, set()).add(word)
+        if name == layer.name and word not in ("embed_tokens", "lm_head"):
+            fault = "SGLang passes over names without layers.N in silence"
+        elif name not in stored:
+            fault = MISSING
+            check.refuse("SGLang stops at a name of no layer of the base")
+        elif (fault := misfit(layer, stored[name])) is not None:
+            check.refuse("SGLang raises where a size differs")
+        elif layer.rank != rank:
+            fault = f"rank {layer.rank}, and r is {rank}"
+            check.refuse(f"SGLang reads no rank_pattern, and one rank alone fits its stacks: {for_server}")
+        factor = used / layer.scale if used and layer.scale else 1.0
+        check.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
+    for words in parts.values():
+        if words & {"q_proj", "k_proj", "v_proj"} and not {"q_proj", "v_proj"} <= words:
+            check.refuse(f"SGLang stacks q, k and v of a layer, and one lacks q_proj or v_proj: {for_server}")
+        if "up_proj" in words and "gate_proj" not in words:
+            check.refuse(f"SGLang stacks gate and up of a layer, and one lacks gate_proj: {for_server}")
 
 
 def llama_cpp(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
@@ -110,6 +149,20 @@ def llama_cpp(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
         elif (fault := misfit(layer, shapes[layer.name])) is not None:
             check.refuse("llama.cpp stops where a size differs")
         check.modules.append(ModuleFate(layer.name, layer.rank, fault))
+
+
+def _rank_and_scale(adapter: Checkpoint, *, rooted: bool = False) -> tuple[int, float]:
+    """The rank and scale that a server without patterns takes for all layers; 0 where the config has none."""
+    rank, alpha = adapter.config.get("r"), adapter.config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        return 0, 0.0
+    return rank, alpha / (math.sqrt(rank) if rooted else rank) if isinstance(alpha, int | float) else 0.0
+
+
+def _from_layers(name: str) -> str:
+    """A name from the number of its layer on; without one the name itself."""
+    match = NUMBERED.search(name)
+    return name if match is None else name[match.start() :]
 
 
 def _as_gguf(adapter: Checkpoint, base: BaseModules) -> str:

@@ -188,6 +188,42 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     assert applied(check_served(lsr, "peft", base)) == {name}
 
 
+def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
+    def check(name, *args, **config):
+        return check_served(adapter(tmp_path / name, *args, **config), "sglang", base)
+
+    assert len(check("whole").applied) == 8
+    attention = "model.layers.0.self_attn."
+    without_k = check("without-k", [attention + key for key in ("q_proj", "v_proj")])
+    assert (without_k.refusals, len(without_k.applied)) == ([], 2)
+    for name, keys in {"without-v": ("q_proj", "k_proj"), "without-q": ("k_proj", "v_proj")}.items():
+        (reason,) = check(name, [attention + key for key in keys]).refusals
+        assert "stacks q, k and v" in reason
+        assert "--profile lorax" in reason
+    prefixed = check("prefixed", [f"model.{attention}o_proj"])
+    assert len(prefixed.applied) == 1
+    (reason,) = check("unknown", tensors=pair("model.layers.0.self_attn.query", WIDTH, WIDTH)).refusals
+    assert "no layer of the base" in reason
+    (reason,) = check("pattern", target_modules=r".*[qkvo]_proj").refusals
+    assert reason.startswith("target_modules is a pattern")
+    rooted = check("rooted", rank=4, lora_alpha=8, use_rslora=True)
+    assert {module.factor for module in rooted.rescaled} == {0.5}
+    head = {f"{PREFIX}score.weight": np.zeros((3, WIDTH), np.float32)}
+    assert "1 other tensors" in check("head", tensors=head).notes[0]
+
+
+def test_sglang_loads_the_profile_lorax_and_not_the_profile_server(base, tmp_path):
+    two = {"model.layers.1.self_attn.q_proj": 1}
+    names = {f"model.layers.{i}.self_attn.{key}": SIZES[key] for i in range(LAYERS) for key in SIZES}
+    tensors = {k: v for name, size in names.items() for k, v in pair(name, *size, two.get(name, 2)).items()}
+    folder = directory(tmp_path / "a", tensors, r=2, target_modules=list(SIZES), rank_pattern=two)
+    for profile, applied_layers in {"server": 0, "lorax": 8}.items():
+        out = export_lora(open_checkpoint(folder), tmp_path / profile, profile=profile)
+        check = check_served(out, "sglang", base)
+        assert len(check.applied) == applied_layers
+        assert not check.rescaled
+
+
 def test_llama_cpp_takes_all_or_nothing(base, tmp_path):
     gguf = pytest.importorskip("gguf")
     folder = adapter(tmp_path / "a")
