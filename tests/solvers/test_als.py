@@ -262,6 +262,17 @@ def test_an_exact_short_sum_of_many_factors_is_met_at_any_tolerance():
     assert (result.status, result.separation_rank) == (Status.converged, 3)
 
 
+@pytest.mark.parametrize("d", [3, 4, 5])
+def test_a_tight_tolerance_finds_the_d_terms_of_a_laplacian(d):
+    """Growth went on from two polished terms that cancelled, and took 5, 6 and 14 terms."""
+    one = problems.one_dimensional_laplacian(2)
+    laplacian = sum(reduce(np.kron, [one if i == k else np.eye(2) for i in range(d)]) for k in range(d))
+    for matrix in (problems.sum_operator(d), laplacian):
+        result = decompose(matrix, problems.square(*[2] * d), rtol=1e-13)
+        assert (result.status, result.separation_rank) == (Status.converged, d)
+        assert result.condition < 10.0
+
+
 @pytest.mark.slow
 def test_five_hundred_exact_short_sums_are_met():
     check_drawn_sums(500, 1)

@@ -30,7 +30,7 @@ from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
 
 FIRST_RANK = 8
-"""With a tolerance and no rank, the core is first made for this many terms; twice as many each time that is too few."""
+"""With a tolerance the core is first made for this many terms; twice as many each time that loses too much."""
 NEGLIGIBLE = 1e-3
 """A core that lost less than this fraction of the error is not improved by sweeps over the whole tensor."""
 LOSS_SHARE = 0.5
@@ -143,13 +143,9 @@ class ALS(MatrixSolver):
             columns = packed_target.expand([tensor[:, None] / size])
             return Solution(CPTerms.of(columns).to_separated(shape, size), exact, progress.sweeps)
         tensor, goal = tensor / size, problem.goal or 0.0
-        terms = self._start(packed_target, shape, size, most)
-        first = FIRST_RANK if terms is None else max(FIRST_RANK, terms.rank)
-        cap, inner = (most if atol is None else min(most, first)), goal
-        renew = terms is not None
+        terms, inner = self._start(packed_target, shape, size, most), goal
         while True:
-            terms, cap = self._fit(tensor, terms, cap, most, inner, progress, renew)
-            renew = False
+            terms = self._fit(tensor, terms, most, inner, progress)
             approximation = CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
@@ -157,10 +153,7 @@ class ALS(MatrixSolver):
             met = error <= atol
             if met or terms.rank >= most or progress.exhausted or inner < unit_roundoff("float64"):
                 break
-            if terms.rank < cap:  # the core thought the goal met; the whole matrix did not
-                inner *= 0.5
-            else:
-                cap = min(most, 2 * cap)
+            inner *= 0.5  # the core thought the goal met; the whole matrix did not
         status = self._status(met, approximation, goal, most, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
@@ -184,37 +177,29 @@ class ALS(MatrixSolver):
         return CPTerms.of((columns[0] * weights, *columns[1:]))
 
     def _fit(
-        self,
-        tensor: Array,
-        start: CPTerms | None,
-        cap: int,
-        most: int,
-        goal: float,
-        progress: SolveProgress,
-        renew: bool,
-    ) -> tuple[CPTerms, int]:
-        """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1, and the rank the core was made for."""
+        self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress
+    ) -> CPTerms:
+        """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1."""
         rounding = ROUNDINGS * unit_roundoff(dtype_name(tensor))
         # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
-        while True:
-            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
-            core = to_numpy(as_double(packed.core))
-            if goal == 0.0 or packed.lost <= max(LOSS_SHARE * goal, rounding) or cap >= most:
-                break
+        cap = min(most, max(FIRST_RANK, start.rank if start else 0)) if goal > 0.0 else most
+        packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
+        while packed.lost > max(LOSS_SHARE * goal, rounding) and cap < most:
             cap = min(most, 2 * cap)
+            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
+        core = to_numpy(as_double(packed.core))
         # ALS 2: terms one by one on the core, from where an earlier core has come to.
         progress.mark(Event.start)
         start_terms = empty_terms(core) if start is None else _restricted(packed, start)
         terms = fit(
             core,
             start_terms,
-            cap,
+            most,
             self.alpha(tensor.ndim),
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
             goal=math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal,
-            renew=renew,
             progress=progress,
         )
         # ALS 3: back to the whole tensor; a few sweeps over it take back what the core lost.
@@ -227,7 +212,7 @@ class ALS(MatrixSolver):
             ridge = self.alpha(tensor.ndim)
             progress.mark(Event.start)
             whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
-        return whole, cap
+        return whole
 
     def _status(
         self, met: bool, approximation: SeparatedMatrix, goal: float, most: int, progress: SolveProgress

@@ -89,7 +89,6 @@ def fit(
     sweeps: int,
     initializations: int,
     goal: float = 0.0,
-    renew: bool = False,
     progress: SolveProgress | None = None,
 ) -> CPTerms:
     """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
@@ -98,7 +97,7 @@ def fit(
     ----------
     core : ndarray, float64 or complex128, norm one
     terms : CPTerms
-        Fewer terms to begin from, possibly none.
+        Terms to begin from, possibly none; they are fitted before any is added.
     rank : int
         Terms to end with, at most.
     ridge : float
@@ -110,17 +109,12 @@ def fit(
         Polished fits to choose the last from: one from the residual, the others by splitting a term of the fit before.
     goal : float
         Misfit norm that is good enough.
-    renew : bool
-        The terms given were found for another tensor or penalty: fit them before any is added.
     """
-    error = misfit(core, terms)
     goal = max(goal, ROUNDING)
-    if renew and terms.rank and error > goal:
+    if terms.rank and misfit(core, terms) > goal:
         _mark(progress, Event.start)
-        terms = _best_of(
-            core, empty_terms(core), terms, ridge, rng=rng, initializations=1, goal=goal, progress=progress
-        )
-        error = misfit(core, terms)
+        terms = follow_path(core, terms, ridge, goal=goal, progress=progress)
+    error = misfit(core, terms)
     while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
         before, previous, terms = terms, error, add_term(core, terms, rng)
@@ -129,11 +123,15 @@ def fit(
         if unknowns(terms) <= CHEAP:
             terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, progress=progress)
         error = misfit(core, terms)
-        near = error < max(NEAR * goal, FELL * previous) and goal > ROUNDING
-        if terms.rank == rank or (near and error > goal):
-            tries = initializations if terms.rank == rank else 1
-            terms = _best_of(core, before, terms, ridge, rng=rng, initializations=tries, goal=goal, progress=progress)
-            error = misfit(core, terms)
+        if terms.rank == rank:
+            tries = initializations if unknowns(terms) <= CHEAP else 1
+            return _best_of(core, before, terms, ridge, rng=rng, tries=tries, goal=goal, progress=progress)
+        if goal > ROUNDING and goal < error < max(NEAR * goal, FELL * previous):
+            # Terms that follow the path to its end may cancel, and no further term mends those: growth goes on from
+            # the ones before it.
+            polished = follow_path(core, terms, ridge, goal=goal, progress=progress)
+            if misfit(core, polished) <= goal:
+                return polished
     return terms
 
 
@@ -144,7 +142,7 @@ def _best_of(
     ridge: float,
     *,
     rng: np.random.Generator,
-    initializations: int,
+    tries: int,
     goal: float,
     progress: SolveProgress | None,
 ) -> CPTerms:
@@ -152,11 +150,11 @@ def _best_of(
         return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
 
     best = follow_path(core, terms, ridge, goal=goal, progress=progress)
-    if before.rank == 0 or initializations == 1 or unknowns(terms) > CHEAP:
+    if before.rank == 0 or tries == 1:
         return best
     _mark(progress, Event.start)
     before = follow_path(core, before, ridge, progress=progress)
-    for _ in range(initializations - 1):
+    for _ in range(tries - 1):
         if misfit(core, best) <= goal:
             break
         _mark(progress, Event.start)
