@@ -132,7 +132,6 @@ def decompose(
     return record
 
 
-@takes()
 def decompose_each(
     matrices: Any,
     shape: KroneckerShape | Sequence[Sequence[int]] | str = "balanced",
