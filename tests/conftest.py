@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: matrices are small, and `processes` forks
+
 import numpy as np
 import pytest
 from hypothesis import settings

@@ -9,7 +9,7 @@ from console import lsr
 
 def start(function, *arguments, **environment):
     """Begin ``function(*arguments)`` in another process."""
-    context = multiprocessing.get_context("spawn" if _has_threads() else "fork")
+    context = multiprocessing.get_context("fork" if _is_alone() else "spawn")
     process = context.Process(target=_run, args=(function, arguments, environment))
     process.start()
     return process
@@ -33,11 +33,11 @@ def command(*arguments):
     raise SystemExit(done.returncode)
 
 
-def _has_threads():
-    """Where autograd has a thread for each device, it refuses to work in a fork."""
+def _is_alone():
+    """Whether torch has no threads, neither for parts of a product nor for each device: a fork would wait for them."""
     import torch
 
-    return torch.accelerator.is_available()
+    return torch.get_num_threads() == 1 and not torch.accelerator.is_available()
 
 
 def _run(function, arguments, environment):

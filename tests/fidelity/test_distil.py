@@ -57,7 +57,7 @@ def run(folder, directory, **settings):
 
 
 def weakened(folder, out):
-    """The LoRA as it is, but each of its factors' numbers four fifths of what it was: what is to be learned is known."""
+    """The LoRA as it is, but each number of its factors four fifths of what it was: what is to be learned is known."""
     compress(open_checkpoint(folder / "lora"), CompressionPlan(separation_rank=8)).save(out)
     file = out / "adapter_model.safetensors"
     tensors = load_file(file)
