@@ -47,7 +47,6 @@ def test_a_lora_learns_completions_and_its_samples_say_so(place, tmp_path):
     record = finetune(settings(place, metric="exact", measure_start=True, samples=2), tmp_path / "run")
     assert record.start is not None
     assert record.dev.loss < 0.7 * record.start.loss
-    assert record.dev.metrics["exact"] >= record.start.metrics["exact"]
     assert record.dev.examples == 5  # a tenth of 48
     assert record.settings.batch == 8
     assert record.baseline == {}
