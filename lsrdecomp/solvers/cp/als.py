@@ -176,9 +176,7 @@ class ALS(MatrixSolver):
         weights = like(to_numpy(self.init.weights) / size, packed_target.core)
         return CPTerms.of((columns[0] * weights, *columns[1:]))
 
-    def _fit(
-        self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress
-    ) -> CPTerms:
+    def _fit(self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress) -> CPTerms:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1."""
         rounding = ROUNDINGS * unit_roundoff(dtype_name(tensor))
         # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
