@@ -110,10 +110,17 @@ def _unmasked(array: np.ma.MaskedArray, name: str) -> np.ndarray:
 
 
 def as_double(array: Array) -> Array:
-    """The same numbers in float64 or complex128."""
+    """The same numbers in float64 or complex128; `PrecisionError` where JAX has neither, which would round instead."""
     xp = namespace(array)
     wide = xp.complex128 if is_complex(array) else xp.float64
-    return array if array.dtype == wide else xp.astype(array, wide)
+    if array.dtype == wide:
+        return array
+    if array_api_compat.is_jax_array(array) and "float64" not in xp.__array_namespace_info__().dtypes():
+        raise PrecisionError(
+            "errors are measured in float64, which JAX has switched off; "
+            'call jax.config.update("jax_enable_x64", True) first, or pass numpy.asarray(matrix)'
+        )
+    return xp.astype(array, wide)
 
 
 def is_complex(array: Array) -> bool:
@@ -182,7 +189,7 @@ def norm(array: Array) -> float:
     largest = float(xp.max(magnitude))
     if largest == 0.0 or not math.isfinite(largest):
         return largest
-    scaled = xp.astype(magnitude, xp.float64) / largest
+    scaled = as_double(magnitude) / largest
     return largest * math.sqrt(float(xp.sum(scaled * scaled)))
 
 
