@@ -36,7 +36,13 @@ KEYS = {
 }
 CONFIGS = {
     "mlx": {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}},
-    "peft-lora": {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]},
+    "peft-lora": {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+    },
 }
 WEIGHTS = {"mlx": "adapters", "peft-lora": "adapter_model"}
 OUTSIDE = ("loralib", "torchtune")

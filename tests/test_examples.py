@@ -42,7 +42,6 @@ WITHOUT = {
         "write_lsr",
     },
     "lsrdecomp.compression": {
-        "default_storage",
         "single_file",
         "truncate",
     },

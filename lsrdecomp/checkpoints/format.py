@@ -100,7 +100,10 @@ def refuse_fields(config: Config, reasons: Mapping[str, str]) -> None:
 def without_prefix(tensor: StoredTensor) -> str:
     """The name of a tensor as the base model has it; `CheckpointError` for one that PEFT would not load."""
     if not tensor.name.startswith(PREFIX):
-        raise tensor.error(f"expected the prefix {PREFIX!r}: PEFT would not load this tensor")
+        text = f"expected the prefix {PREFIX!r}: PEFT would not load this tensor"
+        if tensor.name.endswith((".lora_a.weight", ".lora_b.weight")):
+            text += f"; these are torchtune's own keys: move {tensor.path.name} away from its config and pass its alpha"
+        raise tensor.error(text)
     return tensor.name.removeprefix(PREFIX)
 
 

@@ -141,7 +141,7 @@ def export(
         why = "as asked" if without_heads else f"as profile {profile} does"
         typer.echo(f"Left out, {why}: {', '.join(checkpoint.extras)}.")
     kind = checkpoint.format if model is None else model.format
-    stored = storage or ("f16" if to == "gguf" else compression.default_storage(checkpoint if model is None else model))
+    stored = storage or ("f16" if to == "gguf" else (checkpoint if model is None else model).storage)
     typer.echo(f"Wrote {out}: a {kind if to == 'same' else to} adapter, exact up to rounding to {stored}.")
 
 

@@ -3,7 +3,6 @@ from .compress import SearchedAdapter as SearchedAdapter
 from .compress import compress as compress
 from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
-from .export import default_storage as default_storage
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
 from .plan import CompressionPlan as CompressionPlan

@@ -54,8 +54,8 @@ def export_lora(
     to : str
         "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_same`.
     storage : str, optional
-        Type of the numbers; absent, that of a LoRA itself, of ``like`` for "same", float32 for an expanded LSR adapter,
-        or f16 for "gguf", which also takes f32 and q8_0.
+        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of ``like`` for "same", or
+        f16 for "gguf", which also takes f32 and q8_0.
     profile : str
         Of "lora": "peft"; "server", each layer at its own rank under one global scale and without the head; or "lorax",
         padded to one rank, with zeros for layers that were dropped. See `lsrdecomp.checkpoints.write_lora`.
@@ -121,7 +121,7 @@ def export_lora(
             source=checkpoint,
             layers=layers,
             extras=extras,
-            storage=storage or default_storage(checkpoint),
+            storage=storage or checkpoint.storage,
             profile=profile,
             force=force,
             provenance=record,
@@ -132,28 +132,13 @@ def export_lora(
         return write_gguf(
             out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
         )
-    storage = storage or default_storage(checkpoint)
+    storage = storage or checkpoint.storage
     writers = {"kohya": write_kohya, "diffusers": write_diffusers}
     if to not in writers:
         raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, {', '.join(writers)}")
     return writers[to](
         out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
     )
-
-
-def default_storage(checkpoint: Checkpoint) -> str:
-    """The type of a LoRA as it is; of LSR factors float32, since products of theirs are written.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-
-    Returns
-    -------
-    str
-        The name of a floating type, such as ``"float16"``.
-    """
-    return "float32" if checkpoint.format == "lsr" else checkpoint.storage
 
 
 def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:

@@ -11,8 +11,14 @@ import lsrdecomp as lsr
 from lsrdecomp.compression import CompressionPlan, export_lora, truncate, verify
 from lsrdecomp.errors import LsrError
 
+transformers = pytest.importorskip("transformers")
+from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
+
+from lsrdecomp.calibration.base_model import load_base  # noqa: E402
+
 PAGE = Path(__file__).parents[2] / "docs" / "compress-a-lora.md"
 HEAD = ("file", "read as", "LSR", "cut as it came", "LSR and back as it came", "to PEFT", "to kohya", "to diffusers")
+HEAD += ("calibrate",)
 
 
 def tried(make):
@@ -23,13 +29,24 @@ def tried(make):
         return "–"
 
 
+def base(folder):
+    """A language model whose only block has the layer that the language formats here adapt."""
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+    word_tokenizer().save_pretrained(folder / "base")
+    return folder / "base"
+
+
 @cache
 def row(form):
     """The cells of a format."""
     with TemporaryDirectory() as place:
         folder = Path(place)
         alpha = 4.0 if form in OUTSIDE else None
-        source = lsr.open_checkpoint(folder / write(folder, form), alpha=alpha)
+        written = folder / write(folder, form)
+        source = lsr.open_checkpoint(written, alpha=alpha)
         small = lsr.open_checkpoint(lsr.compress(source, ratio=1.5).save(folder / "small"))
 
         def sound(path):
@@ -38,7 +55,7 @@ def row(form):
             except LsrError:
                 made = lsr.open_checkpoint(path, alpha=alpha)
             check = verify(source, made)
-            return check.passed and check.recorded
+            return check.passed and check.recorded and {layer.dtype for layer in made.layers} == {"float16"}
 
         def cut():
             return sound(truncate(source, CompressionPlan(ratio=1.5)).save(folder / "cut.safetensors"))
@@ -48,6 +65,7 @@ def row(form):
 
         cells = [tried(lambda: sound(small.path)), tried(cut)]
         cells += [tried(lambda to=to: export(to)) for to in ("same", "lora", "kohya", "diffusers")]
+        cells.append(tried(lambda: len(load_base(base(folder), written).modules) == 1))
         return (form, source.format, *cells)
 
 

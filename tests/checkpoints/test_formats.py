@@ -714,3 +714,12 @@ def test_names_are_sorted_by_the_numbers_in_them():
     names = ["unet:2", "unet:10", "x.layer.2.q", "x.layer.010.q", "x.layer.11.q", f"y.{9}", f"y.{'9' * 5000}"]
     assert sorted({*names}, key=natural) == names
     assert natural("a.1") != natural("a.01")  # names that differ have keys that do
+
+
+def test_torchtunes_own_keys_beside_a_config_of_peft_are_called_so(tmp_path: Path) -> None:
+    keys = {"layers.0.attn.q_proj.lora_a.weight": normal(2, 6), "layers.0.attn.q_proj.lora_b.weight": normal(4, 2)}
+    folder = directory(tmp_path / "a", keys, r=2)
+    with pytest.raises(CheckpointError, match=r"torchtune's own keys: move adapter_model\.safetensors away"):
+        open_checkpoint(folder)
+    alone = (folder / "adapter_model.safetensors").rename(tmp_path / "tune.safetensors")
+    assert open_checkpoint(alone, alpha=4).format == "torchtune"
