@@ -120,9 +120,9 @@ def ratios(case: dict[str, Any]) -> dict[str, dict[str, tuple[float, ...]]]:
     }
 
 
-def launches(device: torch.device, seed: int) -> dict[str, dict[str, int]]:
+def launches(device: torch.device, seed: int, tiny: bool) -> dict[str, dict[str, int]]:
     """Extra kernels of forward and backward of RoBERTa-base with q and v adapted; widths do not matter to them."""
-    case = Case("launches", "roberta", (2, 8), names=ATTENTION, width=128)
+    case = Case("launches", "roberta", (2, 8), names=ATTENTION, width=128, depth=2 if tiny else 12)
     counted: dict[str, dict[str, int]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         found = {name: build for name, build in arms(device, dtype)[0].items() if name in COUNTED}
@@ -147,7 +147,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {"python": platform.python_version(), "device": where, "packages": found}
 
 
-def parse() -> argparse.Namespace:
+def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--device", type=torch.device, default=torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arms", nargs="*", help="arms to run beside the frozen base and PEFT's LoRA; by default all")
     parser.add_argument("--crossovers", action="store_true", help="measure and store what `adapted_linear` chooses by")
     parser.add_argument("--out", type=Path, help="where to write the results")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     cpu = arguments.device.type == "cpu"
     arguments.dtype = getattr(torch, arguments.dtype or ("float32" if cpu else "bfloat16"))
     arguments.rounds = arguments.rounds or (3 if arguments.tiny else 15 if cpu else 5)
@@ -171,8 +171,8 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    arguments = parse()
+def main(given: list[str] | None = None) -> None:
+    arguments = parse(given)
     device, begun = arguments.device, time.monotonic()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -193,7 +193,7 @@ def main() -> None:
         "errors": errors,
         "ceilings": ceilings(device, arguments.dtype, arguments.tiny),
     }
-    record["launches"] = launches(device, arguments.seed)
+    record["launches"] = launches(device, arguments.seed, arguments.tiny)
     record["kronecker"] = kronecker_products(device, arguments.tiny, arguments.seed)
     record["expansions"] = expansions(device, arguments.dtype, arguments.tiny, arguments.seed)
     record["mixed"] = mixed_batches(device, arguments.dtype, arguments.tiny, arguments.seed)

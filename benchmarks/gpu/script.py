@@ -1,18 +1,15 @@
-"""What a GPU is asked: LoRA in bfloat16 on a real task, compressed, fine-tuned as LSR; against LoRA, in one JSON.
+"""What one GPU is asked: a plan that fits its minutes, in stages that can be stopped and go on, in one JSON.
 
-    python -m benchmarks.gpu.script --data glue --task SST-2            # roberta-base; under 8 minutes on a GPU
-    python -m benchmarks.gpu.script --small --out small.json            # the embedded task on a CPU, under a minute
+    python -m benchmarks.gpu.script --plan                                   # stages, estimates, what will be left out
+    python -m benchmarks.gpu.script --minutes 45 --work runs                 # the same again goes on where it was
+    python -m benchmarks.gpu.script --minutes 45 --work runs --task e2e --llm meta-llama/Llama-3.2-3B \\
+        --data metamath.jsonl --test gsm8k.jsonl
 
-1. A LoRA and its head are trained in bfloat16.
-2. Fisher statistics are measured and the LoRA is compressed by ``--ratio`` times to LSR.
-3. The LSR adapter is trained on for ``--recover`` steps with the head fixed, on the kernels that suit the device; so is
-   the LoRA, for a comparison at equal steps, and an LSR adapter of the default shape from scratch beside them.
-
-With ``--llm MODEL`` a causal language model instead: its LoRA compressed to the sizes of PEFT's table of LoRA
-conversion, and the points of accuracy lost; `benchmarks/gpu/language.py` says how.
-
-Every arm gets its step time (median, batches included), peak memory and scores on dev. Finished runs in ``--work`` are
-not done again.
+The most telling comes first: what a kernel takes; an LSR layer beside LoRA and LoKr; SmolLM2 from a LoRA to LSR that is
+distilled or trained on; and PEFT's table of LoRA conversion on a model of one to eight billion weights, where its
+weights are there (`benchmarks/gpu/language.py`). ``--task`` holds train.jsonl and held.jsonl, as
+`benchmarks.language.tasks` writes them. A stage is planned for eight minutes at most; what it finished in ``--work`` is
+not done again, whenever it was stopped. ``--tiny`` walks the same code on a CPU.
 """
 
 from __future__ import annotations
@@ -20,163 +17,241 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+import lsrdecomp as lsr
+from benchmarks import RESULTS
+from benchmarks.adapters import layers, speed
 from benchmarks.gpu import language
-from lsrdecomp.calibration.base_model import load_base
-from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.training.dataset import read_dataset
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, Record, Scores, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
-SMALL: dict[str, Any] = {
-    "model": "embedded",
-    "task": "embedded",
-    "steps": 60,
-    "recover": 20,
-    "samples": 64,
-    "ratio": 6.0,
-    "rate": 1e-2,
-    "lsr_rate": 1e-2,
-    "precision": "bfloat16",
-    "device": "cpu",
-}
+LONGEST = 480.0  # seconds of a stage
+LOADING = 30.0  # seconds until a model is there
+FLOPS = 3e14  # a second, of a large product in bfloat16 on an H100 as training reaches it
+STEP = 0.12  # seconds of a training step of SmolLM2, whose launches take longer than its products
+TOKEN = 0.035  # seconds of a step of decoding, likewise
+SMALL_WEIGHTS, LARGE_WEIGHTS = 1.35e8, 3.2e9
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run every arm and write the JSON."""
-    options = read_arguments(arguments)
-    begin = time.perf_counter()
-    work = language.measure if options.llm else measure
-    with TemporaryDirectory() as scratch:
-        figures = work(options, options.work or Path(scratch))
-    figures |= {"seconds": round(time.perf_counter() - begin, 1), "versions": versions(), "commit": commit()}
-    options.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
-    if options.llm:
-        print("\n".join(language.table(figures)))
-    else:
-        show(figures)
-    return figures
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of the plan: what it says, how long it takes on one H100, and why it cannot run here, if so."""
+
+    name: str
+    about: str
+    seconds: float
+    run: Callable[[], dict[str, Any]]
+    missing: str | None = None
 
 
-def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Options; ``--small`` changes what they are by default."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="roberta-base")
-    parser.add_argument("--task", default="SST-2")
-    parser.add_argument("--data", help="directory of the tasks' files; with --llm, JSON lines")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--recover", type=int, default=300)
+def main(given: list[str] | None = None) -> dict[str, Any]:
+    """Show the plan, run what fits, and write the JSON of all that is done."""
+    options = read_arguments(given)
+    stages, budget = plan(options), 60 * options.minutes
+    chosen = fitting(stages, budget, options.work)
+    print("\n".join(table(stages, chosen, options)))
+    if options.plan:
+        return {}
+    options.work.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    for stage in chosen:
+        if done(options.work, stage).exists():
+            continue
+        print(f"\n{stage.name}: {stage.about}", flush=True)
+        started = time.monotonic()
+        figures = stage.run()
+        figures |= {"seconds": round(time.monotonic() - started, 1), "estimated": round(stage.seconds, 1)}
+        done(options.work, stage).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        print(f"{stage.name}: {figures['seconds']} s, estimated {figures['estimated']:.0f}", flush=True)
+        if time.monotonic() - begin > budget:
+            print("The minutes are spent; the same command goes on.")
+            break
+    finished = [stage for stage in stages if done(options.work, stage).exists()]
+    record = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "tiny": options.tiny,
+        "stages": {stage.name: json.loads(done(options.work, stage).read_text("utf-8")) for stage in finished},
+        "versions": versions(),
+        "commit": commit(),
+    }
+    options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return record
+
+
+def read_arguments(given: list[str] | None) -> argparse.Namespace:
+    """Options; ``--tiny`` changes what they are by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=45)
+    parser.add_argument("--plan", action="store_true", help="show it and do nothing")
+    parser.add_argument("--work", type=Path, default=Path("gpu-runs"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--task", type=Path, help="directory with train.jsonl and held.jsonl")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--steps", type=int, default=300, help="of SmolLM2's LoRA")
+    parser.add_argument("--recover", type=int, default=200, help="steps of LSR from it")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=1e-3, help="of the LoRA")
-    parser.add_argument("--lsr-rate", type=float, default=5e-3)
-    parser.add_argument("--ratio", type=float, default=24.0)
-    parser.add_argument("--samples", type=int, default=512, help="examples for the statistics")
+    parser.add_argument("--ratio", type=float, default=48.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", default="bfloat16")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--work", type=Path, help="keep the runs here, and go on from those that are")
-    parser.add_argument("--out", type=Path, default=Path("gpu_script.json"))
+    parser.add_argument("--tiny", action="store_true", help="small cases of the kernels: a walk through all stages")
     language.add_options(parser)
-    if parser.parse_args(arguments).small:
-        parser.set_defaults(**SMALL)
-    options = parser.parse_args(arguments)
-    missing = language.check(options) if options.llm else None
-    if missing is not None:
-        parser.error(missing)
-    return options
+    return parser.parse_args(given)
 
 
-def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The figures of all arms."""
-    common = FinetuneSettings(
-        options.model,
-        options.task,
-        options.data,
-        learning_rate=options.rate,
-        batch=options.batch,
-        steps=options.steps,
-        seed=options.seed,
-        precision=options.precision,
-        device=options.device,
-        log_every=0,
-    )
-    lora = run(common.replace(measure_start=True), work / "lora")
-    compression = compressed(common, options, work)
-    further = common.replace(steps=options.recover, train_head=False, warmup=0.1)
-    lsr = further.replace(method="lsr", init=str(work / "compressed"), learning_rate=options.lsr_rate)
-    arms = {
-        "LoRA": arm(lora),
-        "compressed to LSR": compression | scored(evaluate(lsr)),
-        "LSR, trained on": arm(run(lsr, work / "lsr")),
-        "LoRA, trained on": arm(run(further.replace(init=str(work / "lora" / ADAPTER)), work / "lora-on")),
-        "LSR from scratch": arm(run(common.replace(method="lsr", learning_rate=options.lsr_rate), work / "scratch")),
-    }
-    cuda = lora.device == "cuda"
-    return {
-        "model": options.model,
-        "task": options.task,
-        "precision": options.precision,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "batch": options.batch,
-        "steps": options.steps,
-        "recovery_steps": options.recover,
-        "ratio": options.ratio,
-        "majority": dict(lora.baseline),
-        "start": None if lora.start is None else scored(lora.start),
-        "arms": arms,
-    }
+def plan(options: argparse.Namespace) -> list[Stage]:
+    """All stages, the most telling first, each with its estimate for one H100 in bfloat16."""
+    small = Small(options)
+    no_task = None if options.task and (options.task / "train.jsonl").is_file() else "--task DIR with train.jsonl"
+    no_model = language.missing(options)
+    forms = len(options.ratios) * len(options.structures)
+    # 1. Seconds of a step: six operations a weight and token with checkpointing, or what launches take.
+    step = max(STEP, 6 * SMALL_WEIGHTS * 64 * options.batch / FLOPS)
+    large_step = 6 * LARGE_WEIGHTS * options.max_length / 2 * options.batch / FLOPS
+    # 2. Seconds of a form's answers: batches after one another, a launch-bound step a token.
+    small_answers = LOADING + 12 * 64 * TOKEN
+    answers = LOADING + -(-options.test_examples // options.answer_batch) * options.new_tokens * TOKEN
+    # 3. The stages, with the sum of these.
+    of_small = [
+        ("lora", f"SmolLM2: a LoRA, {options.steps} steps", LOADING + options.steps * step, small.lora),
+        ("distil", f"{options.ratio:g} times smaller, taught by it", 240 + options.recover * 2 * step, small.distil),
+        ("train", "the same size, trained on the task", 150 + options.recover * step, small.train),
+        ("answers", f"{options.metric} of all three on held-out prompts", 3 * small_answers, small.answers),
+    ]
+    of_large = [
+        ("large lora", f"PEFT's LoRA, r = {options.rank}", 3 * LOADING + options.llm_steps * large_step, language.lora),
+        ("large forms", f"{forms} forms of it, a search for each structure", 420, language.forms),
+    ]
+    for number, group in enumerate(language.groups(options, LONGEST / answers), start=1):
+        about = f"answers of {len(group)} forms, the LoRA's among them" if None in group else f"of {len(group)} forms"
+        run = partial(language.answers, group=group)
+        of_large.append((f"large answers {number}", about, len(group) * answers, run))
+    return [
+        Stage("kernels", "every kernel against float64, timed; crossovers.json", 440, partial(kernels, options)),
+        Stage("layers", "an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens", 60, partial(layer_table, options)),
+        *(Stage(name, about, seconds, run, no_task) for name, about, seconds, run in of_small),
+        *(Stage(name, about, seconds, partial(run, options), no_model) for name, about, seconds, run in of_large),
+    ]
 
 
-def run(settings: FinetuneSettings, out: Path) -> Record:
-    """A finished run, or a new one."""
-    if (out / RECORD).exists():
-        return read_record(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    return finetune(settings, out)
+def fitting(stages: list[Stage], budget: float, work: Path) -> list[Stage]:
+    """The stages that can run and fit together into so many seconds, in order; what is done costs nothing."""
+    chosen, left = [], budget
+    for stage in stages:
+        cost = 0.0 if done(work, stage).exists() else stage.seconds
+        if stage.missing is None and cost <= left:
+            chosen.append(stage)
+            left -= cost
+        elif stage.missing is None:
+            break  # what follows builds on it
+    return chosen
 
 
-def compressed(common: FinetuneSettings, options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Calibrate on the training set, compress the LoRA, and say what came out."""
-    adapter, dataset = work / "lora" / ADAPTER, read_dataset(common)
-    device = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    begin = time.perf_counter()
-    if not (work / "statistics" / "statistics.json").exists():
-        base = load_base(dataset.base, adapter, device=device)
-        rounds = dataset.questions(base, size=options.batch, seed=options.seed)
-        calibrate(
-            base.model,
-            rounds,
-            modules=base.modules,
-            out=work / "statistics",
-            seed=options.seed,
-            samples=min(options.samples, len(dataset.train)),
-            head=base.head,
+def done(work: Path, stage: Stage) -> Path:
+    """The file that a finished stage leaves."""
+    return work / f"{stage.name.replace(' ', '-')}.json"
+
+
+def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace) -> list[str]:
+    """The plan in Markdown."""
+    lines = [f"Plan for {options.minutes:g} minutes on one H100, in bfloat16:", "", "| stage | what | minutes | |"]
+    lines.append("|---|---|---|---|")
+    for stage in stages:
+        left_out = f"left out: needs {stage.missing}" if stage.missing else "left out: no time"
+        state = "done" if done(options.work, stage).exists() else "" if stage in chosen else left_out
+        lines.append(f"| {stage.name} | {stage.about} | {stage.seconds / 60:.1f} | {state} |")
+    total = sum(stage.seconds for stage in chosen if not done(options.work, stage).exists())
+    return [*lines, "", f"{total / 60:.0f} minutes; no stage is longer than {LONGEST / 60:.0f}."]
+
+
+def kernels(options: argparse.Namespace) -> dict[str, Any]:
+    """Stage 1: `benchmarks.adapters.speed`, which keeps to a budget and stores what `adapted_linear` chooses by."""
+    out = options.work / "speed.json"
+    case = ["--tiny", "--only", "none", "--arms"] if options.tiny else ["--budget", "400", "--crossovers"]
+    speed.main(["--device", options.device, "--out", str(out), *case])
+    return {name: value for name, value in json.loads(out.read_text("utf-8")).items() if name != "cases"}
+
+
+def layer_table(options: argparse.Namespace) -> dict[str, Any]:
+    """Stage 2: `benchmarks.adapters.layers`."""
+    sizes = ["--widths", "16", "--tokens", "1", "8", "--rounds", "1"] if options.tiny else ["--dtype", "bfloat16"]
+    return layers.main(["--device", options.device, "--out", str(options.work / "layers.json"), *sizes])
+
+
+class Small:
+    """The stages of SmolLM2: a LoRA, and LSR of it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.work = options, options.work
+
+    @property
+    def common(self) -> FinetuneSettings:
+        return FinetuneSettings.from_mapping(
+            {
+                "model": self.options.model,
+                "data": str(self.options.task / "train.jsonl"),
+                "dev_data": str(self.options.task / "held.jsonl"),
+                "learning_rate": 2e-3,
+                "batch": self.options.batch,
+                "steps": self.options.steps,
+                "seed": self.options.seed,
+                "precision": "bfloat16",
+                "device": self.options.device,
+                "save_every": 100,
+                "samples": 0,
+                "log_every": 0,
+            }
         )
-    middle = time.perf_counter()
-    result = compress(
-        open_checkpoint(adapter), CompressionPlan(ratio=options.ratio), statistics=read_statistics(work / "statistics")
-    )
-    if not (work / "compressed").exists():
-        result.save(work / "compressed")
-    return {
-        "parameters": result.totals.parameters,
-        "file_bytes": (work / "compressed" / WEIGHTS).stat().st_size,
-        "estimated_kl": result.totals.kl,
-        "calibration_seconds": round(middle - begin, 2),
-        "compression_seconds": round(time.perf_counter() - middle, 2),
-    }
+
+    def lora(self) -> dict[str, Any]:
+        """Stage 3."""
+        return arm(trained(self.common.replace(measure_start=True), self.work / "lora"))
+
+    def distil(self) -> dict[str, Any]:
+        """Stage 4: compressed by the task, and the factors taught by the LoRA's own answers."""
+        target = self.work / "distilled"
+        if not target.exists():
+            result = lsr.compress(
+                str(self.work / "lora" / ADAPTER),
+                base=self.options.model,
+                data=str(self.options.task / "train.jsonl"),
+                ratio=self.options.ratio,
+                distil=self.options.recover,
+                held_out=8 if self.options.tiny else 128,
+                device="cuda" if self.options.device == "cuda" else None,
+                dtype="bfloat16",
+            )
+            result.save(target)
+        return {"parameters": sum(layer.parameters for layer in lsr.open_checkpoint(target).layers)}
+
+    def train(self) -> dict[str, Any]:
+        """Stage 5: `finetune --init lora --ratio`."""
+        start = {"init": str(self.work / "lora" / ADAPTER), "ratio": self.options.ratio, "method": "lsr"}
+        settings = self.common.replace(**start, steps=self.options.recover, learning_rate=5e-3, measure_start=True)
+        return arm(trained(settings, self.work / "trained"))
+
+    def answers(self) -> dict[str, Any]:
+        """Stage 6: the loss and BLEU of every form."""
+        places = {"LoRA": self.work / "lora" / ADAPTER, "distilled": self.work / "distilled"}
+        places["trained on"] = self.work / "trained" / ADAPTER
+        judged = {}
+        for name, adapter in places.items():
+            method = "lora" if name == "LoRA" else "lsr"
+            settings = self.common.replace(init=str(adapter), method=method, metric=self.options.metric)
+            judged[name] = scored(evaluate(settings))
+        return judged
+
+
+def trained(settings: FinetuneSettings, out: Path) -> Record:
+    """A finished run, or a new one."""
+    return read_record(out) if (out / RECORD).exists() else finetune(settings, out)
 
 
 def arm(record: Record) -> dict[str, Any]:
@@ -187,6 +262,7 @@ def arm(record: Record) -> dict[str, Any]:
         "steps": record.steps,
         "step_seconds": round(record.step_seconds, 5),
         "peak_bytes": record.peak_bytes,
+        "start": None if record.start is None else scored(record.start),
         **scored(record.dev),
     }
 
@@ -194,16 +270,6 @@ def arm(record: Record) -> dict[str, Any]:
 def scored(scores: Scores) -> dict[str, Any]:
     """Scores, flat."""
     return {**scores.metrics, "loss": scores.loss}
-
-
-def show(figures: dict[str, Any]) -> None:
-    """One line per arm."""
-    metric = next(iter(figures["majority"]))
-    print(f"{figures['model']}, {figures['task']}, {figures['precision']}, {figures['device']}, {figures['seconds']} s")
-    for name, values in figures["arms"].items():
-        step = f"{1e3 * values['step_seconds']:.1f} ms a step" if "step_seconds" in values else ""
-        loss = "lost" if values["loss"] is None else f"{values['loss']:.4f}"
-        print(f"{name:20} {values['parameters']:>9,} parameters  {metric} {values[metric]:.4f}  loss {loss}  {step}")
 
 
 if __name__ == "__main__":

@@ -91,10 +91,10 @@ class Judge:
         }
 
 
-def said(form: Base, examples: Sequence[PromptExample], *, new_tokens: int) -> list[str]:
-    """What a form says to the prompts of examples."""
+def said(form: Base, examples: Sequence[PromptExample], *, new_tokens: int, batch: int = BATCH) -> list[str]:
+    """What a form says to the prompts of examples, of like length together."""
     prompts = [prompt_text(example, form.tokenizer) for example in examples]
-    return generate(form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True)
+    return generate(form.model, form.tokenizer, prompts, new_tokens=new_tokens, autocast=True, batch=batch)
 
 
 def overlaps(texts: list[str], examples: Sequence[PromptExample]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The script for a GPU runs small on a CPU: every arm, in bfloat16, in one JSON."""
+"""The script for a GPU: its plan, and every stage of it on a CPU by the same code, small; in one JSON."""
 
 from __future__ import annotations
 
@@ -7,33 +7,12 @@ import json
 import pytest
 
 pytest.importorskip("peft")
-pytest.importorskip("sklearn")
+pytest.importorskip("trl")
 
 from tiny_language_model import make_base
+from tiny_tokenizer import WORDS
 
 from benchmarks.gpu import language, script
-from lsrdecomp.training.embedded import embedded
-
-
-def test_the_gpu_script_runs_small(tmp_path, capsys):
-    place = embedded(tmp_path / "embedded", steps=40)
-    base = ["--model", str(place.model), "--data", str(place.data)]
-    length = ["--steps", "8", "--recover", "4", "--samples", "32"]
-    out = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "figures.json")]
-    script.main(["--small", *base, *length, *out])
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    arms = figures["arms"]
-    assert (figures["precision"], figures["steps"]) == ("bfloat16", 8)
-    assert arms["LoRA"]["parameters"] == 4096
-    assert arms["compressed to LSR"]["parameters"] == arms["LSR, trained on"]["parameters"] <= 4096 / 6
-    trained = [name for name, values in arms.items() if "step_seconds" in values]
-    assert trained == ["LoRA", "LSR, trained on", "LoRA, trained on", "LSR from scratch"]
-    assert all(arms[name]["step_seconds"] > 0 and arms[name]["peak_bytes"] > 0 for name in trained)
-    assert all(set(figures["majority"]) <= set(values) for values in arms.values())
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(arms)
-    script.main(["--small", *base, *length, *out])  # finished runs are not done again
-    again = json.loads((tmp_path / "figures.json").read_text())["arms"]
-    assert again["LSR, trained on"] == arms["LSR, trained on"]
 
 
 def sums(path, count):
@@ -43,41 +22,80 @@ def sums(path, count):
     return str(path)
 
 
-def test_a_language_model_is_compared_with_the_table_of_peft(tmp_path, capsys):
-    base, out = str(make_base(tmp_path)), tmp_path / "figures.json"
-    given = ["--llm", base, "--data", sums(tmp_path / "train.jsonl", 12), "--test", sums(tmp_path / "test.jsonl", 6)]
-    given += ["--rank", "4", "--steps", "2", "--batch", "4", "--samples", "8", "--new-tokens", "3", "--device", "cpu"]
-    given += ["--max-length", "32", "--ratios", "2.0", "8.0", "--structures", "LSR", "SVD"]
-    given += ["--work", str(tmp_path / "work"), "--out", str(out)]
-    script.main(given)
-    figures = json.loads(out.read_text())
-    lora, forms = figures["lora"], figures["forms"]
-    config = json.loads((tmp_path / "work" / "lora" / "adapter" / "adapter_config.json").read_text())
-    assert config["use_rslora"]
-    assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
-    assert lora["parameters"] == 2 * 4 * (32 + 32 + 32 + 16)
-    assert [(row["structure"], row["ratio"]) for row in forms] == [
-        ("LSR", 2.0),
-        ("LSR", 8.0),
-        ("SVD", 2.0),
-        ("SVD", 8.0),
-    ]
-    assert {row["ratio"]: (row["peft_rank"], row["peft_points"]) for row in forms} == {
+def arguments(folder, *more):
+    """Of a run that takes seconds."""
+    task = folder / "task"
+    task.mkdir()
+    pairs = [(first, second) for first in WORDS for second in WORDS]
+    rows = [json.dumps({"prompt": f"user {first} {second}", "completion": second}) for first, second in pairs]
+    (task / "train.jsonl").write_text("\n".join(rows))
+    (task / "held.jsonl").write_text("\n".join(rows[:8]))
+    base = str(make_base(folder))
+    of_small = ["--model", base, "--task", str(task), "--steps", "4", "--recover", "2", "--batch", "4", "--ratio", "4"]
+    of_large = ["--llm", base, "--data", sums(folder / "sums.jsonl", 12), "--test", sums(folder / "test.jsonl", 6)]
+    of_large += ["--rank", "4", "--llm-steps", "2", "--samples", "8", "--new-tokens", "3", "--max-length", "32"]
+    of_large += ["--ratios", "2", "8", "--test-examples", "6", "--answer-batch", "4", "--metric", "exact"]
+    return [*of_small, *of_large, "--tiny", "--device", "cpu", "--work", str(folder / "work"), *more]
+
+
+def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
+    given = arguments(tmp_path, "--out", str(tmp_path / "gpu.json"))
+    record = script.main(given)
+    stages = record["stages"]
+    assert list(stages) == [
+        "kernels", "layers", "lora", "distil", "train", "answers", "large lora", "large forms", "large answers 1",
+    ]  # fmt: skip
+    assert record == json.loads((tmp_path / "gpu.json").read_text())
+    assert all(stage["seconds"] > 0 and stage["estimated"] > 0 for stage in stages.values())
+    assert stages["kernels"]["errors"]
+    assert [row["tokens"] for row in stages["layers"]["rows"]] == [1, 8]
+    assert stages["lora"]["steps"] == 4
+    assert 4 * stages["distil"]["parameters"] <= stages["lora"]["parameters"]
+    assert 4 * stages["train"]["parameters"] <= stages["lora"]["parameters"]
+    assert list(stages["answers"]) == ["LoRA", "distilled", "trained on", "seconds", "estimated"]
+    assert stages["answers"]["LoRA"]["loss"] == stages["lora"]["loss"]
+    rows = stages["large answers 1"]["rows"]
+    assert [(row["structure"], row["ratio"]) for row in rows] == [
+        ("LoRA", 1.0), ("LSR", 2.0), ("SVD", 2.0), ("LSR", 8.0), ("SVD", 8.0),
+    ]  # fmt: skip
+    assert {row["ratio"]: (row["peft_rank"], row["peft_points"]) for row in rows[1:]} == {
         2.0: ("rank 32", -1.44),
         8.0: ("rank 8", -9.55),
     }
-    for row in forms:
-        assert row["parameters"] * row["ratio"] <= lora["parameters"]
-        assert row["points"] == round(row["accuracy"] - lora["accuracy"], 2)
+    for row in rows[1:]:
+        assert row["parameters"] * row["ratio"] <= stages["large lora"]["parameters"]
         assert row["kl"] > 0
-    assert forms[0]["kept"] > forms[1]["kept"]
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[2] == "| fewer parameters | LSR | SVD | PEFT, on its own LoRA |"
-    assert printed[-1].startswith("| 8 × | ")
-    assert printed[-1].endswith("| -9.55 (rank 8) |")
+    config = json.loads((tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text())
+    assert config["use_rslora"]
+    assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]
+    printed = capsys.readouterr().out
+    assert "| large lora | PEFT's LoRA, r = 4 |" in printed
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*") if path.is_file()}
-    script.main(given)  # what is finished is not done again
+    assert script.main(given)["stages"] == stages  # what is finished is not done again
     assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert "| layers | an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens | 1.0 | done |" in capsys.readouterr().out
+
+
+def test_the_plan_fits_its_minutes_and_says_what_is_left_out(tmp_path, capsys):
+    assert script.main(["--plan", "--minutes", "9", "--work", str(tmp_path / "none")]) == {}
+    printed = capsys.readouterr().out
+    assert "| kernels | every kernel against float64, timed; crossovers.json | 7.3 |  |" in printed
+    assert "left out: needs --task DIR with train.jsonl |" in printed
+    assert "left out: needs --llm MODEL |" in printed
+    assert "8 minutes; no stage is longer than 8." in printed
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("minutes", "count"), [(7, 0), (8, 1), (9, 2), (45, 9)])
+def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, count):
+    (tmp_path / "train.jsonl").touch()
+    file = str(tmp_path / "train.jsonl")
+    given = ["--task", str(tmp_path), "--llm", "x", "--data", file, "--test", file, "--work", str(tmp_path)]
+    options = script.read_arguments(given)
+    stages = script.plan(options)
+    chosen = script.fitting(stages, 60 * minutes, tmp_path)
+    assert chosen == stages[:count]
+    assert max(stage.seconds for stage in stages) <= script.LONGEST
 
 
 @pytest.mark.parametrize(
@@ -86,9 +104,3 @@ def test_a_language_model_is_compared_with_the_table_of_peft(tmp_path, capsys):
 )
 def test_an_answer_is_its_last_number(text, number):
     assert language.last_number(text) == number
-
-
-def test_the_language_part_says_what_it_reads(capsys):
-    with pytest.raises(SystemExit):
-        script.main(["--llm", "x", "--data", "/nowhere.jsonl"])
-    assert "--data /nowhere.jsonl is no file" in capsys.readouterr().err
