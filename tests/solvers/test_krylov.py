@@ -114,12 +114,32 @@ def test_single_precision_is_for_large_float64_matrices_and_loose_tolerances(beg
     assert not begun_in_single
 
 
-def test_a_spectrum_below_the_rounding_of_single_precision_costs_one_product_there(begun_in_single, monkeypatch, rng):
-    products = []
+@pytest.fixture
+def products(monkeypatch):
+    """The precision of every product with R(M) that is taken."""
+    taken = []
     for name in ("matmat", "rmatmat"):
         product = getattr(RearrangedDense, name)
-        counted = lambda self, x, product=product: products.append(str(self.matrix.dtype)) or product(self, x)  # noqa: E731
+        counted = lambda self, x, product=product: taken.append(str(self.matrix.dtype)) or product(self, x)  # noqa: E731
         monkeypatch.setattr(RearrangedDense, name, counted)
+    return taken
+
+
+@pytest.mark.parametrize("single_first", [False, True])
+@pytest.mark.parametrize("remainder", [0.0, 1e-16, 1e-13, 2.5e-8, 1e-4])
+def test_a_flat_remainder_is_not_iterated_for(remainder, single_first, products, request, rng):
+    """A few exact terms and noise: once the terms stand apart, no space holds what the remainder consists of."""
+    if single_first:
+        request.getfixturevalue("begun_in_single")
+    target = Dense(with_spectrum(np.where(K <= 12, 1.0 / K, remainder), rng))
+    solution = BlockGolubKahan().solve(target, SHAPE, rank=12)
+    assert products.count("float64") <= 4
+    optimum, rounding = remainder * math.sqrt(SIDE - 12), 64 * unit_roundoff("float64") * target.norm
+    assert target.residual_norm(solution.approximation) <= optimum * (1 + 1e-3) + rounding
+    assert solution.gap_kind is ErrorKind.bounded or remainder < 1e-14 or solution.optimality_gap <= 1e-3
+
+
+def test_a_spectrum_below_the_rounding_of_single_precision_costs_one_product_there(begun_in_single, products, rng):
     sigma = 0.3**K
     target = Dense(with_spectrum(sigma, rng))
     solution = BlockGolubKahan().solve(target, SHAPE, rank=12)

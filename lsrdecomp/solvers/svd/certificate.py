@@ -104,20 +104,23 @@ class Certificate:
         return error <= self.roundoff
 
     def measured_excess(self, rank: int, error: float) -> float:
-        """Bound on error/optimum − 1 from a measured error: singular values of a projection are below those of R.
-
-        Where the rest of the spectrum lies in the space this is sharp below the rounding of ‖R‖² − Σσ² too.
-        """
-        rounding = 0.25 * self.roundoff * math.sqrt(self.size)
-        seen = math.sqrt(float(self.tails[rank])) - rounding
-        return max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
+        """Bound on error/optimum − 1 from a measured error, sharp below the rounding of ‖R‖² − Σσ² too."""
+        least = self._least(rank, error) - 0.25 * self.roundoff * math.sqrt(self.size)
+        return max(error / least - 1.0, 0.0) if least > 0.0 else math.inf
 
     def within_rounding(self, rank: int, error: float) -> bool:
-        """Whether a measured error is above the optimum by no more than the rounding of the products.
+        """Whether a measured error is above the optimum by no more than the rounding of the products."""
+        return error - self._least(rank, error) <= self.roundoff
 
-        Singular values of a projection are below those of R: the optimum is at least the tail that was seen.
+    def _least(self, rank: int, error: float) -> float:
+        """What the optimum is not below, by a measured error and but for rounding.
+
+        Singular values of a projection are below those of R, so the optimum is at least the tail that was seen. And the
+        bound above holds with τ = error, however small: where the terms stand apart, a flat remainder costs no steps.
         """
-        return error - math.sqrt(float(self.tails[rank])) <= self.roundoff
+        apart = float(self._pairs[0][rank - 1]) ** 2 - error**2
+        lacking = (float(self._couplings[rank]) + self.roundoff**2) / apart if apart > 0.0 else 1.0
+        return max(math.sqrt(float(self.tails[rank])), error * math.sqrt(max(1.0 - lacking, 0.0)))
 
     def smallest_rank(self, error: float, most: int) -> int:
         """The fewest terms with that error, or ``most``."""
