@@ -1,9 +1,8 @@
 """lsrdecomp.testing finds planted bugs in a user's Kronecker code, names them, and lets sound code pass."""
 
-import functools
 import math
 import re
-from functools import reduce
+from functools import partial, reduce
 
 import numpy as np
 import planted
@@ -41,6 +40,7 @@ from lsrdecomp.testing import (
     identities,
     invertible_matrices,
     lora_layers,
+    runner,
     separated_matrices,
     small_matrices,
     special_matrices,
@@ -81,7 +81,7 @@ def apply_by_vec(factors, x):
 
 
 def test_this_library_passes_its_own_checks(xp):
-    few = {"xp": xp, "max_examples": 8}
+    few = {"xp": xp, "max_examples": 4}
     check_kron(kron, **few)
     check_apply(lambda factors, x: apply_sum_of_kroneckers([f[None, ...] for f in factors], None, x), **few)
     check_rearrange(rearrange, inverse_rearrange, order=None, **few)
@@ -283,7 +283,17 @@ def test_a_fault_in_sparse_results_is_found():
     ("check", "fault"),
     [pytest.param(check, name, id=f"{check.__name__}-{name}") for check, faults in PLANTED.items() for name in faults],
 )
-def test_faults_that_people_make_are_found(check, fault):
+def test_faults_that_people_make_are_found(check, fault, monkeypatch):
+    failures, first_failure = [], runner._first_failure
+
+    def until_one_fails(*arguments, shrink):
+        """Neither the smallest case nor what else fails, which other tests look for."""
+        if not failures:
+            failures.extend(filter(None, [first_failure(*arguments, shrink=False)]))
+            return failures[0] if failures else None
+        return None
+
+    monkeypatch.setattr(runner, "_first_failure", until_one_fails)
     wrong = PLANTED[check][fault]
     with pytest.raises(IdentityError):
         check(*wrong if isinstance(wrong, tuple) else (wrong,), max_examples=3)
@@ -312,7 +322,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_products_pass(name):
-    check_kron(RIGHT[name], max_examples=3)
+    check_kron(RIGHT[name], max_examples=2)
 
 
 def test_the_product_of_jax_passes():
@@ -462,7 +472,7 @@ def test_torch_kron_is_checked_and_what_it_raises_is_shown():
         check_kron(lambda a, b: torch.kron(a, b) @ torch.ones(11, 7), xp=torch, max_examples=5)
     assert "your code raised RuntimeError" in str(caught.value)
     # torch.kron up to 2.13 at least raises for some transposed views, so copies are handed over
-    fresh = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+    fresh = partial(torch.clone, memory_format=torch.contiguous_format)
     check_kron(lambda a, b: torch.kron(fresh(a), fresh(b)), xp=torch, max_examples=8)
 
 
@@ -548,15 +558,15 @@ class TheirOperator:
 
 
 def test_sound_classes_pass():
-    check_operator(TheirOperator, max_examples=10)
-    check_operator(TheirOperator, dtype="float32", complex_values=False, max_examples=10)
+    check_operator(TheirOperator, max_examples=5)
+    check_operator(TheirOperator, dtype="float32", complex_values=False, max_examples=5)
 
 
 def test_our_class_passes(xp):
     from lsrdecomp import SeparatedMatrix, operators
 
     more = {"solve": lambda a, b: operators.solve(a, b).x, "logdet": operators.slogdet}
-    check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), xp=xp, max_examples=8)
+    check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), xp=xp, max_examples=4)
     check_operator(lambda w, fs: SeparatedMatrix.from_factors(fs, w), methods=more, xp=xp, max_examples=8)
 
 
@@ -580,7 +590,7 @@ def test_our_class_passes(xp):
 def test_each_method_can_fail_by_itself(name, wrong):
     planted = type("Planted", (TheirOperator,), {name: wrong})
     with pytest.raises(IdentityError) as caught:
-        check_operator(planted, max_examples=15)
+        check_operator(planted, max_examples=5)
     assert caught.value.identity.split(",")[0] == {"rmatvec": "adjoint"}.get(name, name)
 
 
