@@ -44,3 +44,17 @@ def test_a_page_opens_without_an_error(page, width, tmp_path):
     lines, text = console((SITE / f"{page}.html").as_uri(), width, tmp_path / "profile")
     assert "lsrdecomp" in text
     assert unwelcome(lines) == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_of_a_compression_runs_without_an_error(width, tmp_path):
+    import lsrdecomp as lsr
+
+    demo = Path(lsr.__file__).parent / "cli" / "demo_adapter"
+    result = lsr.compress(demo, separation_rank=2, inner_shape=(2, 4))
+    page = lsr.compression.html_report(result, lsr.compression.adapter_curves(result.source))
+    (tmp_path / "report.html").write_text(page, encoding="utf-8")
+    lines, text = console((tmp_path / "report.html").as_uri(), width, tmp_path / "profile")
+    assert unwelcome(lines) == []
+    assert text.count("<tr>") == 13

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.compression.report import LayerReport, Totals
-from lsrdecomp.compression.svg_curves import svg_curves
+from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 
 
 class Reported(Protocol):
@@ -39,7 +39,8 @@ def html_report(
     compression : Compression
         As `lsrdecomp.compression.compress.compress` returns it.
     curves : sequence of ErrorCurve
-        Of the whole adapter, as `adapter_curves` returns them; none: no picture.
+        Of the whole adapter, as `adapter_curves` returns them, for a result that was not measured on a base; none: no
+        picture. The picture of one that was measured is of what its forms kept.
     out : Path, optional
         The directory that was written, to list its files.
     unit : str
@@ -64,6 +65,7 @@ def html_report(
     total, source = compression.totals, compression.source
     functional = total.functional_error is not None
     error = (("relative error", "wide"), FUNCTIONAL)
+    shares = _shares(compression)
     here = (total.parameters, total.relative_error)
     page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
     return page.render(
@@ -71,7 +73,8 @@ def html_report(
         sentence=_sentence(total),
         promise=_promise(compression),
         tiles=_tiles(compression, unit),
-        svg=svg_curves(curves, here, total.parameters_before) if curves else "",
+        shares=shares,
+        svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
         rows=_rows(compression.layers, functional),
         prefix=common_prefix([layer.name for layer in compression.layers]),
@@ -95,6 +98,21 @@ def _promise(compression: Reported) -> str:
     """What is kept, of a result that was measured on its base."""
     promise = getattr(compression, "promise", None)
     return "" if promise is None else f"It {promise.sentence()}."
+
+
+def _shares(compression: Reported) -> str:
+    """The picture of what the measured forms kept; none of a result that was not measured."""
+    promise, tried = getattr(compression, "promise", None), getattr(compression, "tried", ())
+    if promise is None:
+        return ""
+    lines = [
+        Line(
+            label,
+            sorted((float(form.bytes), getattr(form, share)) for form in tried if getattr(form, share) is not None),
+        )
+        for label, share in (("untrained", "kept"), ("trained", "distilled"))
+    ]
+    return svg_shares(lines, (promise.bytes_after, promise.kept))
 
 
 def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
-"""Error curves as an inline SVG for the HTML report, in the colours of the page; needs no drawing library."""
+"""Curves of errors or of shares kept as inline SVG for the HTML report; needs no drawing library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
@@ -17,6 +18,14 @@ LEAST = 1e-5
 """Smaller errors lie below any half-precision storage and are not drawn."""
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points that are joined, with a label at their end."""
+
+    label: str
+    points: list[tuple[float, float]]  # size and value, by rising size
+
+
 def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = None, lora: int | None = None) -> str:
     """Relative error against parameters on logarithmic axes; lines are labelled at their ends.
 
@@ -28,31 +37,60 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     lora : int, optional
         Parameters of the LoRA itself, a vertical line.
     """
-    points = [_drawn(curve) for curve in curves]
-    every = [point for line in points for point in line]
-    if here is not None and here[0] > 0 and here[1] > 0.0:
-        every.append((float(here[0]), here[1]))
-    if not every:
+    lines = [Line(curve.label, _drawn(curve)) for curve in curves]
+    if here is not None and not (here[0] > 0 and here[1] > 0.0):
+        here = None
+    values = [y for line in lines for _, y in line.points] + ([here[1]] if here else [])
+    if not values:
         return ""
-    sizes = [x for x, _ in every] + ([float(lora)] if lora else [])
+    up = _Axis(min(values) / 1.3, max(1.0, max(values)) * 1.2, HEIGHT - BOTTOM, TOP)
+    return _chart(lines, up, here, lora, "parameters", "relative Frobenius error")
+
+
+def svg_shares(lines: Sequence[Line], here: tuple[int, float]) -> str:
+    """Share kept against bytes of the files that were measured, points of one colour for each way of making them.
+
+    Parameters
+    ----------
+    lines : sequence of Line
+        Bytes and shares, as fractions; not joined, since forms of one size are made in several norms.
+    here : (bytes, share)
+        What was written.
+    """
+    low = min([0.0, here[1], *(y for line in lines for _, y in line.points)])
+    up = _Axis(low, 1.0, HEIGHT - BOTTOM, TOP, logarithmic=False)
+    return _chart([line for line in lines if line.points], up, here, None, "bytes", "share kept", joined=False)
+
+
+def _chart(
+    lines: Sequence[Line],
+    up: _Axis,
+    here: tuple[float, float] | None,
+    lora: int | None,
+    size: str,
+    quantity: str,
+    *,
+    joined: bool = True,
+) -> str:
+    sizes = [x for line in lines for x, _ in line.points] + ([float(lora)] if lora else [])
+    sizes += [float(here[0])] if here else []
     across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
-    up = _Axis(min(y for _, y in every) / 1.3, max(1.0, max(y for _, y in every)) * 1.2, HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(across, up)]
+    parts = [*_grid(across, up, size, quantity)]
     upright = [[(across(lora), TOP), (across(lora), HEIGHT - BOTTOM)]] if lora else []
-    labels = _Labels([*([(across(x), up(y)) for x, y in line] for line in points), *upright])
+    labels = _Labels([*([(across(x), up(y)) for x, y in line.points] for line in lines), *upright])
     if lora:
         x = across(lora)
         parts.append(
             f'<line class="lora" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
             f'<text class="small" x="{x - 4:.1f}" y="{TOP + 10}" text-anchor="end">the LoRA</text>'
         )
-    if here is not None and here[0] > 0 and here[1] > 0.0:
+    if here is not None:
         x, y = across(here[0]), up(here[1])
-        hint = f"this adapter: {here[0]:,} parameters, relative error {here[1]:.3g}"
+        hint = f"this adapter: {here[0]:,} {size}, {quantity} {here[1]:.3g}"
         parts.append(f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>')
         labels.beside(x, y, "this adapter", "mark")
-    parts += [*_lines(curves, points, across, up, labels), *labels.texts]
-    title = "Relative Frobenius error against parameters"
+    parts += [*_lines(lines, across, up, labels, size, quantity, joined), *labels.texts]
+    title = f"{quantity[0].upper()}{quantity[1:]} against {size}"
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>'
         + "".join(parts)
@@ -61,18 +99,22 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
 
 
 class _Axis:
-    """A logarithmic axis from numbers to places on the page."""
+    """An axis from numbers to where they are on the page, logarithmic or of shares from ``low`` to 1."""
 
-    def __init__(self, low: float, high: float, start: float, end: float) -> None:
-        self.low, self.high = math.log10(low), math.log10(high)
-        self.start, self.end = start, end
+    def __init__(self, low: float, high: float, start: float, end: float, logarithmic: bool = True) -> None:
+        self.scale = math.log10 if logarithmic else float
+        self.low, self.high = self.scale(low), self.scale(high)
+        self.start, self.end, self.logarithmic = start, end, logarithmic
 
     def __call__(self, value: float) -> float:
-        share = (math.log10(value) - self.low) / (self.high - self.low)
+        share = (self.scale(value) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        steps = (1, 2, 5) if self.high - self.low < 2.5 else (1,)
+        if not self.logarithmic:
+            return [step / 5.0 for step in range(math.ceil(5.0 * self.low), 6)]
+        decades_wide = self.high - self.low
+        steps = (1,) if decades_wide >= 2.5 else (1, 2, 5) if decades_wide >= 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)
         values = [step * 10.0**decade for decade in decades for step in steps]
         return [value for value in values if self.low <= math.log10(value) <= self.high]
@@ -118,7 +160,7 @@ def _drawn(curve: ErrorCurve) -> list[tuple[float, float]]:
     return [(float(size), error) for size, error in pairs if size > 0 and error > LEAST]
 
 
-def _grid(across: _Axis, up: _Axis) -> list[str]:
+def _grid(across: _Axis, up: _Axis, size: str, quantity: str) -> list[str]:
     parts = []
     for value in across.ticks():
         x = across(value)
@@ -131,32 +173,29 @@ def _grid(across: _Axis, up: _Axis) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="small" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     middle = 0.5 * (LEFT + WIDTH - RIGHT)
-    parts.append(f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">parameters</text>')
+    parts.append(f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{size}</text>')
     parts.append(
         f'<text class="small" transform="translate(14 {0.5 * HEIGHT}) rotate(-90)" text-anchor="middle">'
-        "relative Frobenius error</text>"
+        f"{quantity}</text>"
     )
     return parts
 
 
 def _lines(
-    curves: Sequence[ErrorCurve],
-    points: Sequence[list[tuple[float, float]]],
-    across: _Axis,
-    up: _Axis,
-    labels: _Labels,
+    lines: Sequence[Line], across: _Axis, up: _Axis, labels: _Labels, size: str, quantity: str, joined: bool
 ) -> list[str]:
     parts = []
-    for i, (curve, line) in enumerate(zip(curves, points, strict=True)):
-        if not line:
+    for i, line in enumerate(lines):
+        if not line.points:
             continue
-        places = [(across(x), up(y)) for x, y in line]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline class="c{i % 5}" points="{path}"/>')
-        for (x, y), (size, error) in zip(places, line, strict=True):
-            hint = f"{escape(curve.label)}: {size:,.0f} parameters, error {error:.3g}"
+        spots = [(across(x), up(y)) for x, y in line.points]
+        if joined:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+            parts.append(f'<polyline class="c{i % 5}" points="{path}"/>')
+        for (x, y), (count, value) in zip(spots, line.points, strict=True):
+            hint = f"{escape(line.label)}: {count:,.0f} {size}, {quantity} {value:.3g}"
             parts.append(f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>')
-        labels.beside(*places[-1], curve.label, f"t{i % 5}")
+        labels.beside(*spots[-1], line.label, f"t{i % 5}")
     return parts
 
 

@@ -13,7 +13,7 @@ from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.report import LayerReport, totals
 from lsrdecomp.compression.result import Compression
 from lsrdecomp.compression.svg_curves import svg_curves
-from lsrdecomp.fidelity import Fidelity
+from lsrdecomp.fidelity import Fidelity, Measurement
 
 LAYER = LayerReport(
     name="model.layers.0.q", kind="linear", rows=384, columns=384, source_rank=8, structure="LSR",
@@ -49,6 +49,7 @@ class Record:
 @dataclass(frozen=True)
 class PromisedRecord(Record):
     promise: Fidelity | None = None
+    tried: tuple[Measurement, ...] = ()
 
 
 def record(count=3):
@@ -119,6 +120,19 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     measured = Page(html_report(PromisedRecord(layers, promise=promise), unit="token")).texts
     assert "90.0 %" in measured
     assert not any("estimated" in text for text in measured)
+
+
+def test_a_measured_result_shows_what_its_forms_kept_and_no_error_curve():
+    promise = Fidelity(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
+    tried = (Measurement(24_000, 6000, 0.97), Measurement(12_000, 3000, 0.7, 0.9, 60))
+    page = html_report(PromisedRecord((LAYER,), promise=promise, tried=tried), [CURVE])
+    assert "Share kept against bytes" in page
+    assert "Error against parameters" not in page
+    for hint in ("untrained: 12,000 bytes, share kept 0.7", "trained: 12,000 bytes, share kept 0.9"):
+        assert f"<title>{hint}</title>" in page
+    assert "<polyline" not in page
+    heights = [float(y) for y in re.findall(r'class="p0" cx="[^"]*" cy="([^"]*)"', page)]
+    assert heights[0] > heights[1], "smaller files stand left, a larger share higher"
 
 
 def test_nothing_can_be_loaded_and_every_name_is_escaped():
