@@ -57,7 +57,7 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     squares, with the penalty of the storage type.
     """
     if shape.order != 2:
-        return ALS(storage=storage if storage in PRECISIONS else "float32")
+        return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
 
 

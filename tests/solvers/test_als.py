@@ -273,6 +273,31 @@ def test_a_tight_tolerance_finds_the_d_terms_of_a_laplacian(d):
         assert result.condition < 10.0
 
 
+def test_as_many_terms_as_fibres_are_exact_and_no_more_are_taken(xp, rng):
+    """The fit ended at the largest rank above the tolerance, though unit vectors times the fibres are exact."""
+    shape = KroneckerShape(((2, 2), (2, 2), (1, 2)))
+    matrix = rng.standard_normal((4, 8)) + 1j * rng.standard_normal((4, 8))
+    matrix[:, 1::2] = 0.0  # of eight fibres four
+    target = Dense(xp.asarray(matrix))
+    for solution in (
+        ALS().solve(target, shape, rank=8),
+        ALS(ridge=1e-2, initializations=1).solve(target, shape, atol=1e-12 * target.norm),
+    ):
+        assert solution.status.met
+        assert solution.approximation.separation_rank == 4
+        assert target.residual_norm(solution.approximation) <= 1e-15 * target.norm
+    fewer = ALS(ridge=1e-2, initializations=1).solve(target, shape, rank=3, atol=1e-12 * target.norm)
+    assert fewer.status is Status.rank_exhausted
+
+
+def test_a_core_keeps_the_directions_that_hold_more_than_a_tolerance(xp, rng):
+    columns = [xp.asarray(rng.standard_normal((p, 3))) for p in (6, 7, 8)]
+    tensor = assemble(columns, xp.asarray([1.0, 1e-3, 1e-9]))
+    packed = compress(tensor, [16] * 3, atol=1e-6)
+    assert packed.core.shape == (2, 2, 2)
+    assert 0.0 < packed.lost <= 1e-6
+
+
 @pytest.mark.slow
 def test_five_hundred_exact_short_sums_are_met():
     check_drawn_sums(500, 1)

@@ -52,8 +52,9 @@ class ALS(MatrixSolver):
 
     Parameters
     ----------
-    storage : str
-        Element type the factors will be stored in; sets α.
+    storage : str, optional
+        Element type the factors will be stored in; sets α. Absent, nothing is rounded: α is that of float32, or the
+        square of a tolerance finer than that.
     ridge : float, optional
         α itself, for a matrix of norm one, instead.
     initializations : int
@@ -87,7 +88,7 @@ class ALS(MatrixSolver):
     True
     """
 
-    storage: str = "float32"
+    storage: str | None = None
     ridge: float | None = None
     initializations: int = 3
     core_sweeps: int = 20
@@ -97,16 +98,19 @@ class ALS(MatrixSolver):
     init: SeparatedMatrix | None = None
 
     def __post_init__(self) -> None:
-        unit_roundoff(self.storage)
+        unit_roundoff(self.storage or "float64")
         if self.ridge is not None and not (math.isfinite(self.ridge) and self.ridge >= 0.0):
             raise BudgetError(f"ridge: the penalty on λ must be finite and not negative, got {self.ridge}")
         for name in ("initializations", "core_sweeps", "max_sweeps"):
             if getattr(self, name) < 1:
                 raise BudgetError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def alpha(self, order: int) -> float:
-        """α for a matrix of norm one with ``order`` factors."""
-        return storage_ridge(self.storage, order) if self.ridge is None else self.ridge
+    def alpha(self, order: int, goal: float = 0.0) -> float:
+        """α for a matrix of norm one with ``order`` factors and an allowed error of ``goal``."""
+        if self.ridge is not None:
+            return self.ridge
+        rounding = storage_ridge(self.storage or "float32", order)
+        return min(rounding, goal**2) if self.storage is None and goal > 0.0 else rounding
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """Terms by regularized alternating least squares; the contract is `Solver.solve`.
@@ -138,23 +142,31 @@ class ALS(MatrixSolver):
         exact = Status.rank_reached if atol is None else Status.converged
         if size == 0.0:
             return Solution(no_terms(packed_target.core, shape), exact, relative_error=0.0)
-        if shape.order == 1:  # one factor is the matrix itself
-            progress.note(0.0)
-            columns = packed_target.expand([tensor[:, None] / size])
-            return Solution(CPTerms.of(columns).to_separated(shape, size), exact, progress.sweeps)
         tensor, goal = tensor / size, problem.goal or 0.0
-        terms, inner = self._start(packed_target, shape, size, most), goal
+
+        def matrix_of(terms: CPTerms) -> SeparatedMatrix:
+            return CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(shape, size)
+
+        fibres = CPTerms.number_of_fibres(tensor)  # as many terms are exact
+        if fibres == 1 or (atol is None and most >= fibres):
+            progress.note(0.0)
+            return Solution(matrix_of(CPTerms.fibres(tensor)), exact, progress.sweeps)
+        terms, inner, limit = self._start(packed_target, shape, size, most), goal, min(most, fibres - 1)
         while True:
-            terms = self._fit(tensor, terms, most, inner, progress)
-            approximation = CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(shape, size)
+            terms = self._fit(tensor, terms, limit, inner, progress)
+            approximation = matrix_of(terms)
             if atol is None:
-                return Solution(approximation, Status.rank_reached, progress.sweeps)
+                return Solution(approximation, exact, progress.sweeps)
             error = target.residual_norm(approximation)
-            met = error <= atol
-            if met or terms.rank >= most or progress.exhausted or inner < unit_roundoff("float64"):
+            if error <= atol or terms.rank >= limit or progress.exhausted or inner < unit_roundoff("float64"):
                 break
             inner *= 0.5  # the core thought the goal met; the whole matrix did not
-        status = self._status(met, approximation, goal, most, progress)
+        if error > atol and fibres <= most and not progress.exhausted:
+            expansion = matrix_of(CPTerms.fibres(tensor))
+            rounding = target.residual_norm(expansion)
+            if rounding <= atol:
+                approximation, error = expansion, rounding
+        status = self._status(error <= atol, approximation, goal, limit, progress)
         return Solution(approximation, status, progress.sweeps, relative_error=error / size)
 
     def _start(self, packed_target: Compressed, shape: KroneckerShape, size: float, most: int) -> CPTerms | None:
@@ -178,13 +190,15 @@ class ALS(MatrixSolver):
 
     def _fit(self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress) -> CPTerms:
         """Compress, fit the core, sweep over the whole: terms for ‖T‖ = 1."""
-        rounding = ROUNDINGS * unit_roundoff(dtype_name(tensor))
-        # ALS 1: a core of 2s directions a mode, made larger while it loses too much of the allowed error.
+        rounding, ridge = ROUNDINGS * unit_roundoff(dtype_name(tensor)), self.alpha(tensor.ndim, goal)
+        # ALS 1: a core of at most 2s directions a mode, made larger while it loses too much of the allowed error.
         cap = min(most, max(FIRST_RANK, start.rank if start else 0)) if goal > 0.0 else most
-        packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
-        while packed.lost > max(LOSS_SHARE * goal, rounding) and cap < most:
+        while True:
+            negligible = max(NEGLIGIBLE * goal, unit_roundoff(dtype_name(tensor))) if goal > 0.0 else 0.0
+            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed, atol=negligible)
+            if packed.lost <= max(LOSS_SHARE * goal, rounding) or cap >= most:
+                break
             cap = min(most, 2 * cap)
-            packed = compress(tensor, [2 * cap] * tensor.ndim, self.seed)
         core = to_numpy(as_double(packed.core))
         # ALS 2: terms one by one on the core, from where an earlier core has come to.
         progress.mark(Event.start)
@@ -193,21 +207,21 @@ class ALS(MatrixSolver):
             core,
             start_terms,
             most,
-            self.alpha(tensor.ndim),
+            ridge,
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
             goal=math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal,
             progress=progress,
         )
-        # ALS 3: back to the whole tensor; a few sweeps over it take back what the core lost.
+        # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back what the core lost.
         columns = packed.expand([like(c, tensor) for c in terms.columns])
         weights = (
             namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
         )
         whole = CPTerms(weights, columns)
-        if packed.lost > NEGLIGIBLE * misfit(core, terms) and self.full_sweeps > 0:
-            ridge = self.alpha(tensor.ndim)
+        error = misfit(core, terms)
+        if math.hypot(packed.lost, error) > goal and packed.lost > NEGLIGIBLE * error and self.full_sweeps > 0:
             progress.mark(Event.start)
             whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
         return whole
@@ -217,7 +231,7 @@ class ALS(MatrixSolver):
     ) -> Status:
         condition = approximation.condition
         if met:
-            lost_to_rounding = condition > CANCELLING and condition * unit_roundoff(self.storage) > goal
+            lost_to_rounding = condition > CANCELLING and condition * unit_roundoff(self.storage or "float64") > goal
             return Status.ill_conditioned if lost_to_rounding else Status.converged
         if approximation.separation_rank >= most:
             return Status.rank_exhausted

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, device, namespace, norm, triangular_factor
+from lsrdecomp.arrays import Array, adjoint, as_double, device, namespace, norm, to_numpy, triangular_factor
 
 OVERSAMPLING = 8
 """Columns of the random sketch beyond the wanted rank: the usual 5 to 10 of randomised range finders."""
@@ -31,7 +31,7 @@ class Compressed:
         return tuple(c if b is None else adjoint(b) @ c for b, c in zip(self.bases, columns, strict=True))
 
 
-def compress(tensor: Array, ranks: Sequence[int], seed: int = 0) -> Compressed:
+def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float = 0.0) -> Compressed:
     """Truncate every mode in turn to at most ``ranks[i]`` directions [1]_, found by a random sketch [2]_.
 
     One power step with orthogonalisation in between keeps directions down to the unit roundoff, where a Gram matrix
@@ -42,6 +42,8 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0) -> Compressed:
     tensor : Array, shape (p_1, …, p_d)
     ranks : sequence of int
     seed : int
+    atol : float
+        Directions that hold no more than this altogether are left out too.
 
     Returns
     -------
@@ -61,13 +63,16 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0) -> Compressed:
     losses: list[float] = []
     for mode in range(tensor.ndim):
         size, rank = int(core.shape[mode]), int(ranks[mode])
-        if rank >= size:
+        if rank >= size and atol == 0.0:
             bases.append(None)
             continue
         order = (mode, *(m for m in range(core.ndim) if m != mode))
         front = xp.permute_dims(core, order)
         matrix = xp.reshape(front, (size, math.prod(front.shape[1:])))
-        basis, coordinates = _leading(matrix, rank, rng)
+        basis, coordinates = _leading(matrix, min(rank, size), atol / math.sqrt(core.ndim), rng)
+        if basis.shape[1] == size:
+            bases.append(None)
+            continue
         # Each projection is orthogonal to those before, so the squares of what they lose add up. One minus the square
         # of what is left would be no better than the root of the unit roundoff.
         losses.append(norm(matrix - basis @ coordinates))
@@ -77,8 +82,8 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0) -> Compressed:
     return Compressed(core, tuple(bases), math.hypot(*losses))
 
 
-def _leading(matrix: Array, rank: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Orthonormal U (p, r) of the leading left directions of a matrix, and Uᴴ·matrix."""
+def _leading(matrix: Array, rank: int, atol: float, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Orthonormal U (p, r) of the leading left directions of a matrix, those above ``atol`` together, and Uᴴ·matrix."""
     xp = namespace(matrix)
     size, width = int(matrix.shape[0]), int(matrix.shape[1])
     sketched, basis = rank + OVERSAMPLING, None
@@ -89,9 +94,11 @@ def _leading(matrix: Array, rank: int, rng: np.random.Generator) -> tuple[Array,
         matrix = adjoint(basis) @ matrix
     if matrix.shape[0] < matrix.shape[1]:
         triangle = as_double(triangular_factor(adjoint(matrix)))
-        directions = adjoint(xp.linalg.svd(triangle, full_matrices=False).Vh)
+        _, sigma, vh = xp.linalg.svd(triangle, full_matrices=False)
+        directions = adjoint(vh)
     else:
-        directions = xp.linalg.svd(as_double(matrix), full_matrices=False).U
-    leading = xp.astype(directions[:, : min(rank, width)], matrix.dtype)
+        directions, sigma, _ = xp.linalg.svd(as_double(matrix), full_matrices=False)
+    tails = np.sqrt(np.cumsum(to_numpy(sigma)[:rank][::-1] ** 2))
+    leading = xp.astype(directions[:, : max(1, int(np.sum(tails > atol)))], matrix.dtype)
     coordinates = adjoint(leading) @ matrix
     return (leading if basis is None else basis @ leading), coordinates

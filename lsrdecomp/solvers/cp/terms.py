@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm
+import numpy as np
+
+from lsrdecomp.arrays import Array, adjoint, as_double, like, namespace, norm, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.cp.mttkrp import assemble
@@ -27,6 +29,22 @@ class CPTerms:
             units.append(unit)
             weights = length if weights is None else weights * length
         return cls(weights, tuple(units))
+
+    @classmethod
+    def fibres(cls, tensor: Array) -> CPTerms:
+        """A tensor as Σ e_i ∘ e_j ∘ t_ij, its fibres along the longest mode that are not zero: exact and orthogonal."""
+        xp, (longest, occupied) = namespace(tensor), _occupied_fibres(tensor)
+        others = [mode for mode in range(tensor.ndim) if mode != longest]
+        rows = xp.reshape(xp.permute_dims(tensor, (longest, *others)), (int(tensor.shape[longest]), -1))
+        indices = np.argwhere(to_numpy(occupied)).T
+        columns = [like(np.eye(int(tensor.shape[m]))[:, i], tensor) for m, i in zip(others, indices, strict=True)]
+        columns.insert(longest, xp.take(rows, xp.nonzero(xp.reshape(occupied, (-1,)))[0], axis=1))
+        return cls.of(columns)
+
+    @staticmethod
+    def number_of_fibres(tensor: Array) -> int:
+        """Terms of ``fibres``, without making them."""
+        return int(np.count_nonzero(to_numpy(_occupied_fibres(tensor)[1])))
 
     @property
     def rank(self) -> int:
@@ -76,3 +94,9 @@ def unit_columns(columns: Array) -> tuple[Array, Array]:
     length = xp.sqrt(xp.sum(xp.abs(columns) ** 2, axis=0))
     safe = xp.where(length > 0, length, xp.ones_like(length))
     return columns / safe, length
+
+
+def _occupied_fibres(tensor: Array) -> tuple[int, Array]:
+    """The longest mode, and which fibres along it are not zero."""
+    longest = max(range(tensor.ndim), key=lambda mode: int(tensor.shape[mode]))
+    return longest, namespace(tensor).any(tensor != 0, axis=longest)
