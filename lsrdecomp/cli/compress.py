@@ -78,7 +78,10 @@ def compress(
         typer.Option("--out", help="Directory to write, or for a LoRA as it came NAME.safetensors."),
     ] = None,
     calibrated: Annotated[
-        Path | None, typer.Option(help="Statistics from `calibrate`: errors then count what the network does.")
+        Path | None,
+        typer.Option(
+            "--calibrated", "--statistics", help="Statistics from `calibrate`: errors then count what the network does."
+        ),
     ] = None,
     base: Annotated[
         str | None, Input(), typer.Option(help="Measure what is kept on this base: a name or a directory.")

@@ -27,7 +27,11 @@ def fleet(
     workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
     calibrated: Annotated[
         Path | None,
-        typer.Option(help="Statistics for all adapters, or a directory of each one's at its own place."),
+        typer.Option(
+            "--calibrated",
+            "--statistics",
+            help="Statistics for all adapters, or a directory of each one's at its own place.",
+        ),
     ] = None,
     share: Annotated[
         bool,

@@ -54,8 +54,8 @@ def export_lora(
     to : str
         "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_same`.
     storage : str, optional
-        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of ``like`` for "same", or
-        f16 for "gguf", which also takes f32 and q8_0.
+        Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of ``like`` for "same",
+        or f16 for "gguf", which also takes f32 and q8_0.
     profile : str
         Of "lora": "peft"; "server", each layer at its own rank under one global scale and without the head; or "lorax",
         padded to one rank, with zeros for layers that were dropped. See `lsrdecomp.checkpoints.write_lora`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from lsrdecomp.fields import OPTION, POSITIVE, READ, Check, Settings, one_of, settings, whole
+from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, Check, Settings, one_of, settings, whole
 
 SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")
 PRECISIONS = ("float32", "bfloat16")
@@ -75,5 +75,7 @@ class DistilSettings(EvaluatorSettings):
 
     steps: Annotated[int, OPTION, whole(1), "Training steps at most, trials of rates among them."] = 200
     rate: Annotated[float | None, OPTION, POSITIVE, "Relative change a step; absent, tried out."] = None
-    calibrated: Annotated[str | None, OPTION, READ, "Statistics, for codes solved in the Fisher norm."] = None
+    calibrated: Annotated[
+        str | None, OPTION, READ, Also("statistics"), "Statistics, for codes solved in the Fisher norm."
+    ] = None
     micro: Annotated[int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."] = None

@@ -55,7 +55,9 @@ class FinetuneSettings(Settings):
     lsrdecomp.fields.SettingsError: steps must be a whole number, 1 or more, got 0
     """
 
-    model: Annotated[str, OPTION, READ, "The base: a name, a directory, a GGUF file, smollm2, or embedded."]
+    model: Annotated[
+        str, OPTION, READ, Also("base"), "The base: a name, a directory, a GGUF file, smollm2, or embedded."
+    ]
     task: Annotated[str, OPTION, one_of(_tasks), "A GLUE or SuperGLUE task, embedded, or jsonl for a language model."]
     data: Annotated[str | None, OPTION, READ, "JSON lines for a language model, or directory of the tasks' files."] = (
         None
