@@ -3,7 +3,7 @@
 from lsrdecomp.adapters.adapted import rescale
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.direct import DirectConfig, KronAConfig
-from lsrdecomp.adapters.exchange import from_lokr, from_lora, save_pretrained, to_lora
+from lsrdecomp.adapters.exchange import from_lora, save_pretrained, to_lora
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.loraplus import loraplus_groups
 from lsrdecomp.adapters.model import LsrModel
@@ -14,7 +14,6 @@ __all__ = [
     "LsrConfig",
     "LsrLayer",
     "LsrModel",
-    "from_lokr",
     "from_lora",
     "loraplus_groups",
     "rescale",

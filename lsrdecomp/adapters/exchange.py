@@ -1,4 +1,4 @@
-"""Exact exchange with PEFT's LoRA and LoKr: an LSR pair, expanded, is a LoRA pair, and a LoRA pair is an LSR shape."""
+"""Exact exchange with PEFT's LoRA: an LSR pair, expanded, is a LoRA pair, and a LoRA pair is an LSR shape."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoKrConfig, LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.config import LsrConfig, find
+from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
-from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.errors import ShapeError, UnsupportedError
 
 PREFIX = "base_model.model."
 # Settings that LoRA and LSR share under one name.
@@ -258,75 +258,11 @@ def from_lora(config: LoraConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrCon
     return lsr, written
 
 
-def from_lokr(config: LoKrConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrConfig, dict[str, Tensor]]:
-    """An LSR adapter of one term that computes exactly what a PEFT LoKr adapter of linear layers computes.
-
-    ``(w1_a w1_b) ⊗ (w2_a w2_b) = (w1_a ⊗ w2_a)(w1_b ⊗ w2_b)``; a side kept whole is itself times the identity.
-
-    Raises
-    ------
-    UnsupportedError
-        Naming the tensor, for the Tucker form of convolutions.
-
-    Examples
-    --------
-    >>> from peft import LoKrConfig
-    >>> name = "base_model.model.fc.lokr"
-    >>> tensors = {f"{name}_w1": torch.ones(2, 2), f"{name}_w2_a": torch.ones(3, 1), f"{name}_w2_b": torch.ones(1, 3)}
-    >>> config, written = from_lokr(LoKrConfig(r=1, alpha=1, target_modules=["fc"]), tensors)
-    >>> [tuple(tensor.shape) for tensor in written.values()]               # terms, rows and columns of each factor
-    [(1, 2, 2), (1, 3, 1), (1, 2, 2), (1, 1, 3)]
-    """
-    sides: dict[str, dict[str, Tensor]] = {}
-    written: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        module, part = split_key(key)
-        if part.startswith("lokr_"):
-            if tensor.ndim != 2 or "t2" in part:
-                raise UnsupportedError(f"expected a matrix, got {part} of shape {tuple(tensor.shape)}", tensor=key)
-            sides.setdefault(module, {})[part] = tensor
-        else:
-            written[key] = tensor
-    shapes, ranks, alphas = {}, {}, {}
-    for module, parts in sides.items():
-        first, second = factored(parts, "lokr_w1", module), factored(parts, "lokr_w2", module)
-        written |= one_term(f"{PREFIX}{module}.lsr_B", first[0], second[0])
-        written |= one_term(f"{PREFIX}{module}.lsr_A", first[1], second[1])
-        inner = [first[1].shape[0], second[1].shape[0]]
-        shapes[f"^{module}"] = {
-            "out": [first[0].shape[0], second[0].shape[0]],
-            "inner": inner,
-            "into": [first[1].shape[1], second[1].shape[1]],
-        }
-        ranks[f"^{module}"] = inner[0] * inner[1]
-        rank = find(config.rank_pattern or {}, module) or config.r
-        alpha = find(config.alpha_pattern or {}, module) or config.alpha
-        alphas[f"^{module}"] = alpha / rank * inner[0] * inner[1]
-    lsr = LsrConfig(
-        **{name: getattr(config, name) for name in COMMON if hasattr(config, name)},
-        separation_rank=1,
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        shape_pattern=shapes,
-    )
-    return lsr, written
-
-
 def split_key(key: str) -> tuple[str, str]:
     """Module and adapter part of a PEFT key; the part is empty for tensors that are no adapter's."""
-    match = re.fullmatch(rf"{re.escape(PREFIX)}(.+?)\.(lo(?:ra|kr)_.+)", key)
+    match = re.fullmatch(rf"{re.escape(PREFIX)}(.+?)\.(lora_.+)", key)
     return (match[1], match[2]) if match else (key, "")
 
 
 def one_term(stem: str, *factors: Tensor) -> dict[str, Tensor]:
     return {f"{stem}.factor_{index}": factor.unsqueeze(0) for index, factor in enumerate(factors, start=1)}
-
-
-def factored(parts: Mapping[str, Tensor], name: str, module: str) -> tuple[Tensor, Tensor]:
-    if name in parts:
-        whole = parts[name]
-        return whole, torch.eye(whole.shape[1], dtype=whole.dtype, device=whole.device)
-    try:
-        return parts[f"{name}_a"], parts[f"{name}_b"]
-    except KeyError as error:
-        raise CheckpointError(f"{module} has neither {name} nor both {name}_a and {name}_b") from error

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft import LoraModel
 from peft.tuners.tuners_utils import find_parameter_name_by_module
 from torch import nn
 
@@ -191,8 +192,7 @@ class LsrModel(KroneckerTuner):
     def _add_targets_to_tie(self, peft_config: Any, tied_weight_keys: list[str]) -> None:
         tie_targets(peft_config, self.model, tied_weight_keys)
 
-    def _add_modules_to_save_to_tie(self, peft_config: Any, tied_weight_keys: list[str]) -> None:
-        tie_modules_to_save(peft_config, self.model, tied_weight_keys)
+    _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie
 
 
 class AdapterGrouping(Grouping):
@@ -230,14 +230,6 @@ def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:
     else:
         untied = {name for name in config.target_modules or () if not _ends_one_of(name, tied)}
         config.target_modules = untied | {embedding}
-
-
-def tie_modules_to_save(config: Any, model: nn.Module, tied: list[str]) -> None:
-    """Save the embedding alone, and note the modules that share its copy."""
-    config.modules_to_tie = set(tied)
-    embedding = find_parameter_name_by_module(model, model.get_input_embeddings())  # type: ignore[operator]
-    untied = [name for name in config.modules_to_save or () if not _ends_one_of(name, tied)]
-    config.modules_to_save = untied if embedding in untied else [*untied, embedding]
 
 
 def _ends_one_of(name: str, keys: list[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,44 +24,6 @@ from lsrdecomp.training.tasks import TASKS, Task
 SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 
 
-class Dataset(Protocol):
-    """What `finetune` asks of the examples of a run; ``train`` and ``validation`` hold what ``collator`` takes."""
-
-    @property
-    def base(self) -> str: ...
-    @property
-    def train(self) -> Any: ...
-    @property
-    def validation(self) -> Any: ...
-    @property
-    def lengths(self) -> list[int]:
-        """Of the training examples, to sort by."""
-        ...
-
-    @property
-    def outputs(self) -> int | None:
-        """Numbers the head gives a row of tokens; None for a language model."""
-        ...
-
-    @property
-    def regression(self) -> bool: ...
-    @property
-    def baseline(self) -> dict[str, float]:
-        """Metrics of always giving the commonest answer."""
-        ...
-
-    def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]: ...
-    def judge_dev(self, trainer: Trainer) -> Scores: ...
-    def judge_validation(self, trainer: Trainer) -> Scores | None: ...
-    def samples(self, trainer: Trainer) -> tuple[Sample, ...]:
-        """What the model said, for the record."""
-        ...
-
-    def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """The training examples as a calibration reads them."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TaskDataset:
     """The examples of a classification, a multiple choice or a regression."""
@@ -75,10 +37,12 @@ class TaskDataset:
 
     @property
     def lengths(self) -> list[int]:
+        """Of the training examples, to sort by."""
         return [length(example) for example in self.train]
 
     @property
     def outputs(self) -> int:
+        """Numbers the head gives a row of tokens."""
         return 1 if self.task.regression or choices(self.dev) > 1 else len(self.task.labels)
 
     @property
@@ -87,6 +51,7 @@ class TaskDataset:
 
     @property
     def baseline(self) -> dict[str, float]:
+        """Metrics of always giving the commonest answer."""
         return self.task.baseline(self.dev)
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
@@ -102,11 +67,16 @@ class TaskDataset:
         return ()
 
     def questions(self, base: Base, *, size: int, seed: int) -> Iterator[dict[str, Tensor]]:
+        """The training examples as a calibration reads them."""
         return batches(base, task_texts(self.train), size=size, max_length=self.settings.max_length, seed=seed)
 
     def _judged(self, trainer: Trainer, examples: list[Example]) -> Scores:
         answered = trainer.predict(examples)  # type: ignore[arg-type]
         return judge(self.task, np.asarray(answered.predictions), np.asarray(answered.label_ids))
+
+
+Dataset = TaskDataset | LanguageDataset
+"""What a run reads: both offer the same, and ``train`` and ``validation`` hold what ``collator`` takes."""
 
 
 def judge(task: Task, outputs: np.ndarray, labels: np.ndarray) -> Scores:
