@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lsrdecomp.arrays import as_double, like, to_numpy
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.arrays import as_double, dtype_name, is_differentiated, like, to_numpy
+from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.formats.allocation import FormatChoice, cheapest_formats
 from lsrdecomp.formats.number_formats import FORMATS, StoredFactor, round_factor, storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -169,7 +169,8 @@ def smallest(
             rounding.weights, rounding.squares, rounding.bytes, math.sqrt(max(budget, 0.0)), rounding.overhead
         )
         stored = rounding.store(choices)
-        error = certified(target, _read(approximation.kronecker_shape, rounding.exponent, stored))
+        read = _read(approximation.kronecker_shape, rounding.exponent, stored)
+        error = certified(target, _beside(read, approximation.astype(dtype_name(as_double(approximation.factors[0])))))
         closest = min(closest, error)
         if error <= atol:
             return StoredMatrix(approximation.kronecker_shape, rounding.exponent, stored, error, target.norm)
@@ -195,7 +196,7 @@ def as_stored(matrix: SeparatedMatrix, storage: str) -> SeparatedMatrix:
     rounding = _Rounding.measure(matrix, (chosen.name,))
     choices: list[FormatChoice] = [(0,) * matrix.order] * matrix.separation_rank
     read = _read(matrix.kronecker_shape, rounding.exponent, rounding.store(choices))
-    return SeparatedMatrix(like(read.weights, matrix.weights), tuple(map(like, read.factors, matrix.factors)))
+    return _beside(read, matrix)
 
 
 def least_bytes(shape: KroneckerShape, rank: int, formats: Sequence[str] = SMALL_FORMATS) -> int:
@@ -230,6 +231,10 @@ class _Rounding:
 
     @classmethod
     def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
+        if is_differentiated(approximation.factors[0]):
+            raise LsrError(
+                "stored codes pass no gradients; pass matrix.detach(), or give rtol= or rank= without budget"
+            )
         weights = to_numpy(as_double(approximation.weights))
         units = tuple(to_numpy(as_double(f)) for f in approximation.factors)
         peak = float(weights[0]) if len(weights) else 1.0
@@ -308,6 +313,11 @@ def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> 
         factors.append(stack)
     weights = np.ldexp(np.asarray([float(term.weight) for term in terms], dtype=np.float64), exponent)
     return SeparatedMatrix.from_factors(factors, weights)
+
+
+def _beside(matrix: SeparatedMatrix, other: SeparatedMatrix) -> SeparatedMatrix:
+    """The matrix in the library, element type and place of another."""
+    return SeparatedMatrix(like(matrix.weights, other.weights), tuple(map(like, matrix.factors, other.factors)))
 
 
 def _refusal(atol: float, truncation: float, closest: float, finest: str, size: float) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lsrdecomp import KroneckerShape, LowRank, LsrError, decompose
+from lsrdecomp import ErrorBudget, KroneckerShape, LowRank, LsrError, decompose
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.solvers import ALS, SVD, BatchedKrylov, BlockGolubKahan, Gram, TensorLyCP
 
@@ -60,6 +60,14 @@ def test_what_passes_no_gradients_refuses_them(solver):
         decompose(given, cube, rank=1, solver=solver)
     with torch.no_grad():
         assert decompose(given, cube, rank=1, solver=solver).relative_error < 1e-6
+
+
+@pytest.mark.parametrize("goal", [{"budget": ErrorBudget(rtol=0.5)}, {"rank": 2, "storage": "int8"}], ids=str)
+def test_codes_pass_no_gradients_and_say_so(problem, goal):
+    given = torch.tensor(problem[0], requires_grad=True)
+    with pytest.raises(LsrError, match="stored codes pass no gradients; pass matrix.detach()"):
+        decompose(given, SHAPE, **goal)
+    assert decompose(given.detach(), SHAPE, **goal).status.met
 
 
 def test_without_gradients_the_space_is_grown_as_ever(problem):
