@@ -32,6 +32,8 @@ KEYS = {
     "torchtune": halves("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {f"model.layers.0.self_attn.q_proj.lora_{half}": shape for half, shape in (("a", (64, 8)), ("b", (8, 64)))},
     "peft-lora": halves(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
+    "peft-lora, experts by name": halves(f"{PREFIX}model.layers.0.mlp.experts.3.gate_proj", *NEW),
+    "peft-lora, stacked experts": halves(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
     "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
 }
 CONFIGS = {
@@ -44,7 +46,9 @@ CONFIGS = {
         "task_type": "CAUSAL_LM",
     },
 }
-WEIGHTS = {"mlx": "adapters", "peft-lora": "adapter_model"}
+CONFIGS["peft-lora, experts by name"] = CONFIGS["peft-lora"] | {"target_modules": ["gate_proj"]}
+EXPERTS = {"r": 4, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+CONFIGS["peft-lora, stacked experts"] = CONFIGS["peft-lora"] | EXPERTS
 OUTSIDE = ("loralib", "torchtune")
 
 
@@ -59,5 +63,5 @@ def write(folder, form):
         return "style.safetensors"
     (folder / "style").mkdir()
     (folder / "style" / "adapter_config.json").write_text(json.dumps(CONFIGS[form]))
-    save_file(tensors, folder / "style" / f"{WEIGHTS[form]}.safetensors")
+    save_file(tensors, folder / "style" / f"{'adapters' if form == 'mlx' else 'adapter_model'}.safetensors")
     return "style"

@@ -179,6 +179,9 @@ class LsrConfig(TargetConfig):
         if self.layers is not None:
             for name, value in read_index(self.layers).config_fields().items():
                 setattr(self, name, value)
+            if self.target_parameters:
+                text = "its experts were compressed one by one, and PEFT opens them stacked"
+                raise ValueError(f"{text}: export them by `lsrdecomp export DIRECTORY --out LORA` and open that")
         super().__post_init__()
         self.peft_type = add_member(PeftType, "LSR")
         if self.bias not in ("none", "all", "lsr_only"):

@@ -171,6 +171,11 @@ def calibrate(
     """
     out = Path(out)
     named = modules_by_name(model)
+    for name, module in model.named_modules():
+        if hasattr(module, "parameter_name"):  # PEFT's wrapper of a bare parameter
+            stack = f"{name.removeprefix('base_model.model.').replace('.base_layer', '')}.{module.parameter_name}"
+            text = "its experts are one parameter in this base, and inputs are measured of Linear layers alone"
+            raise CalibrationError(f"{stack}: {text}; compress this adapter without --base and --calibrated")
     missing = [name for name in modules if name not in named]
     if missing or not modules:
         some = ", ".join(name for name in named if name)[:200]

@@ -177,6 +177,7 @@ CARRIED: dict[str, tuple[str, tuple[Callable[[Any], bool], ...]]] = {
     "task_type": ("text", (_text,)),
     "auto_mapping": ("a map from text to text", (_map,)),
     "target_modules": ("text or a list of text", (_text, _words)),
+    "target_parameters": ("a list of text", (_words,)),
     "exclude_modules": ("text or a list of text", (_text, _words)),
     "layers_to_transform": ("an integer or a list of integers", (lambda value: type(value) is int, _counts)),
     "layers_pattern": ("text or a list of text", (_text, _words)),

@@ -275,7 +275,7 @@ def _write(
 
 def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
-    if checkpoint.format.startswith("peft-"):
+    if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
         return "Open it with PEFT after `import lsrdecomp.adapters`."
     try:
         checkpoints.check_same(checkpoint)

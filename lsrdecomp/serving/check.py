@@ -12,7 +12,7 @@ from lsrdecomp.checkpoints import BaseModules, Checkpoint, read_modules
 from lsrdecomp.errors import LsrError, unknown
 from lsrdecomp.serving import images, text
 from lsrdecomp.serving.adapter import read_adapter, task_type
-from lsrdecomp.serving.report import ServingCheck
+from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
 Rule = Callable[[ServingCheck, Checkpoint, BaseModules], None]
 """Fills a check with the fate of every layer of an adapter on a base."""
@@ -58,5 +58,9 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
     modules = read_modules(base, task_type=task_type(checkpoint))
     source, rule = SERVERS[server]
     check = ServingCheck(server, source, checkpoint.path, modules.path)
-    rule(check, checkpoint, modules)
+    if checkpoint.config.get("target_parameters"):
+        check.refuse("its experts are stored stacked (target_parameters), of which these rules know nothing")
+        check.modules += [ModuleFate(layer.name, layer.rank) for layer in checkpoint.layers]
+    else:
+        rule(check, checkpoint, modules)
     return check

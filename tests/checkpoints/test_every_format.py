@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_tokenizer import word_tokenizer  # noqa: E402 - after the skip
 
 from lsrdecomp.calibration.base_model import load_base  # noqa: E402
+from lsrdecomp.calibration.questions import CalibrationError  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "compress-a-lora.md"
 HEAD = ("file", "read as", "LSR", "cut as it came", "LSR and back as it came", "to PEFT", "to kohya", "to diffusers")
@@ -57,6 +58,11 @@ def row(form):
             check = verify(source, made)
             return check.passed and check.recorded and {layer.dtype for layer in made.layers} == {"float16"}
 
+        def measured():
+            if list(load_base(base(folder), written).modules) != [layer.name for layer in source.layers]:
+                raise CalibrationError("its layers are no Linear layers of the base")
+            return True
+
         def cut():
             return sound(truncate(source, CompressionPlan(ratio=1.5)).save(folder / "cut.safetensors"))
 
@@ -65,7 +71,7 @@ def row(form):
 
         cells = [tried(lambda: sound(small.path)), tried(cut)]
         cells += [tried(lambda to=to: export(to)) for to in ("same", "lora", "kohya", "diffusers")]
-        cells.append(tried(lambda: len(load_base(base(folder), written).modules) == 1))
+        cells.append(tried(measured))
         return (form, source.format, *cells)
 
 

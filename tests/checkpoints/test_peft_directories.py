@@ -281,7 +281,6 @@ def test_an_exact_pattern_matches_its_module_alone(names: list[str]) -> None:
         ({"lora_bias": True}, "lora_bias"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"megatron_config": {"a": 1}}, "Megatron"),
-        ({"target_parameters": ["experts.down"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "activated LoRA"),
         ({"use_qalora": True}, "QA-LoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),

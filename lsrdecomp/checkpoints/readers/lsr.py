@@ -50,7 +50,7 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     raw = dict(own) | ({} if index is None else index.config_fields())
     config = Config(raw, bundle.config_path)
     refuse_alpha(bundle, alpha)
-    refuse_fields(config, REFUSED)
+    refuse_fields(config, REFUSED if index is None else {"use_dora": DORA})
     check_carried(config)
     expected = _Expected(config)
     kinds = provenance_kinds(bundle) if index is None else index.kinds

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
+from lsrdecomp.checkpoints.experts import Stacks, expert_layers
 from lsrdecomp.checkpoints.format import Roles, finish, need, needed_config, refuse_alpha, refuse_fields, without_prefix
-from lsrdecomp.checkpoints.records import Checkpoint, low_rank_layer
+from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, low_rank_layer
 from lsrdecomp.checkpoints.tensors import StoredTensor
-from lsrdecomp.errors import UnsupportedError
+from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 # What else changes the forward pass or the base weights, so that scale·B·A would not be the update.
 REFUSED = {
@@ -25,7 +27,6 @@ REFUSED = {
     "lora_bias": "the low-rank pair has a bias of its own",
     "layer_replication": "it copies layers of the base model",
     "megatron_config": "its layers are sharded by Megatron",
-    "target_parameters": "it targets bare parameters (experts), whose halves are stored stacked",
     "ensure_weight_tying": "it ties adapters of different modules",
 }
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
@@ -36,7 +37,7 @@ FIELDS = {
     *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout"),
     *("lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version"),
     *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-    *("target_modules", "task_type", "trainable_token_indices", "use_rslora", "velora_config"),
+    *("target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_rslora", "velora_config"),
 }
 LORA_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<half>[AB]\.weight|embedding_[AB])")
 HALVES = ("A.weight", "B.weight")
@@ -61,18 +62,29 @@ class PeftLora:
         rank_of, scales = ranks_of(config), Scales(config)
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = _halves(bundle)
-        layers = []
-        for module, roles in modules.items():
+        stacks, read = Stacks(config.raw, config.path), lru_cache(maxsize=2)(StoredTensor.read)
+        layers: list[LoraLayer] = []
+        for key, roles in modules.items():
+            parameter = stacks.of_key(key)
+            module = parameter or key
             embedding = not roles.keys().isdisjoint(EMBEDDING)
             down, up = EMBEDDING if embedding else HALVES
             need(module, roles, (down, up))
             rank = rank_of(module)
             kind = "embedding" if embedding else linear
             layer = low_rank_layer(module, roles[up], roles[down], scales.of(module, rank), kind=kind)
+            if parameter is not None:
+                layers += expert_layers(layer, rank, config.path, read)
+                continue
             if layer.rank != rank:
                 text = f"rank {layer.rank} in shape {roles[down].shape}, but the config says r = {rank}"
                 raise roles[down].error(f"{text}; correct r or rank_pattern in {bundle.config_path.name}")
             layers.append(layer)
+        named = [f".{layer.name.rpartition('.')[0]}" for layer in layers]
+        missing = [target for target in stacks.targets if not any(name.endswith(f".{target}") for name in named)]
+        if missing:
+            text = f"target_parameters names {ascii(missing[0])[:80]}, of which the file holds no tensor"
+            raise CheckpointError(text, path=config.path)
         notes += missing_modules(config.raw, extras)
         return finish(bundle, self.name, layers, extras, notes, parts="lora_A and lora_B")
 

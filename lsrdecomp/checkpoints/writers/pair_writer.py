@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from lsrdecomp.checkpoints.experts import stacked
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array
@@ -84,6 +85,21 @@ class PairWriter(TensorWriter):
             stored_down = stored_down.reshape(down.shape[0], -1, *layer.kernel)
         self.add(keys[0], stored_down)
         self.add(keys[1], stored_up)
+
+    def add_experts(
+        self, stack: str, pairs: Mapping[str, tuple[Array, Array]], count: int, keys: tuple[str, str], storage: str
+    ) -> None:
+        """The experts of one parameter, by the names of their layers, as PEFT stores ``count`` of them."""
+        stored = {}
+        for name, (up, down) in pairs.items():
+            check_pair(name, up, down, self.layers.get(name))
+            halves = cast(up, storage, keys[1]), cast(down, storage, keys[0])
+            self._measure(up, down, *halves, 1.0)
+            stored[int(name.rpartition(".")[2])] = halves
+        self.ranks[stack] = max(down.shape[0] for _, down in stored.values())
+        up, down = stacked(stored, count)
+        self.add(keys[0], down)
+        self.add(keys[1], up)
 
     def _measure(self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float) -> None:
         pair = LowRank(np.asarray(up, np.float64), np.asarray(down, np.float64))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
+from lsrdecomp.checkpoints.experts import Stacks
 from lsrdecomp.checkpoints.format import PREFIX
+from lsrdecomp.checkpoints.provenance import provenance as read_provenance
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
@@ -17,8 +20,8 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
 PROFILES = ("peft", "server", "lorax")
-HALVES = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
-"""A and B of a layer, and of an embedding."""
+LINEAR = ("lora_A.weight", "lora_B.weight")
+EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 
 
 def write_lora(
@@ -89,6 +92,10 @@ def write_lora(
     if profile != "peft" and extras:
         text = f"{len(extras)} tensors beside the adapter ({next(iter(extras))}, …) that servers do not load"
         raise UnsupportedError(text + ": use profile 'peft', or pass extras={} to leave them out", path=out)
+    stacks = Stacks(config, out)
+    if profile != "peft" and stacks.targets:
+        text = "experts are stored stacked (target_parameters), which servers read otherwise"
+        raise UnsupportedError(f"{text}: use profile 'peft'", path=out)
     if profile == "lorax" and rank is None:
         layers = list(layers)
         rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
@@ -97,20 +104,32 @@ def write_lora(
         PairWriter(part, source) as writer,
     ):
         kinds = {name: layer.kind for name, layer in writer.layers.items()}
-        for name, up, down in layers:
-            ends = HALVES[kinds.get(name) == "embedding"]
-            writer.add_pair(
-                name, up, down, (f"{PREFIX}{name}.{ends[0]}", f"{PREFIX}{name}.{ends[1]}"), storage, rank=rank
-            )
+        names: set[str] = set()
+        for stack, group in groupby(layers, lambda layer: stacks.stack_of(layer[0])):
+            if stack is not None:
+                pairs = {name: (up, down) for name, up, down in group}
+                names |= pairs.keys()
+                key = PREFIX + stacks.key_of(stack)
+                writer.add_experts(
+                    stack, pairs, _experts(stack, source), (f"{key}.{LINEAR[0]}", f"{key}.{LINEAR[1]}"), storage
+                )
+                continue
+            for name, up, down in group:
+                names.add(name)
+                ends = EMBEDDING if kinds.get(name) == "embedding" else LINEAR
+                keys = f"{PREFIX}{name}.{ends[0]}", f"{PREFIX}{name}.{ends[1]}"
+                writer.add_pair(name, up, down, keys, storage, rank=rank)
         ranks = writer.ranks
         if profile == "server":
             _server_rank(max(ranks.values()), out)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
         header = writer.record(provenance, profile=profile, storage=storage)
-        fields = carried_fields(config, set(ranks), set(extras), source, "lora_only")
+        fields = carried_fields(config, names, set(extras), source, "lora_only")
         if profile != "peft":
             fields["target_modules"] = module_suffixes(ranks)
+        elif stacks.targets and isinstance(fields["target_modules"], list):
+            fields["target_modules"] = [name for name in fields["target_modules"] if stacks.stack_of(name) is None]
         if not extras:
             fields["modules_to_save"] = None
         common = max(ranks.values()) if profile == "server" else most_common(ranks)
@@ -129,6 +148,15 @@ def write_lora(
         writer.write(part / WEIGHTS, header)
         write_json(part / CONFIG, fields)
     return out
+
+
+def _experts(stack: str, source: Checkpoint | None) -> int:
+    """How many experts a stack has: as many as the source has of it, what it dropped included."""
+    if source is None:
+        raise CheckpointError("the number of experts is that of a source, and there is none", tensor=stack)
+    names = [*(layer.name for layer in source.layers), *read_provenance(source).get("dropped", ())]
+    numbers = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == stack]
+    return 1 + max(int(number) for number in numbers if number.isdecimal())
 
 
 def _server_rank(rank: int, out: Path) -> int:
