@@ -37,7 +37,10 @@ EXAMPLES = {
     "curve": ("curve my-lora/ --out curve.png",),
     "verify": ("verify my-lora/ small/", "verify my-lora/ small/ --base BASE --text lines.txt"),
     "export": ("export small/ --out small-lora/", "export small/ --out small.gguf --to gguf"),
-    "finetune": ("finetune --model smollm2 --data train.jsonl --out my-lora/",),
+    "finetune": (
+        "finetune --model smollm2 --data train.jsonl --out my-lora/",
+        "finetune --model smollm2 --data train.jsonl --init my-lora/ --ratio 20 --out small/",
+    ),
     "fleet": ("fleet adapters/ small-adapters/ --plan plan.toml --workers 8",),
     "demo": ("demo --out demo-output",),
 }
@@ -68,8 +71,8 @@ PANELS = {
     },
     "finetune": {
         "Task": "model data task",
-        "Adapter": "method option init",
-        "Train": "learning-rate batch epochs steps seed set",
+        "Adapter": "method option init ratio",
+        "Train": "learning-rate batch epochs steps set",
         "Output": "out json force",
     },
 }
