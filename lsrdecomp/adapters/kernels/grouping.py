@@ -46,26 +46,19 @@ def _groupable(factors: list[Tensor]) -> bool:
     return all(type(factor) is nn.Parameter and factor.ndim == 3 and not factor.is_meta for factor in factors)
 
 
-class Run:
-    """One forward pass of a model: whether it is still running, and whether it recorded a graph."""
-
-    def __init__(self) -> None:
-        self.running, self.with_graph = True, torch.is_grad_enabled()
-
-
 class Expansion:
     """A matrix that was formed for one forward pass, and for the backward pass that belongs to it."""
 
-    def __init__(self, matrix: Tensor, run: Run) -> None:
-        self.matrix, self.run = matrix, run
+    def __init__(self, matrix: Tensor, grouping: Grouping) -> None:
+        self.matrix, self.grouping = matrix, grouping
 
     def holds(self) -> bool:
         """Whether it may be used here and now: during its pass, or in backward, where checkpointing runs parts again.
 
         Nowhere else, for parameters can be changed unseen: through ``.data``, or by another library's kernels.
         """
-        here = self.run.running or torch._C._current_graph_task_id() != -1
-        return here and (self.run.with_graph or not torch.is_grad_enabled())
+        here = self.grouping.running or torch._C._current_graph_task_id() != -1
+        return here and (self.grouping.with_graph or not torch.is_grad_enabled())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # copied and pickled as None
@@ -88,7 +81,7 @@ class Grouping:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         self.model, self.dtype = model, dtype
         self.formed: list[Expandable] = []
-        self.run: Run | None = None
+        self.running = self.with_graph = False  # the pass that formed them, and whether it recorded a graph
         self.keeps = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -116,7 +109,7 @@ class Grouping:
             yield
         finally:
             self.keeps = outer
-            if not outer and self.run is not None and not self.run.with_graph:
+            if not outer and not self.with_graph:
                 self.release()
 
     def form(self) -> None:
@@ -132,10 +125,10 @@ class Grouping:
         if not selected:
             return  # adapters are off: an earlier pass may still wait for its backward
         self.release()
-        self.run = Run()
+        self.running, self.with_graph = True, torch.is_grad_enabled()
         for dtype, (modules, lists) in classes.items():
             for module, matrix in zip(modules, expand_all(lists, dtype=dtype), strict=True):
-                vars(module)["expansion"] = Expansion(matrix, self.run)  # a module's own way takes microseconds
+                vars(module)["expansion"] = Expansion(matrix, self)  # a module's own way takes microseconds
             self.formed += modules
 
     def release(self) -> None:
@@ -143,17 +136,17 @@ class Grouping:
         for module in self.formed:
             vars(module).pop("expansion", None)
         self.formed.clear()
-        self.run = None
+        self.running = self.with_graph = False
 
     def _before(self, model: nn.Module, _: Any) -> None:
-        serves = self.keeps and self.run is not None and not self.run.with_graph and not torch.is_grad_enabled()
+        serves = self.keeps and self.running and not self.with_graph and not torch.is_grad_enabled()
         if not serves and not is_traced():
             self.form()
 
     def _after(self, model: nn.Module, _: Any, output: Any) -> None:
-        if is_traced() or self.run is None:
+        if is_traced():
             return
-        if self.run.with_graph:
-            self.run.running = False
+        if self.with_graph:
+            self.running = False
         elif not self.keeps:
             self.release()
