@@ -19,6 +19,11 @@ SHAPE = KroneckerShape(((10, 9), (8, 14)))  # R(M) is 90 × 112
 K = np.arange(1, 91)
 
 
+@pytest.fixture(autouse=True)
+def spaces_are_grown(monkeypatch):
+    monkeypatch.setattr(subspace, "SMALL", 64)  # the SVD would be faster
+
+
 def with_spectrum(sigma, rng):
     u, v = (np.linalg.qr(rng.standard_normal((n, 90)))[0] for n in (90, 112))
     return inverse_rearrange((u * sigma) @ v.T, SHAPE)
@@ -111,9 +116,22 @@ def test_small_matrices_go_through_one_svd(xp, rng):
         best = SVD().solve(Dense(matrix), shape, rank=3).approximation
         close(to_numpy(one.approximation.to_matrix()), best.to_matrix(), size=100, dtype="float64")
         assert one.gap_kind is ErrorKind.bounded
+        target = Dense(matrix)
+        error = target.residual_norm(in_numpy(one.approximation)) / (target.norm or 1.0)
+        assert one.relative_error == pytest.approx(error, rel=1e-6, abs=1e-15)
     batch[1, 2, 3] = np.nan
     with pytest.raises(PrecisionError, match="1 of 480 entries are not finite"):
         BatchedKrylov().solve_batch(xp.asarray(batch), shape, rank=3)
+
+
+def test_what_a_common_space_leaves_open_takes_one_batched_svd(monkeypatch, rng):
+    """Four terms, six asked for, the rest a flat remainder: no space is grown for each matrix alone."""
+    monkeypatch.setattr(subspace, "BlockGolubKahan", None)
+    flat = [with_spectrum(np.where(K <= 4, 1.0, 1e-12), rng) for _ in range(3)]
+    batch = np.stack([with_spectrum(np.exp(-K / 30.0), rng), *flat])
+    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)
+    check(batch, solutions, 6, 1e-3)
+    assert [any(sweep.event is Event.hand_over for sweep in one.sweeps) for one in solutions] == [False, *[True] * 3]
 
 
 def test_bad_batches_are_refused(rng):

@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_floating, device, namespace, require_finite, to_numpy
+from lsrdecomp.arrays import (
+    Array,
+    adjoint,
+    as_double,
+    as_floating,
+    device,
+    is_complex,
+    like,
+    namespace,
+    require_finite,
+    to_numpy,
+)
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -43,19 +54,31 @@ def truncated_svds(
     sums = as_sums(*signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
     values = to_numpy(sigma).astype(np.float64)
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    terms, ends, errors = np.sum(values[:, :most] > floors[:, None], axis=1), [], []
+    terms, ends, norms, told = np.sum(values[:, :most] > floors[:, None], axis=1), [], [], []
     for i, spectrum in enumerate(values):
         tails = tail_norms(spectrum)
         enough, status = chosen_rank(tails, most, atol)
         terms[i] = min(int(terms[i]), enough)
         ends.append(status)
-        errors.append(tails[enough] / tails[0] if tails[0] > 0.0 else 0.0)
-    progress.note(max(errors), objective=max(errors) ** 2)
+        norms.append(tails[0] or 1.0)
+        told.append(tails[enough] / norms[i])
+    progress.note(max(told), objective=max(told) ** 2)
+    kept = np.where(np.arange(most) < terms[:, None], values[:, :most], 0.0) / np.asarray(norms)[:, None]
+    errors = residual_norms(operators, np.asarray(norms), u[:, :, :most], kept, vh[:, :most, :])
     record = progress.sweeps[-1:]
     return [
-        Solution(x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded)
-        for x, k, status in zip(sums, terms, ends, strict=True)
+        Solution(x if k == most else x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded, float(error))
+        for x, k, status, error in zip(sums, terms, ends, errors, strict=True)
     ]
+
+
+def residual_norms(operators: Array, norms: np.ndarray, u: Array, sigma: np.ndarray, vh: Array) -> np.ndarray:
+    """‖R/‖R‖ − U σ Vᴴ‖ of each matrix, measured from entries in double precision."""
+    rows, u, vh = as_double(operators), as_double(u), as_double(vh)
+    xp = namespace(rows)
+    real = xp.real(rows) if is_complex(rows) else rows
+    rest = rows / like(norms, real)[:, None, None] - (u * like(sigma, real)[:, None, :]) @ vh
+    return to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2)))
 
 
 def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:

@@ -42,8 +42,11 @@ from lsrdecomp.targets.base import Dense
 CHUNK_ENTRIES = 2**20
 """Entries of the matrices that take their steps together: few enough to stay in a processor's cache."""
 
-SMALL = 64
+SMALL = 160
 """Terms that a matrix can have up to which its SVD is the faster way."""
+
+MODERATE = 512
+"""Terms that a matrix can have up to which its SVD is the faster way where a common space has not been enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,9 @@ class BatchedKrylov(MatrixSolver):
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
     the input ends it, so what single precision costs is the square of its rounding. Matrices whose error is not within
     ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to be told from
-    ‖R‖² − Σσ², take one more pass together in double precision, with measured errors; what is not near its optimum then
-    is solved by `BlockGolubKahan` alone. Small matrices, and those of which many terms are asked for,
-    go through one batched SVD instead.
+    ‖R‖² − Σσ², take one more pass together in double precision, with measured errors. What is not near its optimum then
+    goes through one batched SVD, as small matrices do and those of which many terms are asked for; large ones are
+    solved by `BlockGolubKahan`, each alone.
 
     Parameters
     ----------
@@ -140,7 +143,7 @@ class BatchedKrylov(MatrixSolver):
         progress: SolveProgress,
     ) -> list[Solution]:
         block = -(-most // self.columns) * self.columns
-        whole = shape.max_separation_rank < max(SMALL, 3 * block) or is_differentiated(batch)
+        whole = shape.max_separation_rank <= max(SMALL, 3 * block) or is_differentiated(batch)
         height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
@@ -203,6 +206,12 @@ class BatchedKrylov(MatrixSolver):
         left = [int(i) for i in np.flatnonzero(usable & ~good)]
         if left:
             solutions |= self._in_double(operators, space, sizes, left, rank, shape, common)
+        left = [i for i in left if i not in solutions]
+        if left and shape.max_separation_rank <= MODERATE:
+            progress.mark(Event.hand_over)
+            rest = xp.take(originals, xp.asarray(left, dtype=xp.int64, device=device(batch)), axis=0)
+            solved = truncated_svds(rest, shape, rank, None, progress)
+            solutions |= {i: replace(x, sweeps=(*common, *x.sweeps)) for i, x in zip(left, solved, strict=True)}
         return [
             solutions[i] if i in solutions else self._alone(originals[i, :, :], shape, rank, None, progress, common)
             for i in range(int(batch.shape[0]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import numpy as np
 
 from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, to_numpy
 from lsrdecomp.errors import LsrError
@@ -103,13 +104,10 @@ def as_matrix(target: Target) -> Array:
 
 def tail_norms(sigma: Array) -> list[float]:
     """‖(σ_{s+1}, σ_{s+2}, …)‖ for s = 0, 1, …, len(σ): the error of each truncation."""
-    values = [float(value) for value in to_numpy(sigma)]
-    largest = max(values, default=0.0) or 1.0
-    tails, total = [0.0], 0.0
-    for value in reversed(values):
-        total += (value / largest) ** 2
-        tails.append(largest * math.sqrt(total))
-    return tails[::-1]
+    values = to_numpy(sigma).astype(np.float64)
+    largest = float(values.max(initial=0.0)) or 1.0
+    tails = largest * np.sqrt(np.cumsum((values[::-1] / largest) ** 2))
+    return [*tails[::-1].tolist(), 0.0]
 
 
 def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
