@@ -232,9 +232,7 @@ class _Rounding:
     @classmethod
     def measure(cls, approximation: SeparatedMatrix, names: tuple[str, ...]) -> _Rounding:
         if is_differentiated(approximation.factors[0]):
-            raise LsrError(
-                "stored codes pass no gradients; pass matrix.detach(), or give rtol= or rank= without budget"
-            )
+            raise LsrError("stored codes pass no gradients; pass matrix.detach(), or leave out budget= and storage=")
         weights = to_numpy(as_double(approximation.weights))
         units = tuple(to_numpy(as_double(f)) for f in approximation.factors)
         peak = float(weights[0]) if len(weights) else 1.0
