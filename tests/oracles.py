@@ -32,3 +32,15 @@ def close(actual, expected, size=1, condition=1.0, dtype="float64"):
     gap = np.linalg.norm((actual - expected) / scale)
     allowed = 32 * size * condition * unit_roundoff(dtype) * max(np.linalg.norm(expected / scale), 1.0)
     assert gap <= allowed, f"relative difference {gap:.3g}, allowed {allowed:.3g}"
+
+
+def exact_error(matrix, approximation):
+    """‖M − M̂‖_F of a sum of Kronecker products in extended precision, entry by entry."""
+    weights, factors = to_numpy(approximation.weights), [to_numpy(f) for f in approximation.factors]
+    kind = np.clongdouble if any(np.iscomplexobj(f) for f in (matrix, *factors)) else np.longdouble
+    residual = matrix.astype(kind)
+    for k in range(len(weights)):
+        residual -= np.longdouble(weights[k]) * reduce(np.kron, [f[k].astype(kind) for f in factors])
+    entries = np.abs(residual)
+    peak = entries.max() or np.longdouble(1)
+    return peak * np.sqrt(np.sum((entries / peak) ** 2))

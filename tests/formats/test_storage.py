@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import exact_error
 
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import cheapest_formats
@@ -24,19 +25,6 @@ def with_spectrum(sigma: np.ndarray, shape: KroneckerShape, seed: int = 0) -> np
     p, q = shape.sizes
     left, right = (np.linalg.qr(rng.standard_normal((n, len(sigma))))[0] for n in (p, q))
     return inverse_rearrange((left * sigma) @ right.T, shape)
-
-
-def exact_error(matrix: np.ndarray, approximation: SeparatedMatrix) -> np.longdouble:
-    """‖M − M̃‖_F in extended precision, entry by entry."""
-    total = np.zeros(matrix.shape, dtype=np.clongdouble if np.iscomplexobj(matrix) else np.longdouble)
-    for k in range(approximation.separation_rank):
-        term = np.ones((1, 1), dtype=np.longdouble)
-        for factor in approximation.factors:
-            term = np.kron(term, np.asarray(factor[k]).astype(total.dtype))
-        total += np.longdouble(approximation.weights[k]) * term
-    residual = np.abs(matrix - total)
-    peak = residual.max() or np.longdouble(1)
-    return peak * np.sqrt(np.sum((residual / peak) ** 2))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,0 +1,64 @@
+"""What a record claims against extended precision, for every element type: no error and no bound is below the truth."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import exact_error
+
+from lsrdecomp import ErrorBudget, decompose
+from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
+from lsrdecomp.solvers import SVD, BlockGolubKahan, ErrorKind, Gram
+from lsrdecomp.testing import kronecker_shapes
+
+TYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+ROUNDING = 2.0**-46
+"""Of a norm of a few hundred entries, relative to ‖M‖: what is measured, and not a bound, may err by it."""
+
+
+def drawn(dtype, shape, scale, seed):
+    """A matrix of that type with a falling spectrum, and the same numbers in NumPy; half precisions through torch."""
+    rng, (p, q) = np.random.default_rng(seed), shape.sizes
+    rearranged = rng.standard_normal((p, q)) * 10.0 ** (-3.0 * rng.random() * np.arange(q) / q)
+    if dtype.startswith("complex"):
+        rearranged = rearranged * np.exp(1j * rng.random((p, q)))
+    matrix = inverse_rearrange(rearranged / np.abs(rearranged).max(), shape)
+    if dtype not in ("float16", "bfloat16"):
+        matrix = (scale * matrix).astype(dtype)
+        return matrix, matrix
+    torch = pytest.importorskip("torch")
+    half = torch.tensor(matrix).to(getattr(torch, dtype))
+    return half, half.to(torch.float64).numpy()
+
+
+def exact_norm(matrix):
+    return np.sqrt(np.sum(np.abs(matrix.astype(np.clongdouble)) ** 2))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@settings(max_examples=12)
+@given(
+    kronecker_shapes(order=2, max_entries=400),
+    st.sampled_from((1e-8, 1.0, 1e8)),
+    st.integers(0, 2**32 - 1),
+    st.floats(-7.0, -0.3),
+)
+def test_neither_error_nor_bound_is_below_the_truth(dtype, shape, scale, seed, digits):
+    matrix, exact = drawn(dtype, shape, scale, seed)
+    norm = exact_norm(exact)
+    double = (exact / norm).astype(np.result_type(exact, float))
+    optimum = np.linalg.svd(rearrange(double, shape), compute_uv=False)
+    solvers = (None, SVD(), Gram(), BlockGolubKahan(block=1))
+    goals = [{"rank": 1 + seed % 3, "solver": solver} for solver in solvers]
+    goals += [{"rtol": 10.0**digits, "storage": "float16", "throw": False}, {"budget": ErrorBudget(rtol=10.0**digits)}]
+    for goal in goals:
+        record = decompose(matrix, shape, **goal)
+        truth = float(exact_error(exact, record.approximation) / norm)
+        if record.error_kind is ErrorKind.bounded:
+            assert record.relative_error >= truth
+        assert record.relative_error == pytest.approx(truth, rel=1e-9, abs=ROUNDING)
+        if record.optimality_gap is not None and record.gap_kind is ErrorKind.bounded and "rank" in goal:
+            least = math.sqrt(np.sum(optimum[record.separation_rank :] ** 2))
+            assert record.relative_error <= (1.0 + record.optimality_gap) * least + 2 * ROUNDING
