@@ -368,3 +368,11 @@ def test_integers_booleans_and_strided_views(solver, rng):
     expected = decompose(np.ascontiguousarray(strided, dtype=float), shape, rank=9, solver=solver).relative_error
     assert decompose(strided, shape, rank=9, solver=solver).relative_error == pytest.approx(expected, rel=1e-3)
     assert decompose(strided > 0, shape, rank=9, solver=solver).relative_error < 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_exact_terms_in_single_precision_are_as_near_as_the_matrix_was_rounded(dtype, rng):
+    phases = [1, 1j, 1] if dtype == "complex64" else [1, 1, 1]
+    matrix = sum(z * np.kron(rng.standard_normal((12, 10)), rng.standard_normal((10, 11))) for z in phases)
+    krylov, svd = (decompose(matrix.astype(dtype), "12x10, 10x11", rank=3, solver=name) for name in ("krylov", "svd"))
+    assert krylov.relative_error <= 1.001 * svd.relative_error < 1e-7

@@ -30,7 +30,8 @@ class BlockGolubKahan(MatrixSolver):
     price: its Krylov space only has to hold the terms, which a product or two in double precision then take from it.
     So what single precision costs is the square of its rounding; two machines agree within ``tolerance``, not to the
     last digits. Where a first block shows fewer directions above that rounding than it has columns, double precision
-    takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout.
+    takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout. It ends a float32 matrix too whose error is
+    no more than the rounding of its terms; these are in double precision then.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.
@@ -100,27 +101,35 @@ class BlockGolubKahan(MatrixSolver):
         settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
         if fits_single(target, rank, problem.goal, self.tolerance):
             rows = in_double(target, shape)
-            space = self._space(in_single(target, shape, rows), swapped, norm, block)
-            single = SingleGrowth(space, *settings, rows=rows)
+            single = SingleGrowth(
+                self._space(in_single(target, shape, rows), swapped, norm, block), *settings, rows=rows
+            )
             solution = self._grown(single, progress)
-            if solution is not None:
-                return solution
-            if not single.blind:
+            if solution is not None or not single.blind:
+                return problem.delegate_to(Gram()) if solution is None else solution
+        else:
+            operator = target.rearranged(shape)
+            if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
                 return problem.delegate_to(Gram())
-            # Single precision sees no further: a power step in double, and where that is not enough a space from there.
-            block = self.block or max(block, min(2 * most, side // 6))
-            projection, start = single.finished(min(max(block, most), side))
-            if projection is not None:
-                progress.note(projection.error, objective=projection.objective)
-                return replace(projection.solution(True), sweeps=progress.sweeps)
-            progress.mark(Event.hand_over)
-            space = self._space(rows, swapped, norm, block, start[:, :block])
-            solution = self._grown(Growth(space, *settings), progress)
-            return problem.delegate_to(Gram()) if solution is None else solution
-        operator = target.rearranged(shape)
-        if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
-            return problem.delegate_to(Gram())
-        solution = self._grown(Growth(self._space(operator, swapped, norm, block), *settings), progress)
+            growth = Growth(self._space(operator, swapped, norm, block), *settings)
+            solution = self._grown(growth, progress)
+            if solution is None:
+                return problem.delegate_to(Gram())
+            # What single precision rounds of the terms themselves may be seen in their error.
+            error, rounding = solution.relative_error, 64.0 * growth.space.roundoff
+            coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2 and rounding > 1e-12
+            if not coarse or problem.goal is not None or not isinstance(target, Dense):
+                return solution
+            rows = in_double(target, shape)
+            single = SingleGrowth(growth.space, *settings, rows=rows)
+        # Single precision sees no further: a power step in double, and where that is not enough a space from there.
+        block = self.block or max(block, min(2 * most, side // 6))
+        projection, start = single.finished(min(max(block, most), side))
+        if projection is not None:
+            progress.note(projection.error, objective=projection.objective)
+            return replace(projection.solution(True), sweeps=progress.sweeps)
+        progress.mark(Event.hand_over)
+        solution = self._grown(Growth(self._space(rows, swapped, norm, block, start[:, :block]), *settings), progress)
         return problem.delegate_to(Gram()) if solution is None else solution
 
     def _columns(self, rank: int | None, *, stored: bool) -> int:

@@ -45,8 +45,10 @@ def fits_single(target: Target, rank: int | None, goal: float | None, tolerance:
 
 
 def in_double(target: Dense, shape: KroneckerShape) -> RearrangedDense | RearrangedRows:
-    """R(M) of a float64 matrix, held where that is little, else read by blocks of rows."""
-    return target.rearranged(shape) if math.prod(target.shape) <= HELD else target.streamed(shape)
+    """R(M) in double precision, held where that is little, else read by blocks of rows."""
+    if math.prod(target.shape) > HELD:
+        return target.streamed(shape)
+    return RearrangedDense(as_double(target.rearranged(shape).matrix))
 
 
 def in_single(target: Dense, shape: KroneckerShape, rows: Rearranged) -> RearrangedDense:
