@@ -176,6 +176,16 @@ def test_statuses_say_how_it_ended():
     assert cancelling.status is Status.ill_conditioned
 
 
+def test_noise_is_fitted_as_a_whole_from_several_starts():
+    """A core of 2s directions loses most of it: .9483 on average, and γ of 50 to 1,300, where peers reach .9474."""
+    results = [
+        decompose(np.random.default_rng(seed).standard_normal((64, 64)), problems.square(4, 4, 4), rank=4)
+        for seed in range(4)
+    ]
+    assert np.mean([result.relative_error for result in results]) < 0.9475
+    assert max(result.condition for result in results) < 10.0
+
+
 def test_the_penalty_is_what_rounding_costs():
     """α stands for the mean square rounding error of d factors: measured over random factors, within a quarter."""
     rng = np.random.default_rng(0)

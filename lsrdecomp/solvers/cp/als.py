@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import Compressed, compress
-from lsrdecomp.solvers.cp.incremental import empty_terms, fit, misfit
+from lsrdecomp.solvers.cp.incremental import empty_terms, fit, fit_by_sweeps, misfit
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms
@@ -37,6 +38,10 @@ LOSS_SHARE = 0.5
 """A core may lose this share of the allowed error; a larger loss means that more terms will be needed."""
 ROUNDINGS = 16.0
 """Unit roundoffs of the tensor's type below which the loss of a core cannot be told from rounding."""
+FLAT = 0.5
+"""A core of 2s directions that loses more of the norm than this holds little of what s terms could: it is noise."""
+LARGEST_FLAT = 2**20
+"""Most entries of a tensor that is swept as a whole from several starts where its core loses that much."""
 CANCELLING = 10.0
 """A γ above this is worth a warning when the stored error may miss the tolerance."""
 
@@ -48,7 +53,8 @@ class ALS(MatrixSolver):
     Minimises ‖M − M̂‖² + α‖M‖² Σ(λ_k/‖M‖)². With α = (0.42·√d·μ)² of the storage type that is the expected square error
     *after* rounding; without it γ may grow without bound, since a best approximation need not exist [2]_.
     The steps: compress to a core of 2s directions a mode; add terms one by one from the residual; Levenberg–Marquardt
-    along falling α; a few sweeps over the whole tensor. See docs/als.md.
+    along falling α; a few sweeps over the whole tensor. Where the core loses half the norm the matrix is noise to
+    so few terms, and sweeps over the whole from several starts do better. See docs/als.md.
 
     Parameters
     ----------
@@ -58,7 +64,8 @@ class ALS(MatrixSolver):
     ridge : float, optional
         α itself, for a matrix of norm one, instead.
     initializations : int
-        Fits to choose the last one from: one grown from the residual, the others with a term split in two.
+        Fits to choose the last one from: one grown from the residual, the others with a term split in two; of noise
+        each is grown anew from other random terms.
     core_sweeps : int
         Alternating sweeps over the core after each new term.
     full_sweeps : int
@@ -199,11 +206,16 @@ class ALS(MatrixSolver):
             if packed.lost <= max(LOSS_SHARE * goal, rounding) or cap >= most:
                 break
             cap = min(most, 2 * cap)
+        flat = goal == 0.0 and packed.lost > FLAT and math.prod(tensor.shape) <= LARGEST_FLAT
+        if flat:
+            packed = Compressed(tensor, (None,) * tensor.ndim)
         core = to_numpy(as_double(packed.core))
-        # ALS 2: terms one by one on the core, from where an earlier core has come to.
+        # ALS 2: terms one by one on the core, from where an earlier core has come to; noise by sweeps alone.
         progress.mark(Event.start)
         start_terms = empty_terms(core) if start is None else _restricted(packed, start)
-        terms = fit(
+        left = math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal
+        method = fit_by_sweeps if flat else partial(fit, goal=left)
+        terms = method(
             core,
             start_terms,
             most,
@@ -211,7 +223,6 @@ class ALS(MatrixSolver):
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
-            goal=math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal,
             progress=progress,
         )
         # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back what the core lost.

@@ -29,6 +29,8 @@ CHEAP = 800
 """Up to this many unknowns a Newton step costs about as much as a sweep: refined after each term, many starts tried."""
 SPLIT = 0.1
 """Relative distance between the halves of a split term."""
+SETTLING = 100
+"""Most sweeps of a fit that no Newton step will finish."""
 
 
 def empty_terms(core: np.ndarray) -> CPTerms:
@@ -135,6 +137,36 @@ def fit(
     return terms
 
 
+def fit_by_sweeps(
+    tensor: np.ndarray,
+    terms: CPTerms,
+    rank: int,
+    ridge: float,
+    *,
+    rng: np.random.Generator,
+    sweeps: int,
+    initializations: int,
+    progress: SolveProgress | None = None,
+) -> CPTerms:
+    """The best of a few fits without Newton steps, for a tensor whose spectrum is flat; parameters as of `fit`.
+
+    Noise has many minima of about one height: there a fit grown anew from other random terms gains more than Newton
+    steps on the first one, and costs less.
+    """
+    fits = []
+    for number in range(initializations):
+        # Sweeps 1: terms one by one, all moved after each.
+        trial = terms if number == 0 else empty_terms(tensor)
+        _mark(progress, Event.start)
+        while trial.rank < rank and not (progress is not None and progress.exhausted):
+            trial = add_term(tensor, trial, rng)
+            _mark(progress, Event.new_term)
+            trial, _ = alternate(tensor, trial, ridge, sweeps=sweeps, rtol=1e-4, progress=progress)
+        # Sweeps 2: to where they settle.
+        fits.append(alternate(tensor, trial, ridge, sweeps=SETTLING, rtol=1e-6, progress=progress)[0])
+    return min(fits, key=lambda trial: _objective(tensor, trial, ridge))
+
+
 def _best_of(
     core: np.ndarray,
     before: CPTerms,
@@ -146,9 +178,6 @@ def _best_of(
     goal: float,
     progress: SolveProgress | None,
 ) -> CPTerms:
-    def objective(trial: CPTerms) -> float:
-        return misfit(core, trial) ** 2 + ridge * float(np.sum(trial.weights**2))
-
     best = follow_path(core, terms, ridge, goal=goal, progress=progress)
     if before.rank == 0 or tries == 1:
         return best
@@ -159,7 +188,7 @@ def _best_of(
             break
         _mark(progress, Event.start)
         trial = follow_path(core, split_term(before, rng), ridge, goal=goal, progress=progress)
-        best = min(best, trial, key=objective)
+        best = min(best, trial, key=lambda terms: _objective(core, terms, ridge))
     return best
 
 
@@ -178,6 +207,10 @@ def follow_path(
         terms = refine(core, terms, guide, iterations=iterations // 3, rtol=1e-4, goal=goal, progress=progress)
         guide = max(ridge, guide * PATH_FACTOR)
     return refine(core, terms, ridge, iterations=iterations, goal=goal, progress=progress)
+
+
+def _objective(core: np.ndarray, terms: CPTerms, ridge: float) -> float:
+    return misfit(core, terms) ** 2 + ridge * float(np.sum(terms.weights**2))
 
 
 def _mark(progress: SolveProgress | None, event: Event) -> None:
