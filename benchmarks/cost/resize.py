@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lsrdecomp.checkpoints.writing import TensorWriter
+from lsrdecomp.checkpoints.safetensors import TensorWriter
 
 SIZES = {
     "sdxl": ((640, 640), (1280, 1280), (1280, 2048), (10240, 1280), (1280, 5120)),

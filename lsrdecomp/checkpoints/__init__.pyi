@@ -15,8 +15,7 @@ from .tensors import StoredTensor as StoredTensor
 from .writers.gguf import GgufBase as GgufBase
 from .writers.gguf import read_base as read_base
 from .writers.gguf import write_gguf as write_gguf
-from .writers.images import write_diffusers as write_diffusers
-from .writers.images import write_kohya as write_kohya
+from .writers.images import write_image_file as write_image_file
 from .writers.lsr import write_lsr as write_lsr
 from .writers.peft import write_lora as write_lora
 from .writers.same import check_same as check_same

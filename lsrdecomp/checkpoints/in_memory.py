@@ -18,8 +18,9 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.bundle import CONFIG, Bundle, open_bundle
 from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.format import PREFIX
+from lsrdecomp.checkpoints.safetensors import TensorWriter
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
-from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter
+from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
 
 DOWN = (".lora_A.weight", ".lora_embedding_A")

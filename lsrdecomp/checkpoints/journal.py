@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.safetensors import TensorWriter, read_header
 from lsrdecomp.checkpoints.tensors import StoredTensor
-from lsrdecomp.checkpoints.writing import TensorWriter, lock_directory, new_file, write_json
+from lsrdecomp.checkpoints.writing import lock_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError
 
 RECORD = "journal.json"

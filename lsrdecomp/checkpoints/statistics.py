@@ -53,16 +53,6 @@ class SpectralWeight(LowRankPlusIdentity):
     """
 
     @property
-    def eigenvectors(self) -> Array:
-        """V, shape (n, q)."""
-        return self.basis
-
-    @property
-    def eigenvalues(self) -> Array:
-        """λ, shape (q,), descending."""
-        return self.values
-
-    @property
     def rank(self) -> int:
         """q, the number of eigenpairs kept."""
         return int(self.basis.shape[-1])

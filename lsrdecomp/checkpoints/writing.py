@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import errno
 import glob
-import hashlib
 import json
 import os
 import secrets
@@ -17,14 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.files import write_sums
-from lsrdecomp.checkpoints.safetensors import NAMES, encode_header
-from lsrdecomp.checkpoints.tensors import DTYPES, Array, by_dtype, check_name
+from lsrdecomp.checkpoints.tensors import Array, by_dtype
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.precision import PRECISIONS
 
@@ -34,7 +32,6 @@ except ImportError:  # no such locks outside POSIX: leftovers of killed runs the
     fcntl = None  # type: ignore[assignment]
 
 WEIGHTS = "adapter_model.safetensors"
-IN_MEMORY = 8 * 2**20
 LEFTOVER_AGE = 60.0  # seconds
 
 
@@ -238,77 +235,6 @@ def _beside(out: Path) -> Iterator[Path]:
         for parent in reversed(made):
             with contextlib.suppress(OSError):
                 parent.rmdir()
-
-
-class TensorWriter:
-    """Gathers tensors one by one and writes a safetensors file; beyond 8 MiB they wait on disk, not in memory.
-
-    Parameters
-    ----------
-    directory : Path
-        Where the waiting bytes go: the place of the file to be.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._places: dict[str, tuple[int, int]] = {}
-        self._spool = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY, dir=str(directory))  # noqa: SIM115
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._spool.close()
-
-    def add(self, name: str, array: Array) -> None:
-        """Append one tensor with the bits it has."""
-        check_name(name, self.directory)
-        dtype = array.dtype.name
-        if dtype not in NAMES:
-            raise CheckpointError(f"dtype {dtype} is not one of {', '.join(NAMES)}", tensor=name)
-        if name in self.tensors:
-            raise CheckpointError("is written twice", tensor=name)
-        data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-        self.tensors[name] = (dtype, array.shape)
-        self._places[name] = (self._spool.tell(), data.nbytes)
-        self._spool.write(data.data)
-
-    def add_pieces(self, name: str, dtype: str, pieces: Iterable[Array]) -> None:
-        """Append a row of numbers that comes in pieces."""
-        self.add(name, np.zeros(0, DTYPES[dtype]))
-        begin = self._spool.tell()
-        for piece in pieces:
-            self._spool.write(np.ascontiguousarray(piece).data)
-        size = self._spool.tell() - begin
-        self.tensors[name] = (dtype, (size // DTYPES[dtype].itemsize,))
-        self._places[name] = (begin, size)
-
-    def write(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the file in the order of the safetensors library: widest dtype first, then by name."""
-        order = self._order()
-        with path.open("wb") as file:
-            file.write(encode_header({name: self.tensors[name] for name in order}, metadata))
-            file.writelines(self._pieces(order))
-
-    def sha256(self) -> str:
-        """Hexadecimal SHA-256 of all tensors' bytes as the file will hold them after its header."""
-        digest = hashlib.sha256()
-        for piece in self._pieces(self._order()):
-            digest.update(piece)
-        return digest.hexdigest()
-
-    def _order(self) -> list[str]:
-        return sorted(self.tensors, key=lambda name: (-DTYPES[self.tensors[name][0]].itemsize, name))
-
-    def _pieces(self, order: Iterable[str]) -> Iterator[bytes]:
-        for name in order:
-            begin, left = self._places[name]
-            self._spool.seek(begin)
-            while left:
-                piece = self._spool.read(min(left, IN_MEMORY // 8))
-                yield piece
-                left -= len(piece)
 
 
 def cast(array: Array, storage: str, name: str) -> Array:

@@ -15,9 +15,8 @@ from lsrdecomp.checkpoints import (
     StoredTensor,
     read_base,
     read_modules,
-    write_diffusers,
     write_gguf,
-    write_kohya,
+    write_image_file,
     write_lora,
     write_same,
 )
@@ -25,6 +24,7 @@ from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import Array
+from lsrdecomp.checkpoints.writers.images import NAMES as IMAGE_FORMATS
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.report import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -99,7 +99,7 @@ def export_lora(
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
         raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
     names = {}
-    if base is not None and to in ("kohya", "diffusers"):
+    if base is not None and to in IMAGE_FORMATS:
         names = resolve_positions(checkpoint, read_modules(base))
     layers: Iterable[tuple[str, Array, Array]] = (
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora()) for layer in checkpoint.layers
@@ -132,12 +132,11 @@ def export_lora(
         return write_gguf(
             out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
         )
+    if to not in IMAGE_FORMATS:
+        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, {', '.join(IMAGE_FORMATS)}")
     storage = storage or checkpoint.storage
-    writers = {"kohya": write_kohya, "diffusers": write_diffusers}
-    if to not in writers:
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, {', '.join(writers)}")
-    return writers[to](
-        out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
+    return write_image_file(
+        to, out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
     )
 
 

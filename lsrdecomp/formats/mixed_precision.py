@@ -109,7 +109,6 @@ def smallest(
     *,
     atol: float,
     formats: Sequence[str] = SMALL_FORMATS,
-    uniform: bool = False,
 ) -> StoredMatrix:
     """Fewest bytes that keep the *stored* error at most ``atol``.
 
@@ -128,8 +127,6 @@ def smallest(
         Allowed ‖M − M̃‖_F.
     formats : sequence of str
         Names from `lsrdecomp.formats.number_formats.FORMATS`.
-    uniform : bool
-        One format for everything, for comparison: the one of ``formats`` that takes the fewest bytes.
 
     Returns
     -------
@@ -157,8 +154,6 @@ def smallest(
     names = tuple(storage_format(name).name for name in formats)
     if not names:
         raise BudgetError(f"no format to choose from; known formats: {', '.join(FORMATS)}")
-    if uniform:
-        return _smallest_uniform(target, approximation, atol, names)
     rounding = _Rounding.measure(approximation, names)
     truncation = target.residual_norm(approximation)
     allowed = atol
@@ -282,22 +277,6 @@ class _Rounding:
         right = np.real(cross @ self.weights)
         solved = np.linalg.lstsq(np.real(gram), right, rcond=None)[0]
         return np.asarray(solved / scale)
-
-
-def _smallest_uniform(
-    target: Target, approximation: SeparatedMatrix, atol: float, names: tuple[str, ...]
-) -> StoredMatrix:
-    stored_matrices: list[StoredMatrix] = []
-    refusal: BudgetError | None = None
-    for name in names:
-        try:
-            stored_matrices.append(smallest(target, approximation, atol=atol, formats=(name,)))
-        except BudgetError as error:
-            refusal = error
-    if not stored_matrices:
-        assert refusal is not None
-        raise refusal
-    return min(stored_matrices, key=lambda stored: stored.bytes)
 
 
 def _read(shape: KroneckerShape, exponent: int, terms: Sequence[StoredTerm]) -> SeparatedMatrix:

@@ -27,8 +27,8 @@ def directory(tmp_path):
     """Statistics of one 6 × 5 layer: the in side in the full form, the out side with two eigenpairs."""
     tensors = {}
     for side, stored in (("input", weight(5, 5)), ("output", weight(6, 2))):
-        tensors[f"{ATTENTION}.{side}.eigenvectors"] = stored.eigenvectors.astype(np.float32)
-        tensors[f"{ATTENTION}.{side}.eigenvalues"] = stored.eigenvalues.astype(np.float32)
+        tensors[f"{ATTENTION}.{side}.eigenvectors"] = stored.basis.astype(np.float32)
+        tensors[f"{ATTENTION}.{side}.eigenvalues"] = stored.values.astype(np.float32)
         tensors[f"{ATTENTION}.{side}.rest"] = np.asarray(stored.rest, dtype=np.float32)
     save_file(tensors, tmp_path / "statistics.safetensors")
     (tmp_path / "statistics.json").write_text(json.dumps({"format": "lsrdecomp-statistics", "version": 1}))
@@ -131,7 +131,7 @@ def test_half_precision_eigenvectors_are_orthonormal_again(directory):
     halves = {name: value.astype(np.float16) if "vectors" in name else value for name, value in tensors.items()}
     save_file(halves, directory / "statistics.safetensors")
     side = read_statistics(directory)[ATTENTION].input
-    np.testing.assert_allclose(side.eigenvectors.T @ side.eigenvectors, np.eye(5), atol=1e-12)
+    np.testing.assert_allclose(side.basis.T @ side.basis, np.eye(5), atol=1e-12)
     np.testing.assert_allclose(side.to_matrix(), weight(5, 5).to_matrix(), atol=2e-2)
 
 
@@ -147,7 +147,7 @@ def test_read_again_eigenvectors_are_not_checked_again(directory, monkeypatch, k
         return check(self, name, *rest)
 
     monkeypatch.setattr(Statistics, "_orthonormal", counted)
-    first, second = (statistics[ATTENTION].input.eigenvectors for _ in range(2))
+    first, second = (statistics[ATTENTION].input.basis for _ in range(2))
     assert np.array_equal(first, second)
     assert len(seen) == 2 * checks  # of both sides
 

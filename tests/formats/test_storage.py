@@ -126,12 +126,12 @@ def test_formats_chosen_term_by_term_save_a_quarter_of_the_bytes_of_float16(spec
     assert np.isclose(mixed.bytes - 8, sum(6 + sum(FORMATS[f].bytes(256) for f in term) for term in mixed.formats))
 
 
-def test_uniform_storage_picks_the_cheapest_single_format():
+def test_several_formats_take_no_more_than_any_single_one():
     target = Dense(with_spectrum(0.5 ** np.arange(10.0), EIGHT))
     candidates = SVD().solve(target, EIGHT, rank=10).approximation
-    stored = smallest(target, candidates, atol=3e-2 * target.norm, uniform=True)
-    assert {name for term in stored.formats for name in term} == {"int8"}
-    assert stored.bytes >= smallest(target, candidates, atol=3e-2 * target.norm).bytes
+    mixed = smallest(target, candidates, atol=3e-2 * target.norm)
+    for name in ("float32", "float16", "int8"):
+        assert mixed.bytes <= smallest(target, candidates, atol=3e-2 * target.norm, formats=(name,)).bytes
 
 
 def test_the_allocation_is_as_cheap_as_trying_everything(rng):

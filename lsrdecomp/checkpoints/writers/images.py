@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +16,12 @@ from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
+NAMES = ("kohya", "diffusers")
 KEYS = ("new", "old")
 
 
-def write_kohya(
-    out_file: str | Path,
-    *,
-    layers: Iterable[tuple[str, Array, Array]],
-    source: Checkpoint | None = None,
-    extras: Mapping[str, StoredTensor] | None = None,
-    storage: str = "float32",
-    force: bool = False,
-    provenance: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a kohya file with ``ΔW = B @ A``: alpha is the rank everywhere, so the scale must be in B already.
-
-    Names that start with ``lora_`` are kept; diffusers names (``unet.…``, ``text_encoder.…``) are flattened, those of
-    text encoders with the level ``text_model`` that such files have.
-
-    Parameters
-    ----------
-    out_file : str or Path
-        Ends in .safetensors; must not exist, unless ``force``.
-    layers, source, extras, storage, provenance
-        As for `lsrdecomp.checkpoints.write_lora`.
-
-    Returns
-    -------
-    Path
-        ``out_file``.
-
-    Raises
-    ------
-    UnsupportedError
-        For a layer that has no name in such files.
-
-    Examples
-    --------
-    >>> import tempfile
-    >>> from lsrdecomp.checkpoints import open_checkpoint
-    >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     file = write_kohya(Path(place) / "style.safetensors", layers=[("unet.mid_block.attn1.to_q", up, down)])
-    ...     print([layer.name for layer in open_checkpoint(file).layers])
-    ['lora_unet_mid_block_attn1_to_q']
-    """
-    sdxl = source is not None and any(layer.name.startswith("text_encoder_2.") for layer in source.layers)
-
-    def module_of(name: str) -> tuple[str, str, str]:
-        return kohya_name(name, sdxl=sdxl), ".lora_down.weight", ".lora_up.weight"
-
-    return _write(out_file, layers, module_of, source, extras, storage, force, provenance, alphas=True)
-
-
-def write_diffusers(
+def write_image_file(
+    names: str,
     out_file: str | Path,
     *,
     layers: Iterable[tuple[str, Array, Array]],
@@ -80,16 +32,22 @@ def write_diffusers(
     keys: str = "new",
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a diffusers file with ``ΔW = B @ A``; such files have no scale, so it must be in B already.
+    """Write a file that kohya's or diffusers' loaders read, with ``ΔW = B @ A``: the scale must be in B already.
+
+    In kohya's, alpha is the rank everywhere. Names that start with ``lora_`` are kept there; diffusers names
+    (``unet.…``, ``text_encoder.…``) are flattened, those of text encoders with the level ``text_model`` that such files
+    have. In diffusers' there is no scale.
 
     Parameters
     ----------
+    names : {"kohya", "diffusers"}
+        Whose names of layers.
     out_file : str or Path
         Ends in .safetensors; must not exist, unless ``force``.
     layers, source, extras, storage, provenance
         As for `lsrdecomp.checkpoints.write_lora`.
     keys : {"new", "old"}
-        ``.lora_A.weight``, or ``.lora.down.weight`` (``.lora_linear_layer.`` in text encoders).
+        Of diffusers: ``.lora_A.weight``, or ``.lora.down.weight`` (``.lora_linear_layer.`` in text encoders).
 
     Returns
     -------
@@ -99,37 +57,56 @@ def write_diffusers(
     Raises
     ------
     UnsupportedError
-        For a layer that is in no component of a pipeline, and for other tensors: diffusers loads no file that has them.
+        For a layer that has no name in such files; for diffusers also for other tensors, with which it loads no file.
 
     Examples
     --------
     >>> import tempfile
-    >>> import numpy as np
     >>> from lsrdecomp.checkpoints import open_checkpoint
     >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     file = write_diffusers(Path(place) / "style.safetensors", layers=[("unet.mid_block.attn1.to_q", up, down)])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     layers = [("unet.mid_block.attn1.to_q", up, down)]
+    ...     file = write_image_file("kohya", Path(folder) / "style.safetensors", layers=layers)
     ...     print([layer.name for layer in open_checkpoint(file).layers])
-    ['unet.mid_block.attn1.to_q']
+    ['lora_unet_mid_block_attn1_to_q']
     """
-    if keys not in KEYS:
-        raise CheckpointError(f"keys {keys!r} is not one of {', '.join(KEYS)}")
-    others = list(extras if extras is not None else (source.extras if source else {}))
-    if others:
-        text = (
-            f"{len(others)} tensors beside the adapter (the first {others[0]}): diffusers loads no file that holds such"
-        )
+    out = Path(out_file)
+    for value, options, what in ((names, NAMES, "names"), (keys, KEYS, "keys")):
+        if value not in options:
+            raise CheckpointError(f"{what} {value!r} is not one of {', '.join(options)}")
+    if out.suffix != ".safetensors":
+        raise CheckpointError("the name must end in .safetensors", path=out)
+    extras = extras if extras is not None else (source.extras if source else {})
+    if extras and names == "diffusers":
+        first = next(iter(extras))
+        text = f"{len(extras)} tensors beside the adapter (the first {first}): diffusers loads no file that holds such"
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
-        raise UnsupportedError(f"{text}; {way_out}", path=out_file)
+        raise UnsupportedError(f"{text}; {way_out}", path=out)
+    sdxl = source is not None and any(layer.name.startswith("text_encoder_2.") for layer in source.layers)
+    with (
+        new_file(out, inputs=(source.path, source.weights) if source else (), force=force) as part,
+        PairWriter(out.absolute().parent, source) as writer,
+    ):
+        for name, up, down in layers:
+            if names == "kohya":
+                module, ends = kohya_name(name, sdxl=sdxl), (".lora_down.weight", ".lora_up.weight")
+                writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
+            else:
+                check_diffusers_name(name)
+                module, ends = name, _diffusers_ends(name, keys)
+            writer.add_pair(name, up, down, (module + ends[0], module + ends[1]), storage)
+        for key, tensor in extras.items():
+            writer.add(key.removeprefix(PREFIX), tensor.read())
+        writer.write(part, writer.record(provenance, storage=storage))
+    return out
 
-    def module_of(name: str) -> tuple[str, str, str]:
-        check_diffusers_name(name)
-        if keys == "new":
-            return name, ".lora_A.weight", ".lora_B.weight"
-        old = ".lora_linear_layer" if name.startswith("text_encoder") else ".lora"
-        return name, f"{old}.down.weight", f"{old}.up.weight"
 
-    return _write(out_file, layers, module_of, source, extras, storage, force, provenance)
+def _diffusers_ends(name: str, keys: str) -> tuple[str, str]:
+    """The endings of A and B."""
+    if keys == "new":
+        return ".lora_A.weight", ".lora_B.weight"
+    old = ".lora_linear_layer" if name.startswith("text_encoder") else ".lora"
+    return f"{old}.down.weight", f"{old}.up.weight"
 
 
 def kohya_name(name: str, *, sdxl: bool = False) -> str:
@@ -148,35 +125,3 @@ def check_diffusers_name(name: str) -> None:
     if name.startswith("lora_") and "." not in name:
         raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
     split_component(name, "diffusers", COMPONENTS)
-
-
-def _write(
-    out_file: str | Path,
-    layers: Iterable[tuple[str, Array, Array]],
-    module_of: Callable[[str], tuple[str, str, str]],
-    source: Checkpoint | None,
-    extras: Mapping[str, StoredTensor] | None,
-    storage: str,
-    force: bool,
-    provenance: Mapping[str, Any] | None,
-    *,
-    alphas: bool = False,
-) -> Path:
-    """``module_of`` gives the file's name of a layer and the endings of A and B; with ``alphas``, the rank is one."""
-    out = Path(out_file)
-    if out.suffix != ".safetensors":
-        raise CheckpointError("the name must end in .safetensors", path=out)
-    extras = extras if extras is not None else (source.extras if source else {})
-    with (
-        new_file(out, inputs=(source.path, source.weights) if source else (), force=force) as part,
-        PairWriter(out.absolute().parent, source) as writer,
-    ):
-        for name, up, down in layers:
-            module, down_end, up_end = module_of(name)
-            writer.add_pair(name, up, down, (module + down_end, module + up_end), storage)
-            if alphas:
-                writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
-        for key, tensor in extras.items():
-            writer.add(key.removeprefix(PREFIX), tensor.read())
-        writer.write(part, writer.record(provenance, storage=storage))
-    return out

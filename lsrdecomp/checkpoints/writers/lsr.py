@@ -15,8 +15,9 @@ from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
+from lsrdecomp.checkpoints.safetensors import TensorWriter
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.checkpoints.writing import WEIGHTS, TensorWriter, cast, new_directory, write_json
+from lsrdecomp.checkpoints.writing import WEIGHTS, cast, new_directory, write_json
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
