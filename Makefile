@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# A file goes to one worker whole, which makes what its tests share once
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 

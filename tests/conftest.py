@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of the hub: no tes
 # The embedded base is trained once per checkout, and not in the home of whoever runs the tests.
 os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "lsrdecomp"))
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("default")
 
 LIBRARIES = ("numpy", "torch", "array_api_strict")

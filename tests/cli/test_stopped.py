@@ -39,17 +39,7 @@ def stopped_at(module: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "lsrdecomp",
-        "lazy_loader",
-        "lsrdecomp.errors",
-        "lsrdecomp.cli.main",
-        "typer",
-        "lsrdecomp.cli.commands",
-        "numpy",
-        "lsrdecomp.checkpoints.safetensors",
-    ],
+    "module", ["lsrdecomp", "lsrdecomp.cli.main", "lsrdecomp.cli.commands", "lsrdecomp.checkpoints.safetensors"]
 )
 def test_ctrl_c_while_a_module_is_imported_is_one_line(module):
     done = stopped_at(module)

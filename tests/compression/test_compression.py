@@ -17,7 +17,7 @@ import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer
-from lsrdecomp.compression.compress import at_given_terms, compress
+from lsrdecomp.compression.compress import at_given_terms, compress, search_adapter
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_pair, layer_product, stored_factors
@@ -40,8 +40,7 @@ def demo():
 QUICK = Search(orders=(2,), rounds=0, sweeps=4)
 
 
-@pytest.mark.parametrize("rtol", [0.05, 0.3, 0.7])
-@pytest.mark.parametrize("storage", ["float32", "float16"])
+@pytest.mark.parametrize(("rtol", "storage"), [(0.05, "float32"), (0.3, "float16"), (0.7, "float32")])
 def test_every_layer_meets_its_tolerance_as_written(demo, tmp_path, rtol, storage):
     result = compress(demo, CompressionPlan(rtol=rtol, storage=storage), search=QUICK)
     assert result.met
@@ -63,22 +62,33 @@ def test_a_budget_over_all_layers_is_kept_and_svd_not_lost_to(demo, ratio):
     assert result.totals.relative_error <= result.low_rank_error * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("size", [4800, 9000, 30_000])
-def test_a_file_of_so_many_bytes(demo, tmp_path, size):
-    result = compress(demo, CompressionPlan(bytes=size, storage="auto"), search=QUICK)
+def of_bytes(size):
+    return CompressionPlan(bytes=size, storage="auto")
+
+
+SIZES = (3680, 4800, 9000, 30_000)
+
+
+@pytest.fixture(scope="module")
+def searched(demo):
+    """Solved once for files of all these sizes."""
+    return search_adapter(demo, [of_bytes(size) for size in SIZES], search=QUICK)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_file_of_so_many_bytes(demo, searched, tmp_path, size):
+    result = searched.compress(of_bytes(size))
     out = result.save(tmp_path / "out")
     actual = (out / "adapter_model.safetensors").stat().st_size
     assert 0.98 * size <= actual <= size
     assert verify(demo, open_checkpoint(out)).passed
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(1000, "heads and header alone take 3,592 bytes"), (3680, "too few: the smallest file found has")],
-)
-def test_too_few_bytes_say_what_would_do(demo, size, words):
-    with pytest.raises(BudgetError, match=words):
-        compress(demo, CompressionPlan(bytes=size, storage="auto"), search=QUICK)
+def test_too_few_bytes_say_what_would_do(demo, searched):
+    with pytest.raises(BudgetError, match="heads and header alone take 3,592 bytes"):
+        compress(demo, of_bytes(1000), search=QUICK)
+    with pytest.raises(BudgetError, match="too few: the smallest file found has"):
+        searched.compress(of_bytes(SIZES[0]))
 
 
 def test_statistics_change_what_is_kept(demo):

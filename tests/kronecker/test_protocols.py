@@ -18,7 +18,7 @@ from lsrdecomp.kronecker.files import read_provenance
 from lsrdecomp.testing import kronecker_shapes
 
 KINDS = ("float64", "complex128", "float32")
-CASES = settings(max_examples=60)
+CASES = settings(max_examples=20)
 
 
 @st.composite

@@ -15,7 +15,7 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import ConvergenceError, MatrixError, ShapeError
 from lsrdecomp.testing import invertible_matrices, kronecker_shapes
 
-CASES = settings(max_examples=60)
+CASES = settings(max_examples=20)
 KINDS = ("float64", "complex128", "float32")
 ROUNDING = {"float64": 1e-12, "complex128": 1e-12, "float32": 1e-5}
 
@@ -291,7 +291,7 @@ def random_sum(rng, rows, s, kind):
     return lsr.SeparatedMatrix.from_factors(stacks)
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(
     st.sampled_from(("positive", "symmetric", "general")),
     st.integers(0, 2**32 - 1),
@@ -357,7 +357,7 @@ def test_what_cannot_be_solved_is_one_clear_error(rng):
         ops.kronecker_sum(good, np.ones((2, 3)))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_exponentials_of_any_sum(seed):
     rng = np.random.default_rng(seed)

@@ -18,7 +18,7 @@ from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, ShapeEr
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.testing import kronecker_shapes
 
-CASES = settings(max_examples=60)
+CASES = settings(max_examples=20)
 
 
 def positive(rng, size, rank=None):
@@ -271,7 +271,7 @@ def squared_exponential(points, length):
     return k, k * gap**2 / length**3
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.floats(0.05, 2.0), st.integers(0, 2**32 - 1))
 def test_likelihood_and_gradient_equal_the_dense_ones(sizes, noise, seed):
     rng = np.random.default_rng(seed)

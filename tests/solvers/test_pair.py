@@ -324,7 +324,7 @@ def test_single_precision_gives_way_where_it_sees_too_little(scale: float, rng: 
     assert far.relative_error == pytest.approx(exact.relative_error, rel=1e-3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(seed=st.integers(0, 10**6), rank=st.integers(2, 6), terms=st.integers(1, 5))
 def test_never_above_either_order_of_the_singular_gauge(seed: int, rank: int, terms: int) -> None:
     target = low_rank(np.random.default_rng(seed), SMALL, rank)

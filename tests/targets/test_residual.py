@@ -13,7 +13,7 @@ from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import inner_distances, pair_distance, pair_distances, residual_norm
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), near=st.integers(0, 15), scale=st.sampled_from([1e-180, 1e-8, 1.0, 1e9, 1e170]))
 def test_distances_of_pairs_are_those_of_the_formed_matrices(seed: int, near: int, scale: float) -> None:
     rng = np.random.default_rng(seed)

@@ -61,6 +61,14 @@ def finished(common, tmp_path_factory):
     return out, finetune(common.replace(measure_start=True), out)
 
 
+@pytest.fixture(scope="session")
+def lora(common, tmp_path_factory):
+    """A trained LoRA, and the record of its run."""
+    out = tmp_path_factory.mktemp("lora") / "run"
+    record = finetune(common.replace(method="lora"), out)
+    return out / "adapter", record
+
+
 def test_the_embedded_task_is_made_once_and_the_same_each_time(place, tmp_path):
     assert len(TASKS["embedded"].read(place.data, "train")) == 600
     dev = TASKS["embedded"].read(place.data, "dev")
@@ -212,10 +220,9 @@ def test_training_goes_on_from_an_adapter_as_it_is(finished, common, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["more"]
 
 
-def test_a_compressed_lora_starts_where_its_compression_left_it(common, tmp_path):
-    trained = common.replace(method="lora", learning_rate=0.01)
-    record = finetune(trained, tmp_path / "lora")
-    compressed = compress(open_checkpoint(tmp_path / "lora" / "adapter"), CompressionPlan(separation_rank=16))
+def test_a_compressed_lora_starts_where_its_compression_left_it(common, lora, tmp_path):
+    adapter, record = lora
+    compressed = compress(open_checkpoint(adapter), CompressionPlan(separation_rank=16))
     compressed.save(tmp_path / "lsr")
     start = evaluate(common.replace(init=str(tmp_path / "lsr")))
     more = finetune(common.replace(init=str(tmp_path / "lsr"), measure_start=True, steps=4), tmp_path / "more")
@@ -223,9 +230,10 @@ def test_a_compressed_lora_starts_where_its_compression_left_it(common, tmp_path
     assert start.loss == pytest.approx(record.dev.loss, rel=1e-3)  # so many terms are the LoRA
 
 
-def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, tmp_path):
-    lora = finetune(common.replace(method="lora"), tmp_path / "lora")
-    settings = common.replace(init=str(tmp_path / "lora" / "adapter"), ratio=8.0, steps=4, measure_start=True)
+def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, lora, tmp_path):
+    adapter, lora = lora
+    of_task = {"train_examples": 60, "dev_examples": 20}
+    settings = common.replace(init=str(adapter), ratio=8.0, steps=4, measure_start=True, **of_task)
     record = finetune(settings, tmp_path / "lsr")
     assert sorted(path.name for path in (tmp_path / "lsr").iterdir()) == ["adapter", "layers.jsonl", "record.json"]
     assert record.settings == settings.replace(gradient_checkpointing=False, precision="float32")
