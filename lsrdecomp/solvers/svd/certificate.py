@@ -135,6 +135,10 @@ class Certificate:
             seen = self._aside(rank)
             gain = self._gain(rank, seen) if seen > 0.0 else math.inf
             return self._ratio(rank, min(gain, self._beyond())), ErrorKind.estimated
+        seen = self.measured_excess(rank, self.error(rank))
+        if seen <= wanted:  # what rounding of the squared error may hide makes it an estimate
+            sure = self.roundoff <= wanted * float(self.squared_errors[rank])
+            return seen, ErrorKind.bounded if sure else ErrorKind.estimated
         estimate = self._ratio(rank, self._extrapolated(rank))
         converging = len(self.earlier) == 2 and wanted < estimate <= CONVERGING
         if not converging and self.squared_errors[-1] > self.captured[rank] - self.captured[rank - 1]:

@@ -122,14 +122,11 @@ class BlockGolubKahan(MatrixSolver):
                 return solution
             rows = in_double(target, shape)
             single = SingleGrowth(growth.space, *settings, rows=rows)
-        # Single precision sees no further: a power step in double, and where that is not enough a space from there.
+        # Single precision sees no further: a space in double, from the vectors that it has come to.
         block = self.block or max(block, min(2 * most, side // 6))
-        projection, start = single.finished(min(max(block, most), side))
-        if projection is not None:
-            progress.note(projection.error, objective=projection.objective)
-            return replace(projection.solution(True), sweeps=progress.sweeps)
-        progress.mark(Event.hand_over)
-        solution = self._grown(Growth(self._space(rows, swapped, norm, block, start[:, :block]), *settings), progress)
+        progress.mark(Event.start)
+        space = self._space(rows, swapped, norm, block, single.vectors(block))
+        solution = self._grown(Growth(space, *settings), progress)
         return problem.delegate_to(Gram()) if solution is None else solution
 
     def _columns(self, rank: int | None, *, stored: bool) -> int:

@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
-import numpy as np
-
-from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, like, namespace
+from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.progress import Step
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, orthonormal
@@ -20,7 +17,6 @@ from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.growth import Growth, Projection
 from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target
-from lsrdecomp.targets.residual import entrywise_distance
 from lsrdecomp.targets.row_stream import RearrangedRows
 
 FINEST = 1e-7
@@ -100,7 +96,7 @@ class SingleGrowth(Growth):
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
         # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
-        xp, v = namespace(self.space.right), self._vectors(rank)
+        xp, v = namespace(self.space.right), self.vectors(rank)
         q, triangle = xp.linalg.qr(self._operator().matmat(v))
         turn, sigma, right = xp.linalg.svd(triangle, full_matrices=False)
         approximation = self._separated(q @ turn, sigma, right @ adjoint(v), rank)
@@ -114,46 +110,7 @@ class SingleGrowth(Growth):
         excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
         return Projection(approximation, error, self._objective(certificate), False, excess, kind, None)
 
-    def finished(self, columns: int) -> tuple[Projection | None, Array]:
-        """Terms from the right vectors of the space, random ones beside them, and a power step in double precision.
-
-        Where the error stands above its rounding, eight times what the last half of that step gained is the estimate of
-        what is left. Elsewhere the error is measured: no singular value of a projection is above that of R. None where
-        that is not near enough; and the right vectors, to go on from.
-        """
-        norm, rank, rows = self.target.norm, self.most, self._operator()
-        xp, v = namespace(self.space.right), self._vectors(columns)
-        fresh = np.random.default_rng(self.space.size).standard_normal((v.shape[0], columns - v.shape[1]))
-        v = orthonormal(xp.concat((v, like(fresh / v.shape[0] ** 0.5, v)), axis=1))[0] if columns > v.shape[1] else v
-        # Double 1: R V, and what it captures.
-        q, triangle = xp.linalg.qr(rows.matmat(v))
-        before = float(xp.sum(xp.linalg.svdvals(triangle)[:rank] ** 2)) / norm**2
-        # Double 2: Qᴴ R for the range Q of R V, and its singular triples.
-        images, triangle = xp.linalg.qr(rows.rmatmat(q))
-        turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
-        vh = right @ adjoint(images)
-        approximation = self._separated(q @ turn, sigma, vh, rank)
-        # Double 3: how near that is.
-        captured, roundoff = float(xp.sum(sigma[:rank] ** 2)) / norm**2, 64.0 * unit_roundoff("float64")
-        squared, gain = 1.0 - captured, 8.0 * max(captured - before, roundoff)
-        tail = float(xp.linalg.vector_norm(sigma[rank:])) / norm
-        seen = tail - 0.25 * roundoff * math.sqrt(columns)
-        if squared > 16.0 * roundoff:
-            error = math.sqrt(squared)
-            bound = error / seen - 1.0 if seen > 0.0 else math.inf
-            if bound <= self.tolerance:
-                return Projection(
-                    approximation, error, squared, False, max(bound, 0.0), ErrorKind.bounded, None
-                ), adjoint(vh)
-            excess = 1.0 / math.sqrt(1.0 - gain / squared) - 1.0 if gain < squared else math.inf
-            projection = Projection(approximation, error, squared, False, excess, ErrorKind.estimated, None)
-            return projection if excess <= self.tolerance else None, adjoint(vh)
-        error = entrywise_distance(self.rows.pieces(), approximation) / norm
-        excess = max(error / seen - 1.0, 0.0) if seen > 0.0 else math.inf
-        projection = Projection(approximation, error, error**2, True, excess, ErrorKind.bounded, None)
-        return projection if excess <= self.tolerance or error - tail <= roundoff else None, adjoint(vh)
-
-    def _vectors(self, columns: int) -> Array:
+    def vectors(self, columns: int) -> Array:
         """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
         if self.space.size == 0:
             return as_double(self.space.following)[:, :columns]
