@@ -224,7 +224,12 @@ def _built(config: Path, task_type: str | None) -> Iterator[tuple[str, tuple[int
         import torch
 
         with torch.device("meta"):
-            model = _diffusers(raw) if "_class_name" in raw else _transformers(config, raw, task_type)
+            if "_class_name" in raw:
+                import diffusers
+
+                model = getattr(diffusers, str(raw["_class_name"])).from_config(raw)
+            else:
+                model = _transformers(config, raw, task_type)
     except ImportError as error:
         text = f"{config}: of a config alone names come from the model it describes; without {error.name}"
         raise LsrError(f"{text}: pip install 'lsrdecomp[peft]', or name a base with weights") from error
@@ -246,9 +251,3 @@ def _transformers(config: Path, raw: dict[str, Any], task_type: str | None) -> A
     if task_type not in LOADERS and isinstance(own, str) and hasattr(transformers, own):
         return getattr(transformers, own)(settings)
     return getattr(transformers, LOADERS.get(str(task_type), "AutoModel")).from_config(settings)
-
-
-def _diffusers(raw: dict[str, Any]) -> Any:
-    import diffusers
-
-    return getattr(diffusers, str(raw["_class_name"])).from_config(raw)

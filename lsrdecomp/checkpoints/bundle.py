@@ -37,9 +37,6 @@ class Bundle:
     def config_path(self) -> Path:
         return self.weights.parent / CONFIG
 
-    def metadata_error(self, message: str) -> CheckpointError:
-        return CheckpointError(message, path=self.weights)
-
     def config_error(self, message: str) -> CheckpointError:
         return CheckpointError(message, path=self.config_path)
 

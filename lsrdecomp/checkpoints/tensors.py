@@ -79,20 +79,6 @@ class StoredTensor:
             raise self.error(f"{bad} of {array.size} numbers are NaN or infinite; train or export this adapter again")
         return array
 
-    def renamed(self, name: str) -> StoredTensor:
-        """The same numbers under another key.
-
-        Parameters
-        ----------
-        name : str
-
-        Returns
-        -------
-        StoredTensor
-            Read from where it lay.
-        """
-        return replace(self, name=name)
-
     def error(self, message: str) -> CheckpointError:
         """A `CheckpointError` that names this file and tensor."""
         return CheckpointError(message, path=self.path, tensor=self.name)
@@ -111,13 +97,6 @@ def check_name(name: str, path: Path) -> None:
         raise CheckpointError(f"the tensor name {name!a} has characters that cannot be printed", path=path)
     if ".." in name or name[0] in "./\\" or name[1:3] in (":\\", ":/"):
         raise CheckpointError(f"the tensor name {name!r} reads like a path out of here, not like a module", path=path)
-
-
-def by_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype of a storage dtype this library writes."""
-    if dtype not in FLOATS:
-        raise CheckpointError(f"storage dtype {dtype!r} is not one of {', '.join(FLOATS)}")
-    return DTYPES[dtype]
 
 
 def derived(like: StoredTensor, shape: tuple[int, ...], compute: Callable[[], Array]) -> StoredTensor:

@@ -22,7 +22,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.files import write_sums
-from lsrdecomp.checkpoints.tensors import Array, by_dtype
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, Array
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.precision import PRECISIONS
 
@@ -239,8 +239,10 @@ def _beside(out: Path) -> Iterator[Path]:
 
 def cast(array: Array, storage: str, name: str) -> Array:
     """Round to the storage dtype; `CheckpointError` if a number is not finite there."""
+    if storage not in FLOATS:
+        raise CheckpointError(f"storage dtype {storage!r} is not one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
-        stored = np.asarray(array).astype(by_dtype(storage), copy=False)
+        stored = np.asarray(array).astype(DTYPES[storage], copy=False)
     if not np.isfinite(stored).all():
         largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
         wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]

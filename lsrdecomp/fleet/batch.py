@@ -165,15 +165,19 @@ def run_fleet(
         else:
             manifest.append(finished)
     total = len(left)
-    run = _Run(manifest, plan, runner, retries, lambda outcome: on_outcome and on_outcome(outcome, total))
+
+    def work(jobs: Sequence[Job]) -> None:
+        for outcome in _outcomes(jobs, plan, runner, retries):
+            manifest.append(outcome)
+            if on_outcome is not None:
+                on_outcome(outcome, total)
+
     searches = plan.separation_rank is None and plan.rtol is None
     groups = _like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
     while first := {leader for leader in _leaders(groups, manifest.outcomes, left).values() if leader in left}:
-        run.work([left.pop(name) for name in sorted(first)])
+        work([left.pop(name) for name in sorted(first)])
     leads = _leaders(groups, manifest.outcomes, left)
-    run.work(
-        [replace(job, like=str(_place(out, leads[job.name]))) if job.name in leads else job for job in left.values()]
-    )
+    work([replace(job, like=str(_place(out, leads[job.name]))) if job.name in leads else job for job in left.values()])
     for name in names:  # what workers that were killed, in this run or an earlier one, left half written
         remove_leftovers(_place(out, name), age=0.0)
     return [manifest.outcomes[name] for name in names]
@@ -199,35 +203,19 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         return Outcome(job.name, "failed", " ".join(str(error).split()) or type(error).__name__)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Jobs handed to a runner, what becomes of them recorded; those whose worker died tried again."""
-
-    manifest: Manifest
-    plan: CompressionPlan
-    runner: Runner
-    retries: int
-    on_outcome: Callable[[Outcome], Any]
-
-    def work(self, jobs: Sequence[Job]) -> None:
-        pending = list(jobs)
-        for attempt in range(1, self.retries + 2):
-            broken: list[Job] = []
-            for result in self._rounds(pending, alone=attempt > 1):
-                if isinstance(result, Broken) and attempt <= self.retries:
-                    broken.append(result.job)
-                    continue
-                if isinstance(result, Broken):
-                    result = Outcome(result.job.name, "failed", result.message)
-                outcome = replace(result, attempts=attempt)
-                self.manifest.append(outcome)
-                self.on_outcome(outcome)
-            pending = broken
-
-    def _rounds(self, jobs: Sequence[Job], *, alone: bool) -> Iterator[Outcome | Broken]:
-        """All jobs together, or each in a run of its own, so that one that kills its worker takes no other with it."""
-        for group in [[job] for job in jobs] if alone else [jobs] if jobs else []:
-            yield from self.runner(group, self.plan)
+def _outcomes(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int) -> Iterator[Outcome]:
+    """What becomes of jobs; those whose worker died are tried again, each alone, so that it takes no other with it."""
+    rounds = [list(jobs)] if jobs else []
+    for attempt in range(1, retries + 2):
+        broken: list[Job] = []
+        for result in (result for group in rounds for result in runner(group, plan)):
+            if not isinstance(result, Broken):
+                yield replace(result, attempts=attempt)
+            elif attempt <= retries:
+                broken.append(result.job)
+            else:
+                yield Outcome(result.job.name, "failed", result.message, attempts=attempt)
+        rounds = [[job] for job in broken]
 
 
 def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) -> list[list[str]]:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lsrdecomp.errors import LsrError
 
@@ -21,30 +21,7 @@ FEW = 5
 PATIENCE = 300.0
 
 
-class Client(Protocol):
-    """A running server and one adapter in it."""
-
-    @property
-    def server(self) -> str:
-        """Which kind of server answers."""
-        ...
-
-    @property
-    def adapter(self) -> str:
-        """What the adapter is called there."""
-        ...
-
-    @property
-    def scale(self) -> float | None:
-        """What the server says it scales the adapter by, if it says so."""
-        ...
-
-    def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
-        """Log-probabilities of the likeliest next tokens."""
-        ...
-
-
-def connect(url: str, adapter: str | None, file: Path) -> Client:
+def connect(url: str, adapter: str | None, file: Path) -> LlamaCpp | OpenAi:
     """Find out which server answers, and which of its adapters is meant.
 
     Parameters
@@ -75,7 +52,10 @@ def connect(url: str, adapter: str | None, file: Path) -> Client:
 
 @dataclass(frozen=True, slots=True)
 class LlamaCpp:
-    """llama.cpp's own server: every request says the scale of each adapter; 0 is off."""
+    """llama.cpp's own server: every request says the scale of each adapter; 0 is off.
+
+    ``scale`` is what the server says it scales the adapter by, if it says so.
+    """
 
     root: str
     numbers: tuple[int, ...]
@@ -85,6 +65,7 @@ class LlamaCpp:
     server: str = "llama.cpp"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
+        """Log-probabilities of the likeliest next tokens."""
         # An adapter that is off in the server is asked for at full scale, for it is the adapter that is looked at.
         chosen = (self.scale or 1.0) if adapted else 0.0
         lora = [{"id": number, "scale": chosen if number == self.number else 0.0} for number in self.numbers]
@@ -109,6 +90,7 @@ class OpenAi:
     server: str = "OpenAI-compatible"
 
     def ask(self, prompt: Prompt, *, adapted: bool) -> Mapping[Token, float]:
+        """As `LlamaCpp.ask`."""
         fields = {"model": self.adapter if adapted else self.base, "max_tokens": 1, "temperature": 0, "seed": 0}
         fields |= {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         # vLLM gives token numbers on request; servers that know less refuse the word or the count.

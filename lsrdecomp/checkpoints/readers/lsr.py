@@ -73,7 +73,7 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in kinds.items()}
     except (AttributeError, TypeError, ValueError):
-        raise bundle.metadata_error("the header's record of layer kinds is damaged") from None
+        raise CheckpointError("the header's record of layer kinds is damaged", path=bundle.weights) from None
 
 
 _patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.config.find`
