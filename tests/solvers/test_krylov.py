@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
+from scipy.sparse import csr_array
 
-from lsrdecomp import KroneckerShape, LowRank, decompose
+from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
@@ -376,3 +377,14 @@ def test_exact_terms_in_single_precision_are_as_near_as_the_matrix_was_rounded(d
     matrix = sum(z * np.kron(rng.standard_normal((12, 10)), rng.standard_normal((10, 11))) for z in phases)
     krylov, svd = (decompose(matrix.astype(dtype), "12x10, 10x11", rank=3, solver=name) for name in ("krylov", "svd"))
     assert krylov.relative_error <= 1.001 * svd.relative_error < 1e-7
+
+
+@pytest.mark.parametrize("kind", ["pair", "sum", "sparse"])
+def test_exact_terms_of_other_targets_in_single_precision_end_at_rounding_too(kind, rng):
+    left, right = (rng.standard_normal((3, *sides)).astype(np.float32) for sides in ((12, 10), (10, 11)))
+    target, shape = {
+        "pair": (LowRank(left.reshape(3, 120).T, right.reshape(3, 110)), "120x1, 1x110"),
+        "sum": (SeparatedMatrix.from_factors([left, right]), "12x10, 10x11"),
+        "sparse": (csr_array(np.kron(np.eye(12, 10, dtype=np.float32), right[0])), "12x10, 10x11"),
+    }[kind]
+    assert decompose(target, shape, rank=3).relative_error < 1e-12

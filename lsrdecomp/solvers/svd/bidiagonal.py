@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, is_complex, like, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_complex, like, namespace, to_numpy
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.base import Rearranged
 
@@ -102,6 +102,13 @@ class Bidiagonal:
         right = right + self.following @ like(vh[:rank, k:].conj().T, self.right)
         weights = xp.real(self.left[:1, :1]) if is_complex(self.left) else self.left[:1, :1]
         return self.left @ like(u[:, :rank], self.left), like(sigma[:rank] * self.norm, weights), adjoint(right)
+
+    def leading(self, columns: int) -> Array:
+        """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
+        if self.size == 0:
+            return as_double(self.following)[:, :columns]
+        _, _, vh = self.triples(min(columns, self.size))
+        return orthonormal(as_double(adjoint(vh)))[0]
 
     def projected(self) -> np.ndarray:
         """[B Nᴴ], shape (k, k + b)."""

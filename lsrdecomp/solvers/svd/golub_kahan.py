@@ -14,7 +14,9 @@ from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram
 from lsrdecomp.solvers.svd.growth import Growth
 from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_double, in_single
-from lsrdecomp.targets.base import Dense, Rearranged
+from lsrdecomp.targets.base import Dense, LowRank, Rearranged
+from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.sparse import Sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,8 @@ class BlockGolubKahan(MatrixSolver):
         settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
         if fits_single(target, rank, problem.goal, self.tolerance):
             rows = in_double(target, shape)
-            single = SingleGrowth(
-                self._space(in_single(target, shape, rows), swapped, norm, block), *settings, rows=rows
-            )
+            space = self._space(in_single(target, shape, rows), swapped, norm, block)
+            single = SingleGrowth(space, *settings, rows=rows)
             solution = self._grown(single, progress)
             if solution is not None or not single.blind:
                 return problem.delegate_to(Gram()) if solution is None else solution
@@ -111,21 +112,20 @@ class BlockGolubKahan(MatrixSolver):
             operator = target.rearranged(shape)
             if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
                 return problem.delegate_to(Gram())
-            growth = Growth(self._space(operator, swapped, norm, block), *settings)
-            solution = self._grown(growth, progress)
+            space = self._space(operator, swapped, norm, block)
+            solution = self._grown(Growth(space, *settings), progress)
             if solution is None:
                 return problem.delegate_to(Gram())
             # What single precision rounds of the terms themselves may be seen in their error.
-            error, rounding = solution.relative_error, 64.0 * growth.space.roundoff
+            error, rounding = solution.relative_error, 64.0 * space.roundoff
             coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2 and rounding > 1e-12
-            if not coarse or problem.goal is not None or not isinstance(target, Dense):
+            if not coarse or problem.goal is not None or not isinstance(target, Dense | LowRank | Separated | Sparse):
                 return solution
             rows = in_double(target, shape)
-            single = SingleGrowth(growth.space, *settings, rows=rows)
         # Single precision sees no further: a space in double, from the vectors that it has come to.
         block = self.block or max(block, min(2 * most, side // 6))
         progress.mark(Event.start)
-        space = self._space(rows, swapped, norm, block, single.vectors(block))
+        space = self._space(rows, swapped, norm, block, space.leading(block))
         solution = self._grown(Growth(space, *settings), progress)
         return problem.delegate_to(Gram()) if solution is None else solution
 

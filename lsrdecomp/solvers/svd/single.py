@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
+import numpy as np
+
 from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.progress import Step
-from lsrdecomp.solvers.svd.bidiagonal import Adjoint, orthonormal
+from lsrdecomp.solvers.svd.bidiagonal import Adjoint
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.growth import Growth, Projection
-from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense, Target
-from lsrdecomp.targets.row_stream import RearrangedRows
+from lsrdecomp.targets.base import Dense, LowRank, Rearranged, RearrangedDense, Target
+from lsrdecomp.targets.separated import Separated
+from lsrdecomp.targets.sparse import Sparse
 
 FINEST = 1e-7
 """The least excess over the optimum that a certificate in single precision is asked for."""
@@ -40,8 +43,15 @@ def fits_single(target: Target, rank: int | None, goal: float | None, tolerance:
     return double and math.prod(target.shape) >= SMALLEST and 1.0 / LARGEST_NORM < target.norm < LARGEST_NORM
 
 
-def in_double(target: Dense, shape: KroneckerShape) -> RearrangedDense | RearrangedRows:
-    """R(M) in double precision, held where that is little, else read by blocks of rows."""
+def in_double(target: Dense | LowRank | Separated | Sparse, shape: KroneckerShape) -> Rearranged:
+    """R(M) in double precision, held or from factors; of a large dense matrix read by blocks of rows."""
+    if isinstance(target, Sparse):
+        return Sparse(target.matrix.astype(np.result_type(target.matrix.dtype, np.float64))).rearranged(shape)
+    if isinstance(target, LowRank):
+        return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
+    if isinstance(target, Separated):
+        kind = "complex128" if is_complex(target.matrix.factors[0]) else "float64"
+        return Separated(target.matrix.astype(kind)).rearranged(shape)
     if math.prod(target.shape) > HELD:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.rearranged(shape).matrix))
@@ -65,7 +75,7 @@ class SingleGrowth(Growth):
     faster, what that half step gains is an estimate of what is left, so that one step less is taken.
     """
 
-    rows: RearrangedDense | RearrangedRows = field(kw_only=True)  # R(M) in double precision
+    rows: Rearranged = field(kw_only=True)  # R(M) in double precision
     blind: bool = False  # single precision sees no further, though more may be gained
 
     def steps(self) -> Iterator[Step[Projection | None]]:
@@ -96,7 +106,7 @@ class SingleGrowth(Growth):
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
         # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
-        xp, v = namespace(self.space.right), self.vectors(rank)
+        xp, v = namespace(self.space.right), self.space.leading(rank)
         q, triangle = xp.linalg.qr(self._operator().matmat(v))
         turn, sigma, right = xp.linalg.svd(triangle, full_matrices=False)
         approximation = self._separated(q @ turn, sigma, right @ adjoint(v), rank)
@@ -109,13 +119,6 @@ class SingleGrowth(Growth):
             excess, kind = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0, ErrorKind.estimated
         excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
         return Projection(approximation, error, self._objective(certificate), False, excess, kind, None)
-
-    def vectors(self, columns: int) -> Array:
-        """At most so many leading right vectors of the space, or of its start, orthonormal in double precision."""
-        if self.space.size == 0:
-            return as_double(self.space.following)[:, :columns]
-        _, _, vh = self.space.triples(min(columns, self.space.size))
-        return orthonormal(as_double(adjoint(vh)))[0]
 
     def _operator(self) -> Rearranged:
         """The operator of the space in double precision."""
