@@ -93,6 +93,14 @@ def matrix_multiplication(n: int = 2) -> np.ndarray:
     return tensor
 
 
+def strassen() -> list[np.ndarray]:
+    """Seven terms of `matrix_multiplication` for n = 2 [Strassen 1969]: the rows of its three modes."""
+    a = [[1, 0, 0, 1], [0, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 1], [1, 1, 0, 0], [-1, 0, 1, 0], [0, 1, 0, -1]]
+    b = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, -1], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]]
+    c = [[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1], [1, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
+    return [np.array(mode, float) for mode in (a, b, c)]
+
+
 # Kernels and operators of two factors.
 def lags(n: int) -> np.ndarray:
     i = np.arange(n)
