@@ -101,7 +101,7 @@ class Sweep:
 
     index: int  # 1, 2, 3, … through the whole solve, hand-overs included
     relative_error: float  # the solver's running figure: it steers, and is not a measurement
-    condition: float = 1.0  # γ
+    condition: float = 1.0  # γ; NaN: not computed
     event: Event = Event.step
     objective: float | None = None  # what the descent lowers, for ‖M‖ = 1; None: not computed
 

@@ -9,7 +9,13 @@ from lsrdecomp import markup
 from lsrdecomp.arrays import Array, is_complex
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.precision import PRECISIONS, unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Status, Sweep
+
+LARGE_CONDITION = 10.0
+"""A γ above this is looked at: whether a tenth of it would have done."""
+WORTH = 1.1
+"""A tenth of γ at less than this many times the error: the larger γ bought next to nothing."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,13 +101,39 @@ class Decomposition(SeparatedMatrix):
 
     @property
     def remark(self) -> str:
-        """A sentence where the answer has no fewer numbers than the matrix itself; else nothing."""
+        """Sentences where the answer has no fewer numbers than the matrix itself, or γ buys little; else nothing."""
         rows, columns = self.shape
-        if self.parameters < rows * columns:
+        remark = ""
+        if self.parameters >= rows * columns:
+            remark = (
+                f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this shape; see "
+                'shape="search", or best_shape(pad=True) where sizes are prime.'
+            )
+        return remark + self._worth_of_condition
+
+    @property
+    def _worth_of_condition(self) -> str:
+        """A sentence where the solver passed about the same error at a tenth of γ; else nothing."""
+        near = [
+            sweep
+            for sweep in self.sweeps
+            if sweep.relative_error <= WORTH * self.relative_error and sweep.condition <= self.condition / 10.0
+        ]
+        if self.condition <= LARGE_CONDITION or not near:
             return ""
+        passed = min(near, key=lambda sweep: sweep.condition)
+        # The penalty of a coarser type keeps γ small; by the rule γ·μ·‖M‖ ≤ ε this error can bear these.
+        coarser = [
+            name
+            for name in ("bfloat16", "float16")
+            if passed.condition * unit_roundoff(name) <= passed.relative_error
+            and self.storage in PRECISIONS
+            and unit_roundoff(name) > unit_roundoff(self.storage)
+        ]
+        advice = f'; solver=ALS(storage="{coarser[0]}") keeps γ low' if coarser else ""
         return (
-            f" The matrix itself has {rows * columns:,} numbers: nothing is gained in this shape; see "
-            'shape="search", or best_shape(pad=True) where sizes are prime.'
+            f" γ is large for what it is worth: the fit passed an error of about {passed.relative_error:.2g} at "
+            f"γ = {passed.condition:.2g}{advice}."
         )
 
     def __repr__(self) -> str:

@@ -186,6 +186,22 @@ def test_noise_is_fitted_as_a_whole_from_several_starts():
     assert max(result.condition for result in results) < 10.0
 
 
+def test_a_condition_that_buys_nothing_is_said_in_print():
+    """γ = 181 for an error that γ = 1.3 reaches to a hundredth; where γ buys digits, nothing is said."""
+    inverse, shape = problems.variable_coefficient_inverse(512), problems.square(8, 8, 8)
+    plain = decompose(inverse, shape, rank=8, solver=ALS(initializations=1))
+    assert plain.condition > 50.0
+    words = 'solver=ALS(storage="bfloat16") keeps γ low'
+    assert all(words in text for text in (str(plain), plain.summary, plain._repr_html_().replace("&quot;", '"')))
+    bounded = decompose(inverse, shape, rank=8, solver=ALS(storage="bfloat16", initializations=1))
+    assert bounded.condition < 4.0
+    assert bounded.relative_error < 1.05 * plain.relative_error
+    assert "worth" not in str(bounded)
+    border = decompose(problems.sum_operator(4), problems.square(*[2] * 4), rank=2)
+    assert border.condition > 50.0
+    assert "worth" not in str(border)
+
+
 def test_the_penalty_is_what_rounding_costs():
     """α stands for the mean square rounding error of d factors: measured over random factors, within a quarter."""
     rng = np.random.default_rng(0)

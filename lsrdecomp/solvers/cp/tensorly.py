@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +63,7 @@ class TensorLyCP(MatrixSolver):
         -------
         Solution
             ``sweeps`` are TensorLy's, whose errors come from the expanded form and see nothing below 1e-8; their γ is
-            not computed. ``optimality_gap`` is None. ``relative_error`` is measured where ``atol`` is given.
+            not computed (NaN). ``optimality_gap`` is None. ``relative_error`` is measured where ``atol`` is given.
 
         Raises
         ------
@@ -99,7 +100,7 @@ class TensorLyCP(MatrixSolver):
         monotone = self.l2_reg == 0.0
 
         def tell(_: Any, error: Any) -> None:
-            progress.note(float(error), objective=float(error) ** 2 if monotone else None)
+            progress.note(float(error), math.nan, float(error) ** 2 if monotone else None)  # γ: not known
 
         options = {"n_iter_max": self.max_sweeps, "tol": self.tol, "init": self.init, "l2_reg": self.l2_reg}
         try:
