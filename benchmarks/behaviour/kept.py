@@ -6,9 +6,10 @@ On SST-2 the adapter is the one that ships with the package, its statistics too.
 of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
 LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of the train split and judged on the dev
 split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
-promise, on SST-2, every form answers 2,000 texts of the train split once; forty times 128 of them are drawn to promise
-by, the smallest form that keeps a share is chosen on those, and the others say what it keeps. Rows are added to the
-file as they come; a run that was stopped goes on. One thread.
+promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
+the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; ``same`` is what
+would be promised, had the 128 texts chosen as well. Rows are added to the file as they come; a run that was stopped
+goes on. One thread.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ TEXTS = 4096
 """Texts of the train split that a form is distilled on and chosen by, at most."""
 RATIOS = (96.0, 48.0)
 STRUCTURES = {"LSR": Search(), "SVD": Search(orders=())}
-LADDER = (192.0, 96.0, 48.0, 24.0, 12.0, 6.0)
+LADDER = (96.0, 68.0, 48.0, 34.0, 24.0, 17.0, 12.0, 8.0)
 KEEPS = (0.6, 0.7, 0.8, 0.9)
-FRESH, HELD, DRAWS = 2000, 128, 40
+FRESH, CHOOSING, HELD, DRAWS = 1000, 64, 128, 40
 
 
 def main() -> None:
@@ -79,14 +80,17 @@ def main() -> None:
             part(arguments, record)
 
 
+def facts() -> dict[str, Any]:
+    names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
+    return {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
+
+
 class Record:
     """The file of results, written anew with every row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
-        facts = {"base": "all-MiniLM-L6-v2", "machine": platform.machine()}
-        fresh = {**facts, "versions": {name: version(name) for name in names}, "rows": [], "draws": []}
+        fresh = {"base": "all-MiniLM-L6-v2", **facts(), "rows": [], "draws": []}
         self.value: dict[str, Any] = json.loads(path.read_text()) if path.exists() else fresh
         for row in self.value["rows"]:
             row.setdefault("task", DEMO)  # the only one there once was
@@ -282,7 +286,7 @@ def passes(arguments: argparse.Namespace, record: Record) -> None:
 
 
 def promises(arguments: argparse.Namespace, record: Record) -> None:
-    """Forty draws of the texts that a promise is made by, for several shares to keep."""
+    """Forty draws of texts that choose and of texts that a promise is made by, for several shares to keep."""
     subject = demo(arguments.data, arguments.work)
     sample = random.Random(100).sample(subject.texts, FRESH + 64)
     evaluator = Evaluator(subject.base, subject.lora, sample, EvaluatorSettings(held_out=8))
@@ -290,21 +294,27 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {ratio: reference.losses(evaluator.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}
     effects = reference.effects
-    record.value["draws"] = []
-    held = 0
+    record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "fresh": FRESH, **facts()}}
+    holding = {"apart": 0, "same": 0}
     for draw in range(DRAWS):
         keep = KEEPS[draw % len(KEEPS)]
         chosen = np.random.default_rng(draw).permutation(FRESH)
-        seen, fresh = torch.from_numpy(chosen[:HELD]), torch.from_numpy(chosen[HELD:])
-        shares = {ratio: 1.0 - float(losses[ratio][seen].sum() / effects[seen].sum()) for ratio in LADDER}
-        ratio = max((r for r in LADDER if shares[r] >= keep), default=min(LADDER))
-        error = ratio_error(losses[ratio][seen], effects[seen]) or 0.0
-        true = 1.0 - float(losses[ratio][fresh].sum() / effects[fresh].sum())
-        holds = abs(true - shares[ratio]) <= 2.0 * error
-        held += holds
-        row = {"draw": draw, "keep": keep, "ratio": ratio, "promised": shares[ratio], "error": error, "fresh": true}
-        record.add({**row, "holds": holds}, "draws")
-    print(f"{held} of {DRAWS} promises hold within two standard errors")
+        promising, choosing = (torch.from_numpy(part) for part in (chosen[:HELD], chosen[HELD : HELD + CHOOSING]))
+        fresh = torch.from_numpy(chosen[HELD + CHOOSING :])
+
+        def share(ratio: float, some: torch.Tensor) -> float:
+            return 1.0 - float(losses[ratio][some].sum() / effects[some].sum())
+
+        row: dict[str, Any] = {"draw": draw, "keep": keep}
+        for name, choosers in (("apart", choosing), ("same", promising)):
+            ratio = max((r for r in LADDER if share(r, choosers) >= keep), default=min(LADDER))
+            error = ratio_error(losses[ratio][promising], effects[promising]) or 0.0
+            promised, true = share(ratio, promising), share(ratio, fresh)
+            holds = abs(true - promised) <= 2.0 * error
+            holding[name] += holds
+            row[name] = {"ratio": ratio, "promised": promised, "error": error, "fresh": true, "holds": holds}
+        record.add(row, "draws")
+    print(f"{holding} of {DRAWS} promises hold within two standard errors")
 
 
 if __name__ == "__main__":

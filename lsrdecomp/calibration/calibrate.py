@@ -101,6 +101,7 @@ def calibrate(
     max_full: int = 1024,
     rank: int = 128,
     checkpointing: bool = True,
+    effect: bool = True,
     max_memory: int | None = None,
     save_every: int = 50,
     on_batch: Callable[[Progress], None] | None = None,
@@ -143,6 +144,8 @@ def calibrate(
     checkpointing : bool
         Keep no activations inside the blocks of a transformers model and compute them again on the way back: another
         forward pass, and of a batch one row of the model's width per token and block is held.
+    effect : bool
+        Measure KL(adapter ‖ no adapter) as well: another forward pass of each batch.
     max_memory : int, optional
         Bytes that the sums of all layers may take. Where they take more the layers are measured in groups, and the
         batches are gone through once for each group.
@@ -204,17 +207,28 @@ def calibrate(
                     for name in names
                 }
                 with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
-                    measured = _Pass(
-                        model, watching, layers, head, journal, key, now, save_every, on_batch, number, len(groups)
-                    )
-                    done = measured.run(rounds)
+                    done = _Pass(
+                        model,
+                        watching,
+                        layers,
+                        head,
+                        journal,
+                        key,
+                        now,
+                        save_every,
+                        on_batch,
+                        number,
+                        len(groups),
+                        effect,
+                    ).run(rounds)
                 if len(groups) > 1:
                     save_group(journal, f"{key}-done", done)
                     journal.drop(key)
             whole = whole.joined(done)
-        effect = whole.counts.effect / whole.counts.answers if hasattr(model, "get_base_model") else None
-        write_statistics(out, settings | {"texts": whole.texts, "effect": effect}, whole)
-    return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), effect)
+        measured_effect = effect and hasattr(model, "get_base_model")
+        moved = whole.counts.effect / whole.counts.answers if measured_effect else None
+        write_statistics(out, settings | {"texts": whole.texts, "effect": moved}, whole)
+    return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +246,12 @@ class _Pass:
     on_batch: Callable[[Progress], None] | None
     number: int
     groups: int
+    effect: bool
 
     def run(self, batches: Iterable[Batch]) -> Finished:
         counts = load_sums(self.journal, self.key, self.layers)
         texts, adapted = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
-        effective = self.number == 1 and hasattr(self.model, "get_base_model")  # the same in every group
+        effective = self.effect and self.number == 1 and hasattr(self.model, "get_base_model")  # of all groups
 
         def add(name: str, pairs: Pairs) -> None:
             self.layers[name].add(pairs)

@@ -19,6 +19,12 @@ WRITTEN = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.
 """Files that act on the model: a record that does not name one vouches for nothing."""
 
 
+def bytes_to_open(weights: Path) -> int:
+    """Bytes of a weight file and of the adapter_config.json beside it, if there is one."""
+    config = weights.parent / "adapter_config.json"
+    return weights.stat().st_size + (config.stat().st_size if config.is_file() else 0)
+
+
 def regular_file_size(path: Path) -> int:
     """Bytes in a regular file (symbolic links are followed: the Hugging Face cache is made of them).
 

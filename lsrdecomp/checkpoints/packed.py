@@ -2,13 +2,23 @@
 tensor and pattern would outweigh the factors.
 
 The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index. The index is the field
-``layers`` of adapter_config.json, so that PEFT knows all sizes before it opens the weights: base64 of zlib-compressed
-JSON, ``{"version": 2, "layers": [entry, …], "kinds": {name: [kind, kernel]}, "dropped": [name, …], "exact": true}``,
-the last three where they say something. An entry is
+``layers`` of adapter_config.json, so that PEFT knows all sizes before it opens the weights: ``"3:"`` and base85 of raw
+deflate of integers, each in bytes of seven bits, low ones first, a high bit for "more" (zigzag where negative ones
+occur), then two texts in UTF-8:
 
-    [name, "floats", out, inner, into, type, terms of the left side, terms of the right side]
-    [name, "terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right side]
-    [name, "components", [m, n], [bits of each component], exponent]
+    whether target_modules names more than these layers · number of layers · of structures · bytes of the first text
+    of each layer its module, of each the step of its block from the layer before, of each its structure
+    each structure, as `_structure` lays it out; the exponents of each layer
+    modules: a line each, a zero character where the number of the block stands; JSON of kinds that are not linear
+
+A structure is an entry without its exponents; an entry is
+
+    ["floats", out, inner, into, type, terms of the left side, terms of the right side]
+    ["terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right side]
+    ["components", [m, n], [bits of each component], exponent]
+
+Version 0.2 wrote base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name:
+[kind, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say something.
 
 The bytes of floats are its factors one after the other, little-endian, scale folded in. A side of terms is its float16
 scales, then each factor's codes, packed; a component its scale, then u and v; `lsrdecomp.formats.quantized` says what
@@ -22,8 +32,9 @@ import base64
 import binascii
 import json
 import math
+import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,13 +59,17 @@ NUMBERS = f"{PREFIX}lsr_numbers"
 FIELD = "layers"
 PACKED = f"{PREFIX}lsr_packed"
 """The tensor of version 0.1."""
-VERSION = 2
+VERSION, MARK = 2, "3:"
+"""Of the index: the last that was JSON, and how one begins that is not."""
+KINDS = ("floats", "terms", "components")
+BLOCK = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
+"""The number of a block in the name of a layer."""
 LONGEST_INDEX = 16 * 2**20
 MOST_NUMBERS = 2**31
 """Of one layer: a few bytes must not ask for more memory than a machine has."""
 MOST_ZEROS = 2**26
 """Of a layer without any term or component, whose numbers no byte stands behind."""
-DAMAGE = (LsrError, ValueError, TypeError, KeyError, zlib.error, RecursionError, OverflowError)
+DAMAGE = (LsrError, ValueError, TypeError, LookupError, zlib.error, RecursionError, OverflowError)
 Bytes = NDArray[np.uint8]
 Factors = tuple[NDArray[Any], ...]
 
@@ -68,7 +83,7 @@ class Index:
 
     entries: Mapping[str, Entry]
     kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # of layers that are not linear
-    dropped: tuple[str, ...] = ()  # layers of the source that were left out on purpose
+    dropped: tuple[str, ...] = ()  # layers of the source that were left out on purpose, where version 0.2 wrote it
     exact: bool = False  # target_modules of the config names more than these layers, or nothing
 
     def config_fields(self) -> dict[str, Any]:
@@ -96,33 +111,125 @@ def splits(shape: ProductShape) -> dict[str, list[int]]:
 def index_text(
     entries: Mapping[str, Sequence[Any]],
     kinds: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
-    dropped: Sequence[str] = (),
     exact: bool = False,
 ) -> str:
     """The field ``layers`` of adapter_config.json."""
-    index: dict[str, Any] = {"version": VERSION, "layers": [[name, *entry] for name, entry in entries.items()]}
-    index |= {"kinds": dict(kinds)} if kinds else {}
-    index |= {"dropped": list(dropped)} if dropped else {}
-    index |= {"exact": True} if exact else {}
-    return base64.b64encode(zlib.compress(json.dumps(index, separators=(",", ":")).encode(), 9)).decode()
+    modules: dict[str, int] = {}
+    structures: dict[tuple[int, ...], int] = {}
+    columns: tuple[list[int], ...] = ([], [], [], [])
+    before = 0
+    for name, entry in entries.items():
+        number = BLOCK.search(name)
+        block = before if number is None else int(number[0])
+        module = name if number is None else f"{name[: number.start()]}\0{name[number.end() :]}"
+        structure, exponents = _structure(entry)
+        columns[0].append(modules.setdefault(module, len(modules)))
+        columns[1].append(_zigzag(block - before))
+        columns[2].append(structures.setdefault(structure, len(structures)))
+        columns[3].extend(map(_zigzag, exponents))
+        before = block
+    text = "\n".join(modules).encode()
+    counts = (int(exact), len(entries), len(structures), len(text))
+    laid_out = [value for structure in structures for value in structure]
+    integers = [*counts, *columns[0], *columns[1], *columns[2], *laid_out, *columns[3]]
+    content = _in_sevens(integers) + text + (json.dumps(dict(kinds), separators=(",", ":")).encode() if kinds else b"")
+    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    return MARK + base64.b85encode(deflate.compress(content) + deflate.flush()).decode()
 
 
 def read_index(text: Any) -> Index:
-    """The index in a config; `CheckpointError` for a text that `index_text` did not write."""
+    """The index in a config; `CheckpointError` for a text that no release wrote."""
     try:
+        if isinstance(text, str) and text.startswith(MARK):
+            squeezed = base64.b85decode(text.removeprefix(MARK))
+            return _laid_out(zlib.decompressobj(-zlib.MAX_WBITS).decompress(squeezed, LONGEST_INDEX))
         raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LONGEST_INDEX)
         index = json.loads(raw)
         if index["version"] != VERSION:
-            raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION}")
-        entries = _entries(index["layers"])
-        kinds = {
-            str(name): (str(kind), tuple(int(side) for side in kernel))
-            for name, (kind, kernel) in index.get("kinds", {}).items()
-        }
+            raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}")
         dropped = tuple(str(name) for name in index.get("dropped", ()))
-        return Index(entries, kinds, dropped, index.get("exact") is True)
+        return Index(_entries(index["layers"]), _kinds(index.get("kinds", {})), dropped, index.get("exact") is True)
     except (*DAMAGE, AttributeError, binascii.Error) as error:
         raise _damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
+
+
+def _laid_out(content: bytes) -> Index:
+    """The index in the bytes that `index_text` wrote."""
+    reader = Reader(np.frombuffer(content, np.uint8))
+    exact, layers, structures, length = (reader.integer() for _ in range(4))
+    if max(layers, structures, length) > len(content):
+        raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
+    module_of, steps, structure_of = ([reader.integer() for _ in range(layers)] for _ in range(3))
+    entry_of = [_read_structure(reader) for _ in range(structures)]
+    entries, block = [], 0
+    spans = [
+        (structure, [_unzigzag(reader.integer()) for _ in range(entry_of[structure][1])]) for structure in structure_of
+    ]
+    modules = reader.take(length).decode().split("\n")
+    for module, step, (structure, exponents) in zip(module_of, steps, spans, strict=True):
+        block += _unzigzag(step)
+        entries.append([modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)])
+    kinds = content[reader.position :]
+    return Index(_entries(entries), _kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
+
+
+def _structure(entry: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """An entry as integers of its own: structure and exponents."""
+    kind, *rest = entry
+    if kind == "components":
+        (m, n), bits, exponent = rest
+        return (KINDS.index(kind), m, n, len(bits), *bits), (exponent,)
+    out, inner, into, *rest = rest
+    sizes = (KINDS.index(kind), len(out), *out, *inner, *into)
+    if kind == "floats":
+        storage, s, t = rest
+        return (*sizes, FLOATS.index(storage), s, t), ()
+    left, right = rest
+    return (*sizes, left[0], left[2], right[0], right[2]), (left[1], right[1])
+
+
+def _read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
+    """What makes an entry of its exponents, and how many these are."""
+
+    def integers(count: int) -> list[int]:
+        if count > reader.packed.size:
+            raise ValueError(f"{count} integers in {reader.packed.size} bytes")
+        return [reader.integer() for _ in range(count)]
+
+    kind = KINDS[reader.integer()]
+    if kind == "components":
+        sizes, bits = integers(2), integers(reader.integer())
+        return (lambda exponent: [kind, sizes, bits, exponent]), 1
+    order = reader.integer()
+    out, inner, into = integers(order), integers(order), integers(order)
+    if kind == "floats":
+        storage, s, t = FLOATS[reader.integer()], *integers(2)
+        return (lambda: [kind, out, inner, into, storage, s, t]), 0
+    bits_left, s, bits_right, t = integers(4)
+    return (lambda left, right: [kind, out, inner, into, [bits_left, left, s], [bits_right, right, t]]), 2
+
+
+def _in_sevens(integers: Iterable[int]) -> bytes:
+    """Integers from 0 on, each in bytes of seven bits."""
+    content = bytearray()
+    for value in integers:
+        while value > 127:
+            content.append(value & 127 | 128)
+            value >>= 7
+        content.append(value)
+    return bytes(content)
+
+
+def _zigzag(value: int) -> int:
+    return 2 * value if value >= 0 else -2 * value - 1
+
+
+def _unzigzag(value: int) -> int:
+    return value // 2 if value % 2 == 0 else -(value + 1) // 2
+
+
+def _kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in listed.items()}
 
 
 def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
@@ -388,6 +495,15 @@ class Reader:
         piece = self.packed[self.position : self.position + count]
         self.position += count
         return piece.tobytes()
+
+    def integer(self) -> int:
+        """In bytes of seven bits."""
+        value = shift = 0
+        while (byte := self.take(1)[0]) > 127:
+            value, shift = value | (byte & 127) << shift, shift + 7
+            if shift > 56:
+                raise ValueError("an integer of more than eight bytes")
+        return value | byte << shift
 
     def floats(self, storage: str, shape: tuple[int, ...]) -> NDArray[Any]:
         dtype = DTYPES[storage]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from lsrdecomp import checkpoints
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
 from lsrdecomp.cli.layer_tables import layers_table as layers_table
 from lsrdecomp.cli.layer_tables import verification_table as verification_table
@@ -160,15 +161,12 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
 
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
-    """Bytes on disk before and after; heads, which are carried along as they are, apart."""
+    """Bytes that open the adapters before and after; heads, which are carried along as they are, apart."""
     heads = sum(tensor.nbytes for tensor in source.extras.values())
-    files = [source.weights, source.weights.parent / checkpoints.CONFIG]
-    before = sum(path.stat().st_size for path in files if path.is_file()) - heads
-    after = sum(path.stat().st_size for path in out.iterdir()) - heads
+    before, after = (bytes_to_open(path) - heads for path in (source.weights, out / checkpoints.WEIGHTS))
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""
-    weights = (out / checkpoints.WEIGHTS).stat().st_size - heads
-    return f"On disk, all files: {after:,} bytes, {weights:,} in the weights, instead of {before:,}{times}{carried}."
+    return f"Weights and config: {after:,} bytes instead of {before:,}{times}{carried}."
 
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint, Journal
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
@@ -33,8 +34,8 @@ from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
-EMPTY_FILE = 512
-"""Bytes of a header that says where the file comes from."""
+EMPTY = 320
+"""Bytes of a header and a config that say little."""
 
 FILLS = 8
 """Most files that are tried for a number of bytes."""
@@ -286,7 +287,7 @@ class SearchedAdapter:
         return Compression(self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect)
 
     def _filled(self, plan: CompressionPlan, size: int, solve: bool) -> Compression:
-        """The best adapter whose weight file has at most ``size`` bytes.
+        """The best adapter whose weight file and config have at most ``size`` bytes together.
 
         What a file holds beside its factors is known only once the factors are chosen, so files are tried.
         """
@@ -372,15 +373,15 @@ def solve_together(
 
 
 def _fixed_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of a weight file whatever its layers are: heads and the header."""
-    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + EMPTY_FILE
+    """Bytes of the files whatever the layers are: heads, header and config."""
+    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + EMPTY
 
 
 def _room(checkpoint: Checkpoint, size: int) -> int:
-    """Bytes for factors in a weight file of so many; `BudgetError` if there are none."""
+    """Bytes for factors in files of so many; `BudgetError` if there are none."""
     fixed = _fixed_bytes(checkpoint)
     if size <= fixed:
-        least = f"heads and header alone take {fixed:,} bytes"
+        least = f"heads, header and config alone take {fixed:,} bytes"
         raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
     return size - fixed
 
@@ -394,9 +395,9 @@ def _within_rank(most: int, candidate: Candidate) -> bool:
 
 
 def _file_size(result: Compression) -> int:
-    """Bytes of the weight file, by writing it."""
+    """Bytes of the files that open it, by writing them."""
     with TemporaryDirectory() as folder:
-        return (result.save(Path(folder) / "sized") / WEIGHTS).stat().st_size
+        return bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
 
 
 def _too_few(size: int, sizes: Sequence[int]) -> BudgetError:

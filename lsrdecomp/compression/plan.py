@@ -76,9 +76,7 @@ class CompressionPlan(Settings):
         float | None, OPTION, AMOUNT, Also("params"), "So many parameters, in the factors of all layers."
     ] = None
     ratio: Annotated[float | None, OPTION, AMOUNT, "So many times fewer parameters, over all layers."] = None
-    bytes: Annotated[
-        int | None, OPTION, AMOUNT, "A weight file of at most so many bytes; the others are some 4 kB."
-    ] = None
+    bytes: Annotated[int | None, OPTION, AMOUNT, "At most so many bytes to open it: weight file and config."] = None
     kl: Annotated[
         float | None, OPTION, AMOUNT, "Nats of divergence of answers: estimated by statistics, or on a base measured."
     ] = None

@@ -274,8 +274,9 @@ def _measured(
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
-    evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, on_step=steps)
     keep = settings.keep
+    chooses = keep is not None or (plan is not None and plan.kl is not None)
+    evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps)
     if plan is not None and plan.kl is not None:
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         form, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
@@ -324,9 +325,9 @@ def _measured(
             best = untrained(settings.passes or 2, CLOSE)[1] or best
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
-    # 4. Report: what these files keep.
+    # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
     fidelity = evaluator.fidelity(
-        best.behaviour,
+        evaluator.measure_held_out(best.path, best.behaviour),
         best.path,
         checkpoint,
         data_name(data),

@@ -27,7 +27,7 @@ from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
-from lsrdecomp.checkpoints.files import sha256
+from lsrdecomp.checkpoints.files import bytes_to_open, sha256
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.progress import OnStep, Step
@@ -46,6 +46,8 @@ SAMPLES, SAMPLES_OF_TOKENS = 512, 128
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD_OUT = 8
+ENOUGH_TO_CHOOSE = 64
+"""Held-out texts from which on others choose: half of fewer would choose by luck."""
 
 
 class Evaluator:
@@ -60,6 +62,9 @@ class Evaluator:
     texts : sequence of texts
         Split by seed; texts with the same first part fall on the same side.
     settings : EvaluatorSettings, optional
+    chooses : bool
+        Whether one of many forms is chosen by what they keep. Where `ENOUGH_TO_CHOOSE` or more are held out it is on
+        half as many others, so that what is promised of it is measured on texts that chose nothing.
     on_step : callable, optional
         Called with a `Step` before and during each part of the work.
 
@@ -72,7 +77,7 @@ class Evaluator:
 
     Notes
     -----
-    Costs two forward passes over the held-out texts; each `measure` costs one.
+    Costs two forward passes over the held-out texts and those that choose; each `measure` costs one over these.
     """
 
     def __init__(
@@ -82,11 +87,14 @@ class Evaluator:
         texts: Texts,
         settings: EvaluatorSettings | None = None,
         *,
+        chooses: bool = False,
         on_step: OnStep | None = None,
     ) -> None:
         self.settings = settings = settings or EvaluatorSettings()
         self.on_step, self.device = on_step, settings.device or "cpu"
-        self.held_out, self.calibration = split(texts, settings.held_out, settings.seed)
+        self.held_out, rest = split(texts, settings.held_out, settings.seed)
+        choosing = len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
+        self.choosing, self.calibration = rest[:choosing], rest[choosing:]
         self.say("opening the base")
         try:
             self.source = load_base(base, lora, dtype=settings.dtype, device=self.device)
@@ -98,8 +106,9 @@ class Evaluator:
         self.size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
         if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
             tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
-        self.say(f"the LoRA's own answers to {len(self.held_out)} held-out examples")
+        self.say(f"the LoRA's own answers to {len(self.held_out) + choosing} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held_out))
+        self.chooser = Reference(self.source, self.batches(self.choosing)) if choosing else self.reference
         if not self.reference.effect > NO_EFFECT:
             raise LsrError(
                 f"the adapter changes no answer on these texts (divergence {self.reference.effect:.2g} nats): there is "
@@ -140,7 +149,14 @@ class Evaluator:
         return Base(self.source.name, model, self.source.tokenizer, self.source.head, adapted_modules(model))
 
     def measure(self, written: Path) -> Behaviour:
-        """How a written form answers the held-out texts."""
+        """How a written form answers the texts that forms are compared by."""
+        return self.chooser.compare(self.open(written))
+
+    def measure_held_out(self, written: Path, measured: Behaviour) -> Behaviour:
+        """How it answers texts that chose nothing; ``measured`` is what `measure` returned of it."""
+        if self.chooser is self.reference:
+            return measured
+        self.say("measuring what it keeps on texts that chose nothing")
         return self.reference.compare(self.open(written))
 
     @property
@@ -148,7 +164,7 @@ class Evaluator:
         """A digest of what its answers depend on: adapter, base, settings (but not where it runs) and texts."""
         settings = {name: getattr(self.settings, name) for name in EvaluatorSettings.fields if name != "device"}
         about = [self.source.adapter_sha256, self.source.name, self.source.modules, self.size, settings]
-        return content_key(about, self.held_out, self.calibration)
+        return content_key(about, self.held_out, self.choosing, self.calibration)
 
     def statistics(self, journal: Journal, written: Path | None = None) -> Statistics:
         """Statistics of the adapted layers, on texts that are not held out: the norm in which forms are searched.
@@ -174,6 +190,7 @@ class Evaluator:
                 base=self.source.name,
                 adapter_base=self.source.adapter_base,
                 adapter=adapter,
+                effect=False,
                 on_batch=lambda now: self.say(stage, now.examples, now.samples, "examples"),
             )
         return read_statistics(out)
@@ -202,8 +219,8 @@ class Evaluator:
             answers=behaviour.answers,
             data=data,
             base=Path(self.source.name).name,
-            bytes_before=source.weights.stat().st_size,
-            bytes_after=(written / WEIGHTS).stat().st_size,
+            bytes_before=bytes_to_open(source.weights),
+            bytes_after=bytes_to_open(written / WEIGHTS),
             head_bytes=sum(tensor.nbytes for tensor in source.extras.values()),
             distilled=distilled,
             measurements=measurements,

@@ -16,7 +16,7 @@ class Measurement:
     12 kB 87.0 → 94.3 %
     """
 
-    bytes: int  # of the weight file
+    bytes: int  # that open it: weight file and config
     parameters: int
     kept: float | None
     distilled: float | None = None
@@ -52,7 +52,8 @@ class Fidelity:
     data, base : str
         Where the examples are from, and the base that read them.
     bytes_before, bytes_after, head_bytes : int
-        Of the two weight files, and of what both carry along beside the layers.
+        Of what opens the LoRA and the form, weight file and adapter_config.json, and of what both carry along beside
+        the layers.
     distilled : int
         Steps of distillation.
     measurements : int

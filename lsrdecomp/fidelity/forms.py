@@ -19,6 +19,7 @@ from lsrdecomp.calibration.divergence import Behaviour, Reference
 from lsrdecomp.calibration.features import Lesson
 from lsrdecomp.calibration.questions import Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression
 from lsrdecomp.compression.layers import LayerStatistics
@@ -154,7 +155,7 @@ class CompressedFormCache:
             self.evaluator.say(f"measuring form {number}, {ratio:.3g} times fewer numbers")
             behaviour = self.evaluator.measure(path)
             self.journal.put(key, facts=asdict(behaviour))
-        size = (path / WEIGHTS).stat().st_size
+        size = bytes_to_open(path / WEIGHTS)
         measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
         self._measurements.setdefault(key, measurement)
         return CompressedForm(compression, path, behaviour)
@@ -223,7 +224,7 @@ def distil_form(
     student = evaluator.open(form)
     if before is None:
         evaluator.say(f"{words}measuring")
-        before = evaluator.reference.compare(student)
+        before = evaluator.chooser.compare(student)
     # 2. Of the texts that are not held out, some say when to stop, the others are learned from.
     lessons = lessons or Lessons.of(evaluator, steps, micro)
     # 3. Training.

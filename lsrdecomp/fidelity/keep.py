@@ -17,8 +17,9 @@ import numpy as np
 from lsrdecomp.calibration.divergence import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import EMPTY_FILE, SearchedAdapter
+from lsrdecomp.compression.compress import EMPTY, SearchedAdapter
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import Compression
 from lsrdecomp.errors import BudgetError
@@ -104,9 +105,9 @@ class SmallestForm:
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
-        file_bytes = float(checkpoint.weights.stat().st_size - self.head_bytes)
+        file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
-        least = max(self.whole / SMALLEST, EMPTY_FILE + 1.0) if self.counts_bytes else self.whole / SMALLEST
+        least = max(self.whole / SMALLEST, EMPTY + 1.0) if self.counts_bytes else self.whole / SMALLEST
         self.searched = searches([self._plan(max(self.whole / LARGEST, least)), self._plan(least)])
         self.expected = cache(lambda size: self.searched.expected_error(self._plan(size)))
         self.by_size: dict[float, CompressedForm] = {}  # untrained
@@ -176,7 +177,7 @@ class SmallestForm:
         return self._size(new) < self._size(old)
 
     def _size(self, form: CompressedForm) -> int:
-        return (form.path / WEIGHTS).stat().st_size if self.counts_bytes else form.compression.totals.parameters
+        return bytes_to_open(form.path / WEIGHTS) if self.counts_bytes else form.compression.totals.parameters
 
     def _plan(self, size: float) -> CompressionPlan:
         if self.counts_bytes:

@@ -12,7 +12,7 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed import codes_in
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.provenance import CARD, provenance
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import (
@@ -29,8 +29,6 @@ from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
-
-CARD = "README.md"
 
 
 def check_pair(written: Checkpoint, source: Checkpoint) -> None:

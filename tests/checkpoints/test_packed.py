@@ -4,14 +4,18 @@ import base64
 import json
 import tracemalloc
 import zlib
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from checkpoint_files import directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lsrdecomp import LowRank, ProductShape
+from lsrdecomp.checkpoints import open_checkpoint, write_lsr
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.packed import (
     Index,
     code_bytes,
@@ -23,6 +27,7 @@ from lsrdecomp.checkpoints.packed import (
     read_index,
     read_packed,
 )
+from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
@@ -42,6 +47,12 @@ def packed_by_01(layers):
     index = json.dumps([[name, *code_entry(code)] for name, code in layers.items()]).encode()
     header = zlib.compress(index, 9)
     return np.concatenate([np.frombuffer(len(header).to_bytes(4, "little") + header, np.uint8), packed(layers)[1]])
+
+
+def text_of_02(layers, **more):
+    """The index as version 0.2 wrote it."""
+    index = {"version": 2, "layers": [[name, *code_entry(code)] for name, code in layers.items()], **more}
+    return base64.b64encode(zlib.compress(json.dumps(index).encode(), 9)).decode()
 
 
 def read(text, numbers):
@@ -64,7 +75,8 @@ def layers():
 
 
 def test_every_code_comes_back(layers):
-    for again in (read(*packed(layers)), read_packed(packed_by_01(layers))):
+    text, numbers = packed(layers)
+    for again in (read(text, numbers), read(text_of_02(layers), numbers), read_packed(packed_by_01(layers))):
         assert list(again) == list(layers)
         for name, code in layers.items():
             found = again[name].decode()
@@ -75,9 +87,9 @@ def test_every_code_comes_back(layers):
 def test_size_is_the_codes_and_a_small_index(layers):
     text, numbers = packed(layers)
     assert numbers.size <= sum(code.bytes for code in layers.values())
-    assert len(text) < 200 + 48 * len(layers)
+    assert len(text) < 130
     many = {f"model.layers.{i}.self_attn.{x}_proj": layers["a.q"] for i in range(30) for x in "qkvo"}
-    assert len(packed(many)[0]) < 8 * len(many)
+    assert len(packed(many)[0]) < 100 + len(many)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
@@ -101,9 +113,11 @@ def test_floats_keep_their_bits(dtype):
 
 
 def test_an_index_says_kinds_what_was_dropped_and_what_peft_needs(layers):
-    text = index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, ["a.v"], exact=True)
-    index = read_index(text)
+    one = {"a.q": layers["a.q"]}
+    index = read_index(text_of_02(one, kinds={"a.q": ["conv", [3, 3]]}, dropped=["a.v"], exact=True))
     assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ("a.v",))
+    index = read_index(index_text({"a.q": code_entry(layers["a.q"])}, {"a.q": ("conv", (3, 3))}, exact=True))
+    assert (index.kinds, index.dropped) == ({"a.q": ("conv", (3, 3))}, ())
     fields = index.config_fields()
     assert fields["shape_pattern"] == {"^a\\.q": {"out": [4, 3], "inner": [2, 2], "into": [5, 4]}}
     assert fields["separation_rank_pattern"] == {"^a\\.q": [3, 2]}
@@ -134,6 +148,42 @@ def test_a_damaged_index_is_one_line(index):
     with pytest.raises(CheckpointError, match="index of packed layers .layers. is damaged") as error:
         read_index(text)
     assert "\n" not in str(error.value)
+
+
+def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_path):
+    """Header, config and index: 450 bytes and four a layer that is used."""
+    names = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(12) for x in "qkvo"]
+    tensors = {}
+    for i, name in enumerate(names):
+        tensors |= pair(name, 12, 20, 4, i)
+    targets = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM"}
+    source = open_checkpoint(directory(tmp_path / "lora", tensors, r=4, base_model_name_or_path="smollm2", **targets))
+    rng, coded = np.random.default_rng(0), {}
+    for i, name in enumerate(names[::2]):
+        code = layers["a.q" if i % 3 else "a.v"]
+        exponents = rng.integers(-9, -5, 2).tolist()
+        left, right = (replace(side, exponent=e) for side, e in zip((code.left, code.right), exponents, strict=True))
+        coded[name] = replace(code, left=left, right=right)
+    written = write_lsr(tmp_path / "small", source=source, layers=(), coded=coded, dropped=names[1::2])
+    numbers = sum(code.bytes for code in coded.values())
+    assert bytes_to_open(written / "adapter_model.safetensors") - numbers <= 450 + 4 * len(coded)
+    assert provenance(open_checkpoint(written))["dropped"] == names[1::2]
+
+
+def test_an_index_cut_or_changed_anywhere_is_refused_or_read(layers):
+    text, _ = packed({f"h.{i}.{name}": code for i in (0, 7, 1203) for name, code in layers.items()})
+    squeezed = base64.b85decode(text.removeprefix("3:"))
+    content = zlib.decompress(squeezed, -zlib.MAX_WBITS)
+    refused = 0
+    for position in range(len(content)):
+        for changed in (content[:position], content[:position] + b"\xff" + content[position + 1 :]):
+            again = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+            text = "3:" + base64.b85encode(again.compress(changed) + again.flush()).decode()
+            with suppress(CheckpointError):  # nothing else is raised
+                read_index(text).config_fields()
+                continue
+            refused += 1
+    assert refused > len(content)
 
 
 def test_factors_expand_to_the_same_product(layers):

@@ -139,7 +139,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
         (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
         (["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"], "expected two sizes"),
         (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),
-        (["compress", DEMO, "--out", "o", "--bytes", "100"], "heads and header alone take 3,592 bytes"),
+        (["compress", DEMO, "--out", "o", "--bytes", "100"], "heads, header and config alone take 3,400 bytes"),
         (["compress", DEMO, "--out", "o", "--kl", "0.1"], "calibrate first"),
         (["compress", DEMO, "--out", "o", "--ratio", "9", "--calibrated", "none"], "none"),
         (["curve", DEMO, "--out", "o.gif"], ".png or .svg"),

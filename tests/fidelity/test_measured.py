@@ -106,6 +106,19 @@ def test_the_better_of_untrained_and_trained_is_promised(folder, left, tmp_path,
     assert bool(errors) == (not done.promise.distilled)
 
 
+def test_what_chooses_a_form_promises_nothing_of_it_where_texts_are_many(folder):
+    many = [(f"{text} w{i % 30} w{i // 30}", None) for i, (text, _) in enumerate(TEXTS * 6)]
+    evaluator = Evaluator(folder / "base", folder / "lora", many, EVALUATED, chooses=True)
+    parts = [evaluator.held_out, evaluator.choosing, evaluator.calibration]
+    assert [len(part) for part in parts] == [72, 36, 180]
+    assert len({text for part in parts for text, _ in part}) == len(many)
+    assert evaluator.measure(folder / "lora").examples == 36
+    measured = evaluator.measure(folder / "lora")
+    assert evaluator.measure_held_out(folder / "lora", measured).examples == 72
+    few = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED, chooses=True)
+    assert (few.choosing, few.chooser) == ([], few.reference)
+
+
 def test_a_measured_divergence_is_a_goal(folder):
     lora = lsr.open_checkpoint(folder / "lora")
     effect = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED).reference.effect

@@ -264,16 +264,19 @@ def _unpack(layers: Mapping[str, PackedLayer]) -> None:
 def sound_numbers() -> list[bytes]:
     codes, shape = _codes(), ProductShape((2, 2), (1, 2), (3, 1))
     entries = {name: code_entry(code) for name, code in codes.items()}
-    floats = index_text({"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, ["v"], exact=True)
+    floats = index_text({"q": float_entry(shape, (2, 1), "bfloat16")}, {"q": ("conv", (1, 1))}, exact=True)
     texts = {index_text(entries): _numbers(codes), floats: bytes(2 * shape.parameters(2, 1))}
-    return [zlib.decompress(base64.b64decode(text)) + b"\0" + numbers for text, numbers in texts.items()]
+    opened = {zlib.decompress(base64.b85decode(text[2:]), -15): numbers for text, numbers in texts.items()}
+    return [len(index).to_bytes(2, "little") + index + numbers for index, numbers in opened.items()]
 
 
 @reader(sound_numbers)
 def numbers(content: bytes, folder: Path) -> None:
-    """The index of packed layers, as JSON, and their numbers."""
-    index, _, body = content.partition(b"\0")
-    found = read_index(base64.b64encode(zlib.compress(index)).decode())
+    """The index of packed layers, laid open, after its length, and their numbers."""
+    length = 2 + int.from_bytes(content[:2], "little")
+    squeezed = zlib.compressobj(wbits=-15)
+    text = base64.b85encode(squeezed.compress(content[2:length]) + squeezed.flush()).decode()
+    found, body = read_index(f"3:{text}"), content[length:]
     found.config_fields()
     _unpack(found.layers(np.frombuffer(body, np.uint8)))
 

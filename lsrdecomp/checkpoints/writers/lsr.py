@@ -13,11 +13,11 @@ from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import carried_fields, most_common
 from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse
-from lsrdecomp.checkpoints.provenance import metadata
+from lsrdecomp.checkpoints.provenance import CARD, card_section
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.safetensors import TensorWriter
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.checkpoints.writing import WEIGHTS, cast, new_directory, write_json
+from lsrdecomp.checkpoints.writing import WEIGHTS, cast, new_directory
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -59,9 +59,9 @@ def write_lsr(
     files : Mapping of str to str, optional
         Texts of further files of the directory.
     provenance, config_extra : Mapping, optional
-        JSON values for the header's record, and config fields that override ours.
+        JSON values for the record on the card, and config fields that override ours.
     dropped : sequence of str
-        Layers that were left out on purpose.
+        Layers that were left out on purpose, for the record.
 
     Returns
     -------
@@ -108,16 +108,18 @@ def write_lsr(
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
-        writer.write(part / WEIGHTS, metadata(source, provenance, storage=storage))
-        config = _config(source, entries, dropped) | dict(config_extra or {})
-        write_json(part / CONFIG, config)
-        (part / "README.md").write_text(_card(config), encoding="utf-8")
+        writer.write(part / WEIGHTS, {"format": "pt"})
+        config = _config(source, entries) | dict(config_extra or {})
+        text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)  # its bytes count
+        (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+        about = {"storage": storage, "dropped": list(dropped), **(provenance or {})}
+        (part / CARD).write_text(_card(config) + card_section(source, about), encoding="utf-8")
         for file, text in (files or {}).items():
             (part / file).write_text(text, encoding="utf-8")
     return out
 
 
-def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]], dropped: Sequence[str]) -> dict[str, Any]:
+def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     source_layers = {layer.name: layer for layer in source.layers}
     others = [layer for name, layer in source_layers.items() if name in entries and layer.kind != "linear"]
     kinds = {layer.name: (layer.kind, layer.kernel) for layer in others}
@@ -129,7 +131,7 @@ def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]], dropped: S
         "peft_type": "LSR",
         "r": rank,
         "lsr_alpha": rank,
-        FIELD: index_text(entries, kinds, dropped, exact=targets is None or names != set(entries)),
+        FIELD: index_text(entries, kinds, exact=targets is None or names != set(entries)),
     }
 
 
