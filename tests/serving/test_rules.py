@@ -188,6 +188,29 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     assert applied(check_served(lsr, "peft", base)) == {name}
 
 
+def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
+    """As `PackedLoRALayerWeights.pack_moe` of vLLM 0.20.2 asserts of experts by name."""
+    words = {"gate_proj": (12, WIDTH), "up_proj": (12, WIDTH), "down_proj": (WIDTH, 12)}
+    names = {f"model.layers.0.mlp.experts.{i}.{word}": size for i in range(3) for word, size in words.items()}
+    weights = {f"{name}.weight": np.zeros(size, np.float32) for name, size in names.items()}
+    save_file(weights, tmp_path / "base.safetensors")
+
+    def refusals(name, ranks, without=None):
+        sizes = {name: size for name, size in names.items() if name != without}
+        tensors = {k: v for name, size in sizes.items() for k, v in pair(name, *size, ranks.get(name, 2)).items()}
+        folder = directory(tmp_path / name, tensors, r=2, target_modules=list(words), rank_pattern=ranks)
+        return check_served(folder, "vllm", tmp_path / "base.safetensors").refusals
+
+    one = "model.layers.0.mlp.experts.1.up_proj"
+    assert refusals("whole", {}) == []
+    assert refusals("words", {f"model.layers.0.mlp.experts.{i}.up_proj": 1 for i in range(3)}) == []
+    (differ,) = refusals("differ", {one: 1})
+    assert "their ranks differ" in differ
+    (missing,) = refusals("missing", {}, without=one)
+    assert "some have no pair" in missing
+    assert "--profile lorax" in missing
+
+
 def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
     def check(name, *args, **config):
         return check_served(adapter(tmp_path / name, *args, **config), "sglang", base)
