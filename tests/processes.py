@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import socket
+import sys
 
 from console import lsr
 
@@ -35,9 +36,8 @@ def command(*arguments):
 
 def _is_alone():
     """Whether torch has no threads, neither for parts of a product nor for each device: a fork would wait for them."""
-    import torch
-
-    return torch.get_num_threads() == 1 and not torch.accelerator.is_available()
+    torch = sys.modules.get("torch")
+    return torch is None or (torch.get_num_threads() == 1 and not torch.accelerator.is_available())
 
 
 def _run(function, arguments, environment):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 from checkpoint_files import directory, pair, snapshot
 from hypothesis import given
@@ -224,38 +224,34 @@ def test_a_really_full_file_system_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED = """
-import sys, numpy as np, lsrdecomp.checkpoints as c
-out, = sys.argv[1:]
-for turn in range(10**9):
-    layers = ((f"l.{i}", np.full((40, 2), turn % 200), np.full((2, 60), turn % 200)) for i in range(20))
-    c.write_lora(out, layers=layers, force=True)
-    if not turn:
-        print("ready", flush=True)
-"""
+def write_for_ever(out: Path, started: Path) -> None:
+    for turn in range(10**9):
+        layers = ((f"l.{i}", np.full((40, 2), turn % 200), np.full((2, 60), turn % 200)) for i in range(20))
+        write_lora(out, layers=layers, force=True)
+        started.touch()
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(250, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, kills: int) -> None:
-    out = tmp_path / "out"
+    out, started = tmp_path / "place" / "out", tmp_path / "started"
     chance = random.Random(7)
     for _ in range(kills):
-        child = subprocess.Popen([sys.executable, "-c", KILLED, str(out)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
+        child = processes.start(write_for_ever, out, started)
+        while not started.exists() and child.is_alive():
+            time.sleep(0.005)
         time.sleep(chance.uniform(0.0, 0.05))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+        child.kill()
+        child.join()
+        started.unlink()
         assert sorted(entry.name for entry in out.iterdir()) == FILES
         assert changed_files(out) == ()
         layers = open_checkpoint(out).layers
         assert len(layers) == 20
         assert len({float(value) for layer in layers for half in layer.load() for value in np.unique(half)}) == 1
-    for entry in tmp_path.iterdir():
+    for entry in out.parent.iterdir():
         os.utime(entry, (0, 0))
     write_lora(out, layers=LAYERS, force=True)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert [entry.name for entry in out.parent.iterdir()] == ["out"]
 
 
 def test_a_directory_somebody_still_fills_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
