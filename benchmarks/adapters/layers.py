@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,6 +47,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=6.0, help="after which a case has no more than three rounds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(given)
     device = torch.device(options.device)
@@ -56,7 +58,8 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     for width in options.widths:
         for tokens in options.tokens:
             if width * width * tokens <= MOST_PRODUCTS[device.type]:
-                rows.append(case(width, tokens, device, getattr(torch, options.dtype), options.rounds))
+                dtype = getattr(torch, options.dtype)
+                rows.append(case(width, tokens, device, dtype, options.rounds, options.seconds))
                 print(line(rows[-1]), flush=True)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "one thread of a CPU"
     record: dict[str, Any] = {"device": where, "dtype": options.dtype, "layers": LAYERS, "seed": 0, "rows": rows}
@@ -65,7 +68,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     return record
 
 
-def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, rounds: int, most: float) -> dict[str, Any]:
     """Least seconds of every arm in every way, and its ratio to LoRA's."""
     models = {name: adapted(config(), width, device, dtype) for name, config in CONFIGS.items()}
     x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
@@ -74,8 +77,10 @@ def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, roun
     for way, call in ways.items():
         kept = way == "a token"
         times: dict[str, list[float]] = {name: [] for name in models}
-        repeats = 1
+        repeats, begin = 1, time.process_time()
         for number in range(rounds + 1):
+            if number > 3 and time.process_time() - begin > most:
+                break
             for name, model in models.items():
                 with model._enable_peft_forward_hooks() if kept else nullcontext():
                     if kept:
