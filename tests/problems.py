@@ -1,7 +1,7 @@
 """Test problems with known answers: how to make each matrix, which shape, which solver, what error to expect."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
 
@@ -99,6 +99,48 @@ def strassen() -> list[np.ndarray]:
     b = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, -1], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]]
     c = [[1, 0, 0, 1], [0, 1, 0, -1], [0, 0, 1, 1], [1, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
     return [np.array(mode, float) for mode in (a, b, c)]
+
+
+@dataclass(frozen=True)
+class DrawnSum:
+    """An exact sum of Kronecker products and the tolerance at which to look for it."""
+
+    kind: str
+    matrix: np.ndarray
+    shape: KroneckerShape
+    terms: int
+    rtol: float
+
+
+DRAWN_KINDS = ("independent", "alike by a half", "alike by nine tenths", "one factor at a time")
+
+
+def drawn_sums(count: int, seed: int = 0) -> Iterator[DrawnSum]:
+    """Sums of 1 to 8 terms, three to five factors with sides of 1 to 4, real and complex, rtol from 1e-2 to 1e-13.
+
+    Each has fewer numbers than its matrix, so that it is one to look for.
+    """
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        order, kind = 3 + number % 3, DRAWN_KINDS[number // 3 % 4]
+        imaginary = 1j * float(rng.integers(2))
+        shape = KroneckerShape(tuple((int(m), int(n)) for m, n in rng.integers(1, 5, (order, 2))))
+
+        def draw(shape: KroneckerShape = shape, imaginary: complex = imaginary) -> list[np.ndarray]:
+            parts = [rng.standard_normal((2, *size)) for size in shape.factors]
+            return [part[0] + imaginary * part[1] if imaginary else part[0] for part in parts]
+
+        # A sum with as many numbers as its matrix is not a short one; of one term it may be.
+        most = min(order if kind == DRAWN_KINDS[3] else 8, (math.prod(shape.sizes) - 1) // sum(shape.sizes))
+        common, terms = draw(), int(rng.integers(1, 1 + max(most, 1)))
+        alike = {DRAWN_KINDS[1]: 0.5, DRAWN_KINDS[2]: 0.9}.get(kind, 0.0)
+        matrix = np.zeros(shape.matrix_shape)
+        for term in range(terms):
+            factors = [alike * c + math.sqrt(1.0 - alike**2) * f for c, f in zip(common, draw(), strict=True)]
+            if kind == DRAWN_KINDS[3]:  # Σ C ⊗ … ⊗ A_i ⊗ … ⊗ C, whose first two terms come as near as one likes
+                factors = [f if i == term else c for i, (c, f) in enumerate(zip(common, factors, strict=True))]
+            matrix = matrix + reduce(np.kron, factors)
+        yield DrawnSum(kind, matrix, shape, terms, float(10.0 ** -rng.uniform(2.0, 13.0)))
 
 
 # Kernels and operators of two factors.

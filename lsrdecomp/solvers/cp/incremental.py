@@ -116,7 +116,7 @@ def fit(
     if terms.rank and misfit(core, terms) > goal:
         _mark(progress, Event.start)
         terms = follow_path(core, terms, ridge, goal=goal, progress=progress)
-    error = misfit(core, terms)
+    error, skipped = misfit(core, terms), None
     while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
         guide = max(ridge, (GUIDE * error) ** 2)
         before, previous, terms = terms, error, add_term(core, terms, rng)
@@ -128,12 +128,20 @@ def fit(
         if terms.rank == rank:
             tries = initializations if unknowns(terms) <= CHEAP else 1
             return _best_of(core, before, terms, ridge, rng=rng, tries=tries, goal=goal, progress=progress)
-        if goal > ROUNDING and goal < error < max(NEAR * goal, FELL * previous):
+        if error > goal > ROUNDING and error < max(NEAR * goal, FELL * previous):
             # Terms that follow the path to its end may cancel, and no further term mends those: growth goes on from
             # the ones before it.
             polished = follow_path(core, terms, ridge, goal=goal, progress=progress)
-            if misfit(core, polished) <= goal:
-                return polished
+            if misfit(core, polished) > goal:
+                skipped = None
+                continue
+            terms, error = polished, goal
+        if error > goal:
+            skipped = before, terms
+        elif skipped is not None and unknowns(terms) <= CHEAP:
+            # One term fewer was not near enough to be refined: it may do all the same.
+            fewer = _best_of(core, *skipped, ridge, rng=rng, tries=initializations, goal=goal, progress=progress)
+            terms = fewer if misfit(core, fewer) <= goal else terms
     return terms
 
 
