@@ -29,8 +29,8 @@ terms = decompose(target, shape, rank=16).approximation
 tolerances = np.logspace(-3, -0.7, 10)
 sizes = {
     "chosen for each factor": {},
-    "uniform float16": {"uniform": True, "formats": ("float16",)},
-    "uniform float32": {"uniform": True, "formats": ("float32",)},
+    "uniform float16": {"formats": ("float16",)},
+    "uniform float32": {"formats": ("float32",)},
 }
 fig, ax = plt.subplots(figsize=(6.8, 4.2), layout="constrained")
 for (name, options), colour in zip(sizes.items(), COLOURS, strict=False):
