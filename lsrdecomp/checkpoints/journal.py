@@ -66,6 +66,7 @@ class Journal:
     def __init__(self, path: str | Path, *, reads_only: bool = False) -> None:
         self.path, self._reads_only = Path(path), reads_only
         self._lock: int | None = None
+        self.resumes = False  # whether a run that was killed left results here
 
     @classmethod
     def beside(cls, out: str | Path, *, reads_only: bool = False) -> Self:
@@ -112,6 +113,7 @@ class Journal:
         if record and any(record.get(name) != value for name, value in about.items()):
             text = f"was left by lsrdecomp {record.get('lsrdecomp')}; finish with that, or remove it to start again"
             raise CheckpointError(text, path=self.path)
+        self.resumes = bool(self._results)
         with new_file(self.path / RECORD, force=True) as part:
             write_json(part, about | {"process": os.getpid()})
 

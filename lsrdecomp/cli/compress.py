@@ -165,6 +165,8 @@ def compress(
     refusal: BudgetError | None = None
     journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
     with journal or nullcontext():
+        if journal is not None and journal.resumes:
+            tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
         with follow(quiet=quiet) as step:
             try:
                 if base is not None and data is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -387,11 +386,8 @@ def _room(checkpoint: Checkpoint, size: int) -> int:
 
 
 def _allowed(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
-    return None if plan.max_rank is None else partial(_within_rank, plan.max_rank)
-
-
-def _within_rank(most: int, candidate: Candidate) -> bool:
-    return candidate.served_rank <= most
+    most = plan.max_rank
+    return None if most is None else lambda candidate: candidate.served_rank <= most
 
 
 def _file_size(result: Compression) -> int:

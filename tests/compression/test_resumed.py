@@ -90,5 +90,6 @@ def test_a_search_that_is_killed_goes_on_where_it_was(
 
     done = main(RUN, *order)
     assert done.returncode == 0, done.stderr
+    assert "Going on from" in done.stderr
     assert [entry.name for entry in out.parent.iterdir()] == ["out"]
     assert snapshot(out) == calm
