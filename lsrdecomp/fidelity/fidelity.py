@@ -68,7 +68,7 @@ class Fidelity:
     >>> Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
     Promise: keeps 95.2 ± 0.8 % of what the adapter does
        divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %
-       file 3.7 MB → 12 kB
+       files 3.7 MB → 12 kB
        measured on 128 held-out examples of a.jsonl
     """
 
@@ -101,7 +101,7 @@ class Fidelity:
         >>> fidelity = Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
         >>> print(fidelity.sentence().replace(" (", "\\n(").replace(" · m", "\\n· m"))
         keeps 95.2 ± 0.8 % of what the adapter does
-        (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · file 3.7 MB → 12 kB
+        (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · files 3.7 MB → 12 kB
         · measured on 128 held-out examples of a.jsonl
         """
         kept, answers, *rest = self._clauses()
@@ -122,7 +122,7 @@ class Fidelity:
         return [
             f"keeps {100 * self.kept:.1f}{error} % of what the adapter does",
             f"divergence {self.kl:.3g} of {self.effect:.3g} nats per {self.unit}{same}",
-            f"file {size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}",
+            f"files {size_text(self.bytes_before)} → {size_text(self.bytes_after)}{head}",
             *trained,
             f"measured on {self.examples} held-out examples of {self.data}",
         ]

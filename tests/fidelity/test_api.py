@@ -75,7 +75,7 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
     assert [line.strip() for line in lines[-5:]] == [
         "Promise: keeps 81.3 ± 2.5 % of what the adapter does",
         "divergence 0.0463 of 0.248 nats per example; likeliest answer the same for 95 %",
-        "file 302 kB → 18 kB (each with a head of 3.1 kB)",
+        "files 302 kB → 18 kB (each with a head of 3.1 kB)",
         "measured on 128 held-out examples of reviews.txt",
         "not on disk before save(directory)",
     ]
