@@ -190,6 +190,9 @@ class Settings:
             object.__setattr__(self, name, field.settled(getattr(self, name), where, self.error))
         self.check_together()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_mapping, (self.to_json(),)  # a table that cannot change cannot be pickled
+
     def check_together(self) -> None:
         """What fields must be to each other; each of them has been checked."""
 

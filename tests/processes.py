@@ -35,7 +35,9 @@ def command(*arguments):
 
 
 def _is_alone():
-    """Whether torch has no threads, neither for parts of a product nor for each device: a fork would wait for them."""
+    """Whether no thread runs, of JAX, or of torch for parts of a product or for a device: a fork would wait for it."""
+    if "jax" in sys.modules:
+        return False
     torch = sys.modules.get("torch")
     return torch is None or (torch.get_num_threads() == 1 and not torch.accelerator.is_available())
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -19,12 +20,12 @@ from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 EMBEDDED = {"model": "embedded", "task": "embedded"}
 
 
-def test_settings_survive_json():
+def test_settings_survive_json_and_pickle():
     settings = FinetuneSettings.from_mapping(
         {**EMBEDDED, "method": "lsr", "options": {"inner_shape": [2, 2]}, "layers": [0, 1], "learning_rate": 0.01}
     )
     again = FinetuneSettings.from_mapping(settings.to_json())
-    assert again == settings
+    assert again == settings == pickle.loads(pickle.dumps(settings))
     assert again.layers == (0, 1)
     assert settings.replace(learning_rate=0.1).learning_rate == 0.1
 
