@@ -18,7 +18,7 @@ from benchmarks.lab.fit import make_layers
 from benchmarks.lab.recover_plan import Structure
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
-from lsrdecomp.checkpoints.packed import read_index
+from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.compress import compress

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
-from lsrdecomp.checkpoints.packed import read_index
+from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -137,7 +137,8 @@ class LsrConfig(TargetConfig):
         Module name or regular expression to ``{"out": [m1, ...], "inner": [r1, ...], "into": [n1, ...]}``.
     layers : str, optional
         The patterns above for every layer of an adapter that `lsrdecomp` wrote, and what its weight file holds, in one
-        text; see `lsrdecomp.checkpoints.packed`. It is not saved again: PEFT saves factors and patterns one by one.
+        text; see `lsrdecomp.checkpoints.packed_index`. It is not saved again: PEFT saves factors and patterns one by
+        one.
 
     Raises
     ------

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
 from lsrdecomp.adapters.geometry import NOT_LINEAR
-from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors, read_index, read_packed
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors
+from lsrdecomp.checkpoints.packed_index import read_index, read_packed
 from lsrdecomp.errors import CheckpointError
 
 

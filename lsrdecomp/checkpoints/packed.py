@@ -1,54 +1,33 @@
 """Layers in few bytes: the numbers of all in one tensor, their sizes in one index; the entries of each factor's own
 tensor and pattern would outweigh the factors.
 
-The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index. The index is the field
-``layers`` of adapter_config.json, so that PEFT knows all sizes before it opens the weights: ``"3:"`` and base85 of raw
-deflate of integers, each in bytes of seven bits, low ones first, a high bit for "more" (zigzag where negative ones
-occur), then two texts in UTF-8:
-
-    whether target_modules names more than these layers · number of layers · of structures · bytes of the first text
-    of each layer its module, of each the step of its block from the layer before, of each its structure
-    each structure, as `_structure` lays it out; the exponents of each layer
-    modules: a line each, a zero character where the number of the block stands; JSON of kinds that are not linear
-
-A structure is an entry without its exponents; an entry is
+The tensor ``base_model.model.lsr_numbers`` holds bytes: each layer's in the order of the index, which is a text of the
+config (`lsrdecomp.checkpoints.packed_index`). An entry of the index is
 
     ["floats", out, inner, into, type, terms of the left side, terms of the right side]
     ["terms", out, inner, into, [bits, exponent, terms] of the left side, the same of the right side]
     ["components", [m, n], [bits of each component], exponent]
 
-Version 0.2 wrote base64 of zlib-compressed JSON, ``{"version": 2, "layers": [[name, *entry], …], "kinds": {name:
-[kind, kernel]}, "dropped": [name, …], "exact": true}``, the last three where they say something.
-
 The bytes of floats are its factors one after the other, little-endian, scale folded in. A side of terms is its float16
 scales, then each factor's codes, packed; a component its scale, then u and v; `lsrdecomp.formats.quantized` says what
-they stand for. Files of version 0.1 have codes only, in ``lsr_packed``: the length of their index as four little-endian
-bytes, the index as a zlib-compressed list of entries, then the codes.
+they stand for. Files of version 0.1 have codes only, in ``lsr_packed``, after their index.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import math
-import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import zero_padded
-from lsrdecomp.checkpoints.config import exact_pattern
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.safetensors import read_header
-from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, check_name
+from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.bit_packing import Codes, pack, packed_size, unpack
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
@@ -56,15 +35,8 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
 NUMBERS = f"{PREFIX}lsr_numbers"
-FIELD = "layers"
 PACKED = f"{PREFIX}lsr_packed"
 """The tensor of version 0.1."""
-VERSION, MARK = 2, "3:"
-"""Of the index: the last that was JSON, and how one begins that is not."""
-KINDS = ("floats", "terms", "components")
-BLOCK = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")
-"""The number of a block in the name of a layer."""
-LONGEST_INDEX = 16 * 2**20
 MOST_NUMBERS = 2**31
 """Of one layer: a few bytes must not ask for more memory than a machine has."""
 MOST_ZEROS = 2**26
@@ -74,199 +46,10 @@ Bytes = NDArray[np.uint8]
 Factors = tuple[NDArray[Any], ...]
 
 
-# The index in a config -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """What adapter_config.json says of packed layers."""
-
-    entries: Mapping[str, Entry]
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # of layers that are not linear
-    dropped: tuple[str, ...] = ()  # layers of the source that were left out on purpose, where version 0.2 wrote it
-    exact: bool = False  # target_modules of the config names more than these layers, or nothing
-
-    def config_fields(self) -> dict[str, Any]:
-        """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
-        patterns = {exact_pattern(name): entry for name, entry in self.entries.items()}
-        ranks = {key: entry.shape.inner_rank for key, entry in patterns.items()}
-        fields: dict[str, Any] = {
-            "rank_pattern": ranks,
-            "alpha_pattern": dict(ranks),
-            "separation_rank_pattern": {key: list(entry.terms) for key, entry in patterns.items()},
-            "shape_pattern": {key: splits(entry.shape) for key, entry in patterns.items()},
-        }
-        return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
-
-    def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
-        """The layers with their bytes, not yet unpacked. Raises `CheckpointError` for another number of bytes."""
-        return _sliced(self.entries, numbers, 0, NUMBERS)
-
-
-def splits(shape: ProductShape) -> dict[str, list[int]]:
-    """A shape as ``shape_pattern`` has it."""
-    return {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
-
-
-def index_text(
-    entries: Mapping[str, Sequence[Any]],
-    kinds: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
-    exact: bool = False,
-) -> str:
-    """The field ``layers`` of adapter_config.json."""
-    modules: dict[str, int] = {}
-    structures: dict[tuple[int, ...], int] = {}
-    columns: tuple[list[int], ...] = ([], [], [], [])
-    before = 0
-    for name, entry in entries.items():
-        number = BLOCK.search(name)
-        block = before if number is None else int(number[0])
-        module = name if number is None else f"{name[: number.start()]}\0{name[number.end() :]}"
-        structure, exponents = _structure(entry)
-        columns[0].append(modules.setdefault(module, len(modules)))
-        columns[1].append(_zigzag(block - before))
-        columns[2].append(structures.setdefault(structure, len(structures)))
-        columns[3].extend(map(_zigzag, exponents))
-        before = block
-    text = "\n".join(modules).encode()
-    counts = (int(exact), len(entries), len(structures), len(text))
-    laid_out = [value for structure in structures for value in structure]
-    integers = [*counts, *columns[0], *columns[1], *columns[2], *laid_out, *columns[3]]
-    content = _in_sevens(integers) + text + (json.dumps(dict(kinds), separators=(",", ":")).encode() if kinds else b"")
-    deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
-    return MARK + base64.b85encode(deflate.compress(content) + deflate.flush()).decode()
-
-
-def read_index(text: Any) -> Index:
-    """The index in a config; `CheckpointError` for a text that no release wrote."""
-    try:
-        if isinstance(text, str) and text.startswith(MARK):
-            squeezed = base64.b85decode(text.removeprefix(MARK))
-            return _laid_out(zlib.decompressobj(-zlib.MAX_WBITS).decompress(squeezed, LONGEST_INDEX))
-        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), LONGEST_INDEX)
-        index = json.loads(raw)
-        if index["version"] != VERSION:
-            raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}")
-        dropped = tuple(str(name) for name in index.get("dropped", ()))
-        return Index(_entries(index["layers"]), _kinds(index.get("kinds", {})), dropped, index.get("exact") is True)
-    except (*DAMAGE, AttributeError, binascii.Error) as error:
-        raise _damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
-
-
-def _laid_out(content: bytes) -> Index:
-    """The index in the bytes that `index_text` wrote."""
-    reader = Reader(np.frombuffer(content, np.uint8))
-    exact, layers, structures, length = (reader.integer() for _ in range(4))
-    if max(layers, structures, length) > len(content):
-        raise ValueError(f"{layers} layers of {structures} structures in {len(content)} bytes")
-    module_of, steps, structure_of = ([reader.integer() for _ in range(layers)] for _ in range(3))
-    entry_of = [_read_structure(reader) for _ in range(structures)]
-    entries, block = [], 0
-    spans = [
-        (structure, [_unzigzag(reader.integer()) for _ in range(entry_of[structure][1])]) for structure in structure_of
-    ]
-    modules = reader.take(length).decode().split("\n")
-    for module, step, (structure, exponents) in zip(module_of, steps, spans, strict=True):
-        block += _unzigzag(step)
-        entries.append([modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)])
-    kinds = content[reader.position :]
-    return Index(_entries(entries), _kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
-
-
-def _structure(entry: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """An entry as integers of its own: structure and exponents."""
-    kind, *rest = entry
-    if kind == "components":
-        (m, n), bits, exponent = rest
-        return (KINDS.index(kind), m, n, len(bits), *bits), (exponent,)
-    out, inner, into, *rest = rest
-    sizes = (KINDS.index(kind), len(out), *out, *inner, *into)
-    if kind == "floats":
-        storage, s, t = rest
-        return (*sizes, FLOATS.index(storage), s, t), ()
-    left, right = rest
-    return (*sizes, left[0], left[2], right[0], right[2]), (left[1], right[1])
-
-
-def _read_structure(reader: Reader) -> tuple[Callable[..., list[Any]], int]:
-    """What makes an entry of its exponents, and how many these are."""
-
-    def integers(count: int) -> list[int]:
-        if count > reader.packed.size:
-            raise ValueError(f"{count} integers in {reader.packed.size} bytes")
-        return [reader.integer() for _ in range(count)]
-
-    kind = KINDS[reader.integer()]
-    if kind == "components":
-        sizes, bits = integers(2), integers(reader.integer())
-        return (lambda exponent: [kind, sizes, bits, exponent]), 1
-    order = reader.integer()
-    out, inner, into = integers(order), integers(order), integers(order)
-    if kind == "floats":
-        storage, s, t = FLOATS[reader.integer()], *integers(2)
-        return (lambda: [kind, out, inner, into, storage, s, t]), 0
-    bits_left, s, bits_right, t = integers(4)
-    return (lambda left, right: [kind, out, inner, into, [bits_left, left, s], [bits_right, right, t]]), 2
-
-
-def _in_sevens(integers: Iterable[int]) -> bytes:
-    """Integers from 0 on, each in bytes of seven bits."""
-    content = bytearray()
-    for value in integers:
-        while value > 127:
-            content.append(value & 127 | 128)
-            value >>= 7
-        content.append(value)
-    return bytes(content)
-
-
-def _zigzag(value: int) -> int:
-    return 2 * value if value >= 0 else -2 * value - 1
-
-
-def _unzigzag(value: int) -> int:
-    return value // 2 if value % 2 == 0 else -(value + 1) // 2
-
-
-def _kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in listed.items()}
-
-
-def read_packed(packed: Bytes) -> dict[str, PackedLayer]:
-    """The layers of the tensor that version 0.1 wrote, their codes not yet unpacked."""
-    try:
-        length = int.from_bytes(packed[:4].tobytes(), "little")
-        index = json.loads(zlib.decompressobj().decompress(packed[4 : 4 + length].tobytes(), LONGEST_INDEX))
-        entries = _entries(index)
-    except DAMAGE as error:
-        raise _damaged(error) from None
-    return _sliced(entries, packed, 4 + length, PACKED)
-
-
-def _entries(listed: Sequence[Any]) -> dict[str, Entry]:
-    entries = {str(name): parse(*entry) for name, *entry in listed}
-    if len(entries) != len(listed):
-        raise CheckpointError("a layer is listed twice")
-    for name in entries:
-        check_name(name, Path(FIELD))
-    return entries
-
-
-def _sliced(entries: Mapping[str, Entry], numbers: Bytes, begin: int, tensor: str) -> dict[str, PackedLayer]:
-    end = begin + sum(entry.size for entry in entries.values())
-    if end != numbers.size:
-        text = f"{end} of {numbers.size} bytes belong to {len(entries)} layers"
-        raise CheckpointError(f"packed layers are damaged: {text}", tensor=tensor)
-    layers = {}
-    for name, entry in entries.items():
-        layers[name] = PackedLayer(entry, numbers[begin : begin + entry.size])
-        begin += entry.size
-    return layers
-
-
-def _damaged(
+def damaged(
     error: BaseException, what: str = "packed layers are damaged", tensor: str | None = PACKED
 ) -> CheckpointError:
+    """What is said of bytes or of an index that cannot be read."""
     text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:300])
     return CheckpointError(f"{what}: {text}", tensor=tensor)
 
@@ -331,16 +114,7 @@ class PackedLayer:
         try:
             return self.entry.unpack(Reader(self.codes))
         except DAMAGE as error:
-            raise _damaged(error) from None
-
-
-def codes_in(checkpoint: Checkpoint) -> dict[str, CodedProduct]:
-    """The layers of an LSR directory that are stored in integer codes, unpacked."""
-    tensors, text = read_header(checkpoint.weights).tensors, checkpoint.config.get(FIELD)
-    layers = read_packed(tensors[PACKED].read()) if PACKED in tensors else {}
-    if text is not None:
-        layers |= read_index(text).layers(tensors[NUMBERS].read())
-    return {name: layer.decode() for name, layer in layers.items() if layer.storage not in FLOATS}
+            raise damaged(error) from None
 
 
 def named_factors(layers: Mapping[str, PackedLayer]) -> dict[str, NDArray[Any]]:

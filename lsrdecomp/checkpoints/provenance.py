@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lsrdecomp.checkpoints.packed import FIELD, read_index
+from lsrdecomp.checkpoints.packed_index import FIELD, read_index
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.errors import CheckpointError
 

@@ -11,7 +11,7 @@ from typing import Any
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
-from lsrdecomp.checkpoints.packed import codes_in
+from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.provenance import CARD, provenance
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors

@@ -27,15 +27,8 @@ from checkpoint_files import CONFIG, PREFIX, pair, raw_safetensors
 
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import SUMS, changed_files, parse_json, write_sums
-from lsrdecomp.checkpoints.packed import (
-    PackedLayer,
-    code_bytes,
-    code_entry,
-    float_entry,
-    index_text,
-    read_index,
-    read_packed,
-)
+from lsrdecomp.checkpoints.packed import PackedLayer, code_bytes, code_entry, float_entry
+from lsrdecomp.checkpoints.packed_index import index_text, read_index, read_packed
 from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.statistics import read_statistics

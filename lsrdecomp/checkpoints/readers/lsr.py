@@ -15,7 +15,8 @@ from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
 from lsrdecomp.checkpoints.format import PREFIX, finish, needed_config, refuse_alpha, refuse_fields, without_prefix
 from lsrdecomp.checkpoints.names import natural
-from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, PACKED, Index, PackedLayer, read_index, read_packed
+from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
+from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_packed
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
 from lsrdecomp.checkpoints.registration import register_with_peft

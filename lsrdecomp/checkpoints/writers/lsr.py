@@ -12,7 +12,8 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import carried_fields, most_common
 from lsrdecomp.checkpoints.format import PREFIX
-from lsrdecomp.checkpoints.packed import FIELD, NUMBERS, code_bytes, code_entry, float_entry, index_text, parse
+from lsrdecomp.checkpoints.packed import NUMBERS, code_bytes, code_entry, float_entry, parse
+from lsrdecomp.checkpoints.packed_index import FIELD, index_text
 from lsrdecomp.checkpoints.provenance import CARD, card_section
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.safetensors import TensorWriter
