@@ -84,7 +84,7 @@ class Compression:
             ("worst layer", f"{total.worst_layer}, {total.worst_error:.3g}"),
             ("bytes", f"{total.bytes:,}"),
         )
-        return markup.facts(f"Compression of {self.source.path}", pairs, total.verdict)
+        return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
     def _report_text(self, record: bool) -> str:
         facts = self.to_json()
