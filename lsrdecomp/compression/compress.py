@@ -29,6 +29,7 @@ from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.settings import Resources, Search
 from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -46,6 +47,7 @@ SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 
+@takes()
 def compress(
     checkpoint: Checkpoint,
     plan: CompressionPlan,

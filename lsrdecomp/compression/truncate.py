@@ -20,6 +20,7 @@ from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.fields import takes
 from lsrdecomp.solvers.svd.dense import tail_norms
 
 GOALS = ("ratio", "parameters", "bytes", "rtol")
@@ -39,7 +40,7 @@ class Truncation:
     >>> from importlib.resources import files
     >>> from lsrdecomp.checkpoints import open_checkpoint
     >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
-    >>> cut = truncate(lora, CompressionPlan(ratio=4))
+    >>> cut = truncate(lora, ratio=4)
     >>> cut.parameters <= lora.adapter_parameters / 4, round(cut.relative_error, 3)
     (True, 0.255)
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -85,12 +86,14 @@ class Truncation:
                 on_layer(layer.name)
 
 
+@takes(CompressionPlan)
 def truncate(
     checkpoint: Checkpoint,
-    plan: CompressionPlan,
+    plan: CompressionPlan | None = None,
     *,
     storage: str | None = None,
     on_layer: Callable[[str], Any] | None = None,
+    **settings: Any,
 ) -> Truncation:
     """Cut every layer to the rank that one threshold over all singular values gives it.
 
@@ -98,12 +101,15 @@ def truncate(
     ----------
     checkpoint : Checkpoint
         A LoRA in a format that `write_same` writes.
-    plan : CompressionPlan
-        A ratio, parameters or bytes of the file over all layers, or a relative error of every layer (``rtol``).
+    plan : CompressionPlan, optional
+        A ratio, parameters or bytes of the file over all layers, or a relative error of every layer (``rtol``);
+        otherwise one of these goals as an argument.
     storage : str, optional
         A floating type; absent, that of each layer.
     on_layer : callable, optional
         Called with the name of each layer once its singular values are known.
+    **settings
+        The fields of `CompressionPlan`.
 
     Returns
     -------
@@ -116,12 +122,17 @@ def truncate(
         For another goal, or where nothing fits.
     UnsupportedError
         For an adapter that is not plain pairs.
+    ArgumentError
+        For a name that is no goal, with the nearest that is.
 
     Notes
     -----
     O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on disk.
     """
     check_same(checkpoint)
+    if plan is not None and settings:
+        raise BudgetError(f"a plan was given, and {' and '.join(settings)} beside it: one of the two")
+    plan = plan or CompressionPlan(**settings)
     goal = next((name for name in GOALS if getattr(plan, name) is not None), None)
     if goal is None:
         raise BudgetError(f"a plain LoRA is made to {', '.join(GOALS)}; other goals need a directory of LSR")

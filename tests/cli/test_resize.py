@@ -9,8 +9,8 @@ from console import lsr
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import CompressionPlan, truncate, verify
-from lsrdecomp.errors import BudgetError
+from lsrdecomp.compression import CompressionPlan, compress, truncate, verify
+from lsrdecomp.errors import BudgetError, LsrError
 
 NAMES = [f"diffusion_model.blocks.{i}.self_attn.q" for i in range(5)]
 
@@ -41,7 +41,7 @@ def formed(layer):
 @pytest.mark.parametrize("ratio", [1.5, 3, 7])
 def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio):
     source = open_checkpoint(put(tmp_path / "style.safetensors", dtype=np.float32))
-    cut = truncate(source, CompressionPlan(ratio=ratio))
+    cut = truncate(source, ratio=ratio)
     assert cut.parameters <= source.adapter_parameters / ratio
     back = {layer.name: layer for layer in open_checkpoint(cut.save(tmp_path / "small.safetensors")).layers}
     lost, threshold = 0.0, []
@@ -109,10 +109,21 @@ def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
 def test_a_file_of_so_many_bytes_is_no_larger(tmp_path):
     source = open_checkpoint(put(tmp_path / "style.safetensors"))
     size = 12_000
-    out = truncate(source, CompressionPlan(bytes=size)).save(tmp_path / "small.safetensors")
+    out = truncate(source, bytes=size).save(tmp_path / "small.safetensors")
     assert out.stat().st_size <= size
     with pytest.raises(BudgetError, match="header and other tensors alone take"):
-        truncate(source, CompressionPlan(bytes=1000))
+        truncate(source, bytes=1000)
+
+
+@pytest.mark.parametrize(("word", "right"), [("params", "parameters"), ("ration", "ratio")])
+def test_a_misspelt_goal_of_a_program_is_told_the_right_word(tmp_path, word, right):
+    source = open_checkpoint(put(tmp_path / "style.safetensors"))
+    with pytest.raises(LsrError, match=f"truncate takes no '{word}'; did you mean '{right}'"):
+        truncate(source, **{word: 2})
+    with pytest.raises(LsrError, match=f"compress takes no '{word}'"):
+        compress(source, **{word: 2})
+    with pytest.raises(BudgetError, match="a plan was given, and ratio beside it"):
+        truncate(source, CompressionPlan(ratio=2), ratio=3)
 
 
 def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
