@@ -7,7 +7,7 @@ the first in the model's order is wrapped first and stored under one more ``.bas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,14 @@ class Stacks:
         parameter, _, number = name.rpartition(".")
         module, _, word = parameter.rpartition(".")
         return parameter if number.isdecimal() and word in self._parameters(module) else None
+
+    def check_all_there(self, layers: Iterable[str]) -> None:
+        """Raise `CheckpointError` for a parameter that no layer is an expert of."""
+        parents = [f".{name.rpartition('.')[0]}" for name in layers]
+        missing = [target for target in self.targets if not any(name.endswith(f".{target}") for name in parents)]
+        if missing:
+            text = f"target_parameters names {ascii(missing[0])[:80]}, of which the file holds no tensor"
+            raise CheckpointError(text, path=self.path)
 
     def _parameters(self, module: str) -> list[str]:
         words = [

@@ -107,19 +107,25 @@ def without_prefix(tensor: StoredTensor) -> str:
     return tensor.name.removeprefix(PREFIX)
 
 
-def grouped(bundle: Bundle, suffixes: Mapping[str, str]) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
-    """``{module: {role: tensor}}`` by the suffix of each key, and everything else under the key PEFT would give it."""
+def grouped(
+    bundle: Bundle, suffixes: Mapping[str, str], prefix: str = ""
+) -> tuple[dict[str, Roles], dict[str, StoredTensor]]:
+    """``{module: {role: tensor}}`` by the suffix of each key, and everything else under the key PEFT would give it.
+
+    With PEFT's prefix, which all keys then must have, a part of another method is told by its word; without by its end.
+    """
     modules: dict[str, Roles] = {}
     extras: dict[str, StoredTensor] = {}
     for key, tensor in bundle.tensors.items():
+        key = without_prefix(tensor) if prefix else key
         for suffix, reason in OTHER_METHODS.items():
-            if key.endswith(suffix):
-                raise UnsupportedError(f"{reason}; such an adapter is not read", path=tensor.path, tensor=key)
+            if key.endswith(suffix) and (not prefix or PART.search(key)):
+                raise UnsupportedError(f"{reason}; such an adapter is not read", path=tensor.path, tensor=tensor.name)
         ends = [end for end in suffixes if key.endswith(end) and key != end]
         if not ends:
             if PART.search(key):
                 text = "is part of an adapter, but not one this format is known to have"
-                raise UnsupportedError(text, path=tensor.path, tensor=key)
+                raise UnsupportedError(text, path=tensor.path, tensor=tensor.name)
             extras[PREFIX + key] = tensor
             continue
         roles, role = modules.setdefault(key.removesuffix(ends[0]), {}), suffixes[ends[0]]
@@ -136,7 +142,7 @@ def need(name: str, roles: Roles, wanted: Iterable[str], allowed: Iterable[str] 
     if missing:
         parts = ", ".join(sorted(roles))
         text = f"has {parts} without {', '.join(missing)}; the file is incomplete"
-        raise CheckpointError(text, path=example.path, tensor=name)
+        raise example.error(text)
     more = set(roles) - {*wanted, *allowed}
     if more:
         raise CheckpointError(

@@ -9,10 +9,8 @@ from lsrdecomp.checkpoints.bundle import Bundle, open_bundle
 from lsrdecomp.checkpoints.format import Format
 from lsrdecomp.checkpoints.in_memory import AdapterSource, bundle_in_memory
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
-from lsrdecomp.checkpoints.readers import cloneofsimo, lsr, lycoris
-from lsrdecomp.checkpoints.readers.lycoris import loha, lokr
-from lsrdecomp.checkpoints.readers.pairs import diffusers, kohya, loralib, mlx, torchtune
-from lsrdecomp.checkpoints.readers.peft import lora
+from lsrdecomp.checkpoints.readers import lsr
+from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -20,24 +18,7 @@ from lsrdecomp.errors import CheckpointError, UnsupportedError
 NAMED = re.compile(r".+\.lora_(?:A|B)\.([^.]+)\.weight")
 WAY_OUT = "raise max_memory (--max-memory)"
 
-# The first format that matches reads, so whoever knows a file best stands before whoever would take it too:
-FORMATS: tuple[Format, ...] = (
-    # with a config, told by its peft_type, which mlx-lm's has not; `lora` takes every type that is left, and refuses by
-    # name what is not LoRA
-    lsr,
-    loha,
-    lokr,
-    mlx,
-    lora,
-    # without, told by the endings of the keys; LyCORIS files may hold plain LoRA modules under kohya's keys
-    lycoris,
-    kohya,
-    # no file of these is one of another format: among themselves they could stand in any order, and new ones after them
-    diffusers,
-    cloneofsimo,
-    loralib,
-    torchtune,
-)
+FORMATS: tuple[Format, ...] = (lsr, *LAYOUTS)
 """What `open_checkpoint` asks, in this order."""
 
 
@@ -104,6 +85,8 @@ def open_checkpoint(
             if max_memory is not None:
                 _check_memory(checkpoint, max_memory)
             return checkpoint
+    if bundle.tensors and all(re.fullmatch(r"<.+>", key) for key in bundle.tensors):
+        raise CheckpointError(f"holds {len(bundle.tensors)} token embeddings and no LoRA layer", path=bundle.weights)
     examples = ", ".join(map(repr, list(bundle.tensors)[:3])) or "nothing"
     readable = ", ".join(form.name for form in FORMATS)
     text = f"no adapter format known here: it holds {examples}; read are {readable}"

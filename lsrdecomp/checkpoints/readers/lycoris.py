@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import Bundle
-from lsrdecomp.checkpoints.config import check_carried
-from lsrdecomp.checkpoints.format import (
-    PREFIX,
-    Roles,
-    finish,
-    grouped,
-    need,
-    needed_config,
-    refuse_alpha,
-    scalar,
-    without_prefix,
-)
-from lsrdecomp.checkpoints.readers.pairs import kohya, pair_layer
-from lsrdecomp.checkpoints.readers.peft import Scales, ranks_of
-from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.format import Roles, need, scalar
+from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor, derived
-from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
-name = "lycoris"
 HADA = {f".hada_{part}": part for part in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
-EFFECT_FREE = ("use_effective_conv2d",)  # of PEFT's switches: it shows in the shapes
 LOKR = {f".lokr_{part}": f"kron {part}" for part in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
-
-
-def matches(bundle: Bundle) -> bool:
-    """Some key ends in a part of LoHa or LoKr."""
-    return bundle.config is None and any(key.endswith((*HADA, *LOKR)) for key in bundle.tensors)
-
-
-def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-    """LoHa modules as `LoraLayer`, LoKr modules as `LsrLayer`, plain LoRA modules among them as kohya's."""
-    refuse_alpha(bundle, alpha)
-    modules, extras = grouped(bundle, {**HADA, **LOKR, **kohya.roles})
-    layers: list[Layer] = []
-    for module, roles in modules.items():
-        if any(role in roles for role in HADA.values()):
-            layers.append(hadamard_layer(module, roles))
-        elif any(role in roles for role in LOKR.values()):
-            layers.append(kronecker_layer(module, roles))
-        else:
-            layers.append(pair_layer(module, roles))
-    return finish(bundle, name, layers, extras)
 
 
 def hadamard_layer(name: str, roles: Roles, scale: float | None = None) -> LoraLayer:
     """LoHa: ``(B1 A1) ∘ (B2 A2) = B A``, rows of B and columns of A being Kronecker products of the two pairs'.
 
-    Without a ``scale`` it is LyCORIS's own: alpha / rank.
+    Without a ``scale`` it is LyCORIS's own, alpha / rank, here and below; PEFT's is alpha / r always, where factors are
+    whole too.
     """
     need(name, roles, ("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", "alpha"))
     first, second = (_Pair(roles[f"w{i}_a"], roles[f"w{i}_b"], roles.get(f"t{i}")) for i in (1, 2))
@@ -161,44 +124,3 @@ class _Pair:
 
 def _one_term(like: StoredTensor, shape: tuple[int, int], compute: Callable[[], Array]) -> StoredTensor:
     return derived(like, (1, *shape), lambda: compute()[None])
-
-
-@dataclass(frozen=True, slots=True)
-class PeftLycoris:
-    """LoHa or LoKr: what its config calls it, the parts of a module, and the layer they make.
-
-    Always scaled by alpha / r; LyCORIS itself does not, where factors are whole.
-    """
-
-    name: str
-    peft_type: str
-    parts: Mapping[str, str]
-    layer: Callable[[str, Roles, float], Layer]
-
-    def matches(self, bundle: Bundle) -> bool:
-        """The config has this peft_type."""
-        return bundle.config is not None and bundle.config.get("peft_type") == self.peft_type
-
-    def read(self, bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
-        """Layers with the rank and scale that PEFT gives them."""
-        config = needed_config(bundle)
-        refuse_alpha(bundle, alpha)
-        check_carried(config)
-        switches = sorted(
-            key for key, value in config.raw.items() if key.startswith("use_") and value and key not in EFFECT_FREE
-        )
-        if switches:
-            raise UnsupportedError(f"{switches[0][:60]!r} is set; such an adapter is not read", path=config.path)
-        rank_of, scales = ranks_of(config), Scales(config, "alpha")
-        modules, others = grouped(bundle, self.parts)
-        layers: list[Layer] = []
-        for key, roles in modules.items():
-            without_prefix(next(iter(roles.values())))
-            module = key.removeprefix(PREFIX)
-            layers.append(self.layer(module, roles, scales.of(module, rank_of(module))))
-        extras = {tensor.name: tensor for tensor in others.values()}
-        return finish(bundle, self.name, layers, extras, parts=f"{self.peft_type} layer")
-
-
-loha = PeftLycoris("peft-loha", "LOHA", HADA, hadamard_layer)
-lokr = PeftLycoris("peft-lokr", "LOKR", LOKR, kronecker_layer)

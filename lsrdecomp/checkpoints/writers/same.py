@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.format import scalar
 from lsrdecomp.checkpoints.pickles import LISTED
-from lsrdecomp.checkpoints.readers import pairs
+from lsrdecomp.checkpoints.readers.layouts import METADATA
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
@@ -188,8 +188,8 @@ def _metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
     for name, rank in writer.ranks.items():
         if f"{name}:rank" in facts:
             facts[f"{name}:rank"] = str(rank)
-    if pairs.METADATA in facts:
-        facts[pairs.METADATA] = _header_config(json.loads(facts[pairs.METADATA]), writer.ranks)
+    if METADATA in facts:
+        facts[METADATA] = _header_config(json.loads(facts[METADATA]), writer.ranks)
     return facts
 
 
