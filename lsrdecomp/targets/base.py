@@ -63,13 +63,6 @@ class RearrangedDense:
     def formed(self) -> Array:
         return self.matrix
 
-    def pieces(self) -> Iterator[tuple[slice, slice, Array]]:
-        """Rows, columns and entries of R(M), one block of rows after the other."""
-        (rows, columns), height = self.shape, max(1, CACHED // self.shape[1])
-        for start in range(0, rows, height):
-            part = slice(start, min(start + height, rows))
-            yield part, slice(0, columns), self.matrix[part, :]
-
 
 @dataclass(frozen=True, eq=False)
 class Dense:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +60,7 @@ def residual_norm(shape: tuple[int, int], rows: Callable[[slice], Array], approx
     """
     check_sizes(shape, approximation.shape)
     block = rows_of(approximation)
-    return norm_of_parts(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape))
+    return math.hypot(*(norm(as_double(rows(part)) - block(part)) for part in row_blocks(*shape)))
 
 
 def pair_core(lefts: Sequence[Array], rights: Sequence[Array]) -> Array:
@@ -139,19 +139,6 @@ def separated_distance(rearranged: Any, norm_of: float, size: float, approximati
         squared = whole**2 - 2.0 * (np.real(products) @ to_numpy(weights)) + length**2
         exact = size**2 < squared * WIDEST**2 < math.inf
     return math.sqrt(squared) if exact else None
-
-
-def entrywise_distance(pieces: Iterable[tuple[slice, slice, Array]], approximation: Any) -> float:
-    """‖R − Σ λ u vᵀ‖ in double precision from entries, for two factors and rectangles of R: rows, columns, entries."""
-    xp, s = namespace(*approximation.factors), approximation.separation_rank
-    rows, columns = (xp.reshape(as_double(f), (s, f.shape[1] * f.shape[2])) for f in approximation.factors)
-    left = xp.matrix_transpose(rows) * as_double(xp.astype(approximation.weights, rows.dtype))
-    return norm_of_parts(norm(as_double(part) - left[i, :] @ columns[:, k]) for i, k, part in pieces)
-
-
-def norm_of_parts(parts: Any) -> float:
-    """‖x‖ from the norms of the parts of x."""
-    return norm(np.asarray(list(parts), dtype=np.float64))
 
 
 def check_sizes(target: tuple[int, int], other: tuple[int, int]) -> None:

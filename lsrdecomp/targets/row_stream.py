@@ -15,7 +15,7 @@ from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import require_formable, require_two_factors
-from lsrdecomp.targets.residual import Approximation, block_height, check_sizes, norm_of_parts, rows_of, whole_blocks
+from lsrdecomp.targets.residual import Approximation, block_height, check_sizes, rows_of, whole_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,8 @@ class RowStream:
         """‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
         block = rows_of(approximation)
-        return norm_of_parts(
-            norm(as_double(part) - block(slice(start, start + int(part.shape[0])))) for start, part in self.parts()
+        return math.hypot(
+            *(norm(as_double(part) - block(slice(start, start + int(part.shape[0])))) for start, part in self.parts())
         )
 
 

@@ -17,7 +17,7 @@ from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import require_formable, require_two_factors
-from lsrdecomp.targets.residual import Approximation, check_sizes, norm_of_parts, residual_norm
+from lsrdecomp.targets.residual import Approximation, check_sizes, residual_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +137,11 @@ def _core_distance(core: Array, columns: Sequence[Array], weights: Array) -> flo
     rest = others[0]
     for column in others[1:]:
         rest = khatri_rao(rest, column)
-    return norm_of_parts(
-        np.linalg.norm(as_double(slab).reshape(-1) - rest @ (row * weights))
-        for slab, row in zip(core, first, strict=True)
+    return math.hypot(
+        *(
+            np.linalg.norm(as_double(slab).reshape(-1) - rest @ (row * weights))
+            for slab, row in zip(core, first, strict=True)
+        )
     )
 
 

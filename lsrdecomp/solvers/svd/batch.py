@@ -13,7 +13,6 @@ from lsrdecomp.arrays import (
     adjoint,
     as_double,
     as_floating,
-    device,
     is_complex,
     like,
     namespace,
@@ -27,7 +26,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.solvers.svd.dense import chosen_rank, tail_norms
+from lsrdecomp.solvers.svd.dense import chosen_rank, signed, tail_norms
 
 
 def as_batch(matrices: Any) -> Array:
@@ -51,7 +50,7 @@ def truncated_svds(
     require_finite(batch, "batch")
     operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    sums = as_sums(*signed(u[:, :, :most], sigma[:, :most], vh[:, :most, :]), shape)
+    sums = as_sums(u[:, :, :most], sigma[:, :most], vh[:, :most, :], shape)
     values = to_numpy(sigma).astype(np.float64)
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
     terms, ends, norms, told = np.sum(values[:, :most] > floors[:, None], axis=1), [], [], []
@@ -84,7 +83,8 @@ def residual_norms(operators: Array, norms: np.ndarray, u: Array, sigma: np.ndar
 def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:
     """Singular triples (L, p, s), (L, s), (L, s, q) as Kronecker terms, one sum a matrix."""
     xp, rank, ((m, n), (p, q)) = namespace(u), int(sigma.shape[1]), shape.factors
-    left, right = xp.reshape(u, (-1, rank, m, n)), xp.reshape(vh, (-1, rank, p, q))
+    left, right = signed(xp.matrix_transpose(u), vh)
+    left, right = xp.reshape(left, (-1, rank, m, n)), xp.reshape(right, (-1, rank, p, q))
     every = range(int(sigma.shape[0]))
     return [SeparatedMatrix(sigma[i, :], (left[i, :, :, :], right[i, :, :, :])) for i in every]
 
@@ -106,14 +106,3 @@ def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
         return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)
-
-
-def signed(u: Array, sigma: Array, vh: Array) -> tuple[Array, Array, Array]:
-    """Rows uᵀ and vᴴ of each triple, the largest entry of u made positive: SVD libraries disagree on signs."""
-    xp = namespace(u)
-    rows = xp.matrix_transpose(u)
-    peak = xp.argmax(xp.abs(rows), axis=2)
-    places = xp.arange(rows.shape[2], dtype=peak.dtype, device=device(rows))
-    entry = xp.sum(xp.where(places[None, None, :] == peak[:, :, None], rows, xp.zeros_like(rows)), axis=2)
-    phase = entry / xp.abs(entry)
-    return rows / phase[:, :, None], sigma, vh * phase[:, :, None]

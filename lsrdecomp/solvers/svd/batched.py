@@ -32,7 +32,6 @@ from lsrdecomp.solvers.svd.batch import (
     as_sums,
     extrapolated_excess,
     rayleigh_ritz,
-    signed,
     truncated_svds,
 )
 from lsrdecomp.solvers.svd.dense import as_matrix
@@ -191,7 +190,7 @@ class BatchedKrylov(MatrixSolver):
         begun = operators[:, :, :0], operators[:, :, :0], np.full(norms.shape, math.inf)
         (basis, space, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
         # Rayleigh–Ritz in the precision of the input: the error of single precision is squared.
-        u, sigma, vh = signed(*rayleigh_ritz(operators, xp.linalg.qr(xp.astype(basis, operators.dtype))[0]))
+        u, sigma, vh = rayleigh_ritz(operators, xp.linalg.qr(xp.astype(basis, operators.dtype))[0])
         captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / sizes**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
         double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
@@ -247,7 +246,7 @@ class BatchedKrylov(MatrixSolver):
         rounding = 64.0 * unit_roundoff(operators.dtype)
         sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
         values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
-        sums = as_sums(*signed(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype)), shape)
+        sums = as_sums(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype), shape)
         solutions = {}
         for index, i in enumerate(chosen):
             error, tail = float(errors[index]), float(tails[index])

@@ -120,17 +120,23 @@ def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tup
 
 
 def as_separated(u: Array, sigma: Array, vh: Array, shape: KroneckerShape, rank: int) -> SeparatedMatrix:
-    """The first ``rank`` singular triples of a rearrangement as Kronecker terms.
-
-    Signs follow the largest entry of the left factor: SVD libraries disagree on them.
-    """
-    xp = namespace(u)
+    """The first ``rank`` singular triples of a rearrangement, those that are not zero, as Kronecker terms."""
     (m, n), (p, q) = shape.factors
-    left, right = xp.matrix_transpose(u[:, :rank]), vh[:rank, :]
-    if rank:
-        peak = xp.argmax(xp.abs(left), axis=1)
-        entry = xp.sum(xp.where(xp.arange(m * n)[None, :] == peak[:, None], left, xp.zeros_like(left)), axis=1)
-        phase = entry / xp.abs(entry)
-        left, right = left / phase[:, None], right * phase[:, None]
-    factors = xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))
-    return SeparatedMatrix.from_factors(factors, sigma[:rank])
+    rank = min(rank, int(np.count_nonzero(to_numpy(sigma[:rank]) > 0.0)))
+    left, right = signed(namespace(u).matrix_transpose(u[:, :rank]), vh[:rank, :])
+    xp = namespace(left)
+    return SeparatedMatrix(sigma[:rank], (xp.reshape(left, (rank, m, n)), xp.reshape(right, (rank, p, q))))
+
+
+def signed(left: Array, right: Array) -> tuple[Array, Array]:
+    """Singular vectors (…, s, p) and (…, s, q), the largest entry of each left one made positive.
+
+    SVD libraries disagree on signs.
+    """
+    xp = namespace(left)
+    if 0 in left.shape:
+        return left, right
+    peak = xp.argmax(xp.abs(left), axis=-1)[..., None]
+    entry = xp.take_along_axis(left, peak, axis=-1)
+    phase = entry / xp.abs(entry)
+    return left / phase, right * phase
