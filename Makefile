@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# A file goes to one worker whole, which makes what its tests share once
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile
+# A file goes to one worker whole, which makes what its tests share once; what Python compiled is kept for the other
+# worker, for processes that tests start and for the next run, also where the environment says otherwise
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --dist loadfile
 # Rooms whose numbers go through torch or BLAS
 ROOMS := solvers operators kronecker targets analysis compression fleet fidelity calibration adapters training
 
@@ -26,11 +27,11 @@ test-cpus: .venv/test
 	$(PYTEST) -n auto $(ROOMS:%=tests/%)
 
 test-lab: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q benchmarks/lab
+	$(PYTEST) benchmarks/lab
 
 servers: .venv/servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m servers tests/servers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/adapters/test_diffusers.py
+	$(PYTEST) -s -m servers tests/servers
+	$(PYTEST) tests/adapters/test_diffusers.py
 
 llm: .venv/llm
 	$(BIN)/python -c "from lsrdecomp.calibration.bases import find_base; print('smollm2 is', find_base('smollm2'))"

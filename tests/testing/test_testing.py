@@ -325,11 +325,6 @@ def test_right_products_pass(name):
     check_kron(RIGHT[name], max_examples=2)
 
 
-def test_the_product_of_jax_passes():
-    jax = pytest.importorskip("jax")
-    check_kron(jax.numpy.kron, xp=jax.numpy, dtype="float32", max_examples=3)
-
-
 def test_right_relatives_of_the_product_pass(xp):
     check_khatri_rao(khatri_rao, xp=xp, max_examples=3)
     check_khatri_rao(lambda a, b: planted.face_splitting(a.T, b.T).T, max_examples=3)
