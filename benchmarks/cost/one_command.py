@@ -31,7 +31,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import RESULTS
-from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.settings import Step
 
 PROMPTS, SENTENCES = 400, 600
 EXAMPLES, SIZES = (64, 128, 256), (9000, 4000)

@@ -26,7 +26,7 @@ from lsrdecomp.cli.outputs import PLACE, checked
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.settings import FinetuneSettings
 

@@ -11,9 +11,8 @@ from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_c
 from lsrdecomp.compression.compress import solve_together
 from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, norm_of
 from lsrdecomp.compression.plan import Budget
-from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.search import Fitted, search_layers
-from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.settings import OnStep, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.solvers.pair.joint_als import JointALS

@@ -13,7 +13,7 @@ from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 

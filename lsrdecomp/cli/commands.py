@@ -33,7 +33,7 @@ from lsrdecomp.cli.options import (
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fields import SettingsError
 from lsrdecomp.training.settings import FinetuneSettings

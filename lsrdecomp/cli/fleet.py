@@ -16,7 +16,7 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.compression.progress import Step
+from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import LsrError, unknown
 
 

@@ -12,7 +12,7 @@ from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.progress import Counter
+from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import LsrError
 
 if TYPE_CHECKING:

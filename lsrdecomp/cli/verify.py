@@ -16,7 +16,7 @@ from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.progress import Counter, OnStep, Step
+from lsrdecomp.compression.settings import Counter, OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 

@@ -6,13 +6,13 @@ from .curves import adapter_curves as adapter_curves
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
 from .plan import CompressionPlan as CompressionPlan
-from .progress import Step as Step
-from .report import LayerReport as LayerReport
-from .report import Totals as Totals
 from .result import Compression as Compression
+from .result import LayerReport as LayerReport
+from .result import Totals as Totals
 from .search import search_layers as search_layers
 from .settings import Resources as Resources
 from .settings import Search as Search
+from .settings import Step as Step
 from .truncate import Truncation as Truncation
 from .truncate import single_file as single_file
 from .truncate import truncate as truncate

@@ -22,12 +22,12 @@ from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, batches, open_layers
 from lsrdecomp.compression.plan import Budget, CompressionPlan
-from lsrdecomp.compression.progress import OnStep
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.report import LayerReport, report_layer
 from lsrdecomp.compression.result import Compression as Compression
+from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
-from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.search_table import Draw
+from lsrdecomp.compression.settings import OnStep, Resources, Search
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -57,7 +57,6 @@ def compress(
     device: str | None = None,
     workers: int = 1,
     journal: Journal | None = None,
-    on_layer: Callable[[LayerReport], Any] | None = None,
     on_step: OnStep | None = None,
 ) -> Compression:
     """Turn the LoRA layers of a checkpoint into products of separated matrices, or what serves better at the same size.
@@ -78,8 +77,6 @@ def compress(
         Processes that solve, each with one thread of linear algebra; layers are independent.
     journal : Journal, optional
         What was solved is kept there and used again; entered, best around `Compression.save` too.
-    on_layer : callable, optional
-        Called with each `LayerReport` at the end.
     on_step : callable, optional
         Called with a `Step` as the parts of the work are done.
 
@@ -114,11 +111,7 @@ def compress(
     """
     resources = Resources(workers, device, journal, on_step)
     searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
-    result = searched.compress(plan)
-    if on_layer is not None:
-        for layer in result.layers:
-            on_layer(layer)
-    return result
+    return searched.compress(plan)
 
 
 def search_adapter(
@@ -246,10 +239,10 @@ class SearchedAdapter:
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
             budget = Budget(bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._table.expected_error(budget, allowed=_allowed(plan))
+        return self._shapes.table.expected_error(Draw(budget, _allowed(plan)))
 
     @property
-    def _table(self) -> Searched:
+    def _shapes(self) -> Searched:
         if self.searched is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.searched
@@ -261,7 +254,7 @@ class SearchedAdapter:
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
         budget = budget or plan.budget(self.layers, self.effect)
-        return self._table.fit(budget, solve=solve, allowed=_allowed(plan))
+        return self._shapes.fit(budget, solve=solve, allowed=_allowed(plan))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""

@@ -26,7 +26,7 @@ from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.checkpoints.writers.images import NAMES as IMAGE_FORMATS
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.report import recorded_errors
+from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 

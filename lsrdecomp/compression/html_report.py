@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
-from lsrdecomp.compression.report import LayerReport, Totals
+from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 
 

@@ -8,28 +8,38 @@
 6. Shapes that layers of one size chose, for the others of that size.
 7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
 
-Steps 4 to 7 are in `lsrdecomp.compression.search_steps`. What was solved stays in the table (`search_table`), from
-which the next budget starts. Cost: the solves of steps 2 to 7, each O((m + n)(R r + s r)) a sweep and layer
-(`JointALS`); choosing is a few milliseconds a layer. docs/scale.md has the figures.
+What was solved stays in the table (`search_table`), from which the next budget starts. Cost: the solves of steps 2 to
+7, each O((m + n)(R r + s r)) a sweep and layer (`JointALS`); choosing is milliseconds a layer (docs/scale.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lsrdecomp.compression.allocation import allocate, exchange_rate
 from lsrdecomp.compression.candidates import Candidate, Materialized, drop, keep, low_rank_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.plan import Budget
-from lsrdecomp.compression.search_steps import exchange_shapes, refine, solve_fine_grid, try_neighbours
 from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
-from lsrdecomp.compression.settings import Resources, Search
-from lsrdecomp.compression.shapes import Request, coarse_grid, shape_grid, shapes_like
-from lsrdecomp.compression.solve import Task
-from lsrdecomp.errors import BudgetError
-from lsrdecomp.formats.allocation import Choice
+from lsrdecomp.compression.settings import Counter, Resources, Search
+from lsrdecomp.compression.shapes import (
+    Configuration,
+    Ranks,
+    Request,
+    coarse_grid,
+    fine_grid,
+    more_terms,
+    neighbours,
+    parameters,
+    shape_grid,
+    shapes_like,
+    terms_around,
+)
+from lsrdecomp.compression.solve import Effort, Task, product_of
+from lsrdecomp.kronecker.shape import ProductShape
 
 SHARE = 8.0
 """Most parameters of a layer on the grid, in units of what the budget gives a layer on average."""
@@ -45,172 +55,45 @@ ROUNDS = 3
 """Most times that a budget is drawn anew because refining changed what is best."""
 
 
+PAYS = 0.02
+"""A neighbour is solved for all layers of its group if on a few of them it lowers loss and cost, weighed against each
+other as the budget does, by this share."""
+
+ADOPTED = 2
+"""Most neighbours of one chosen shape that are solved for all layers of its group."""
+
+GROUPS = 3
+"""Most groups of layers of one chosen shape whose neighbours are tried in a round."""
+
+SMALLEST = 0.04
+"""Smallest group of layers of one chosen shape whose neighbours are tried, as a share of all layers."""
+
+TRIAL_LAYERS = 4
+"""Layers of a group, from all depths of the network, on which a neighbour is tried."""
+
+STRIDE = 1.7
+"""The fine grid is solved up to this factor above the size that a layer was given; from the fewest terms, since what
+grew from fewer terms comes nearer than what starts from singular vectors."""
+
+REFINED = 3e-4
+"""A sweep that lowers no error by more ends refining."""
+
+NOTHING = 3e-3
+"""So does one that lowers no loss by this share of what a layer loses on average."""
+
+PORTION = 8
+"""Sweeps at a time, after which only the layers go on whose losses they lowered by as much as ends refining each."""
+
+Group = tuple[tuple[object, ...], ProductShape]
+"""Layers of one kind that took one shape."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """All layers under one budget."""
 
     chosen: tuple[Materialized, ...]
     low_rank_error: float | None  # the best truncated SVD found for the same budget and norm; None: none fits
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """Candidates of every layer in their storages, which of them it takes, and the error of truncated SVD alone."""
-
-    rows: list[list[tuple[Entry, Candidate]]]
-    choice: Choice
-    low_rank_error: float | None
-
-    @property
-    def chosen(self) -> list[tuple[Entry, Candidate]]:
-        return [row[k] for row, k in zip(self.rows, self.choice, strict=True)]
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [entry for entry, _ in self.chosen]
-
-    @property
-    def exchange_rate(self) -> float:
-        """Loss that one more parameter removes at the margin."""
-        return exchange_rate([[candidate for _, candidate in row] for row in self.rows], self.choice)
-
-
-class Searched:
-    """Candidates of all layers; any number of budgets can be drawn from them.
-
-    Made by `search_layers`. `fit` draws a budget: by default it still tries neighbours of what that budget chooses, and
-    refines what it takes; with ``solve=False`` it only allocates, measures and rounds, a few milliseconds a layer.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
-    ) -> None:
-        self.table = SearchTable(layers, search, storages, cache, resources)
-        self.layers, self.search = layers, search
-        self._refines_grid = False  # whether the fine grid waits for a budget to say where it is wanted
-
-    # -- the grid ------------------------------------------------------------------------------------------------------
-
-    def solve_grid(self, limits: Sequence[float | None]) -> None:
-        """Every layer at the shapes of the grid, for budgets of so many parameters (None: any)."""
-        finite = [limit for limit in limits if limit is not None]
-        limit = max(finite) if len(finite) == len(limits) else None
-        self._refines_grid = limit is not None and len(limits) == 1 and not self.search.shapes
-        # Search 1: what needs no solve. All that is wanted of a layer is read at once.
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for i, layer in enumerate(self.layers):
-            self.table.rows[i] = [Entry(candidate) for candidate in self._plain(layer, limit)]
-            if layer.squared_norm > 0.0 and min(layer.shape) > 1:
-                groups.setdefault(layer.kind, []).append(i)
-                self.table.whole_norm[i] = layer.leading_entries == layer.dense_entries
-        # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
-        if self.search.shapes:
-            tasks = self._shapes_of_another(groups)
-        else:
-            tasks = [
-                task
-                for indices in groups.values()
-                for task in self.table.tasks(indices, self._grid(self.layers[indices[0]], indices, limit))
-            ]
-        self.table.solve(tasks, "solving shapes")
-
-    def _plain(self, layer: Layer, limit: float | None) -> Iterator[Candidate]:
-        yield drop(layer)
-        yield keep(layer)
-        if self.search.low_rank:
-            yield from low_rank_candidates(layer, math.inf if limit is None else limit)
-
-    def _grid(self, first: Layer, indices: Sequence[int], limit: float | None) -> list[Request]:
-        """The grid for layers of one size, as far as a budget could want it."""
-        ranks = [self.layers[i].rank for i in indices]
-        most = max(ranks) * sum(first.shape) / 2
-        if limit is not None:
-            most = min(most, limit, SHARE * limit * first.parameters / self.table.parameters)
-        if self._refines_grid:
-            return coarse_grid(first.shape, self.search.orders, most)
-        return shape_grid(first.shape, max(ranks), self.search.orders, self.search.inner_rank, most)
-
-    def _shapes_of_another(self, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[Task]:
-        """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
-        sharing: dict[tuple[object, Request], list[int]] = {}
-        requests = shapes_like(self.search.shapes, {layer.name: layer.shape for layer in self.layers})
-        for kind, indices in groups.items():
-            for i in indices:
-                for request in requests[self.layers[i].name]:
-                    if request.shape.inner_rank <= self.layers[i].rank:
-                        sharing.setdefault((kind, request), []).append(i)
-        return [task for (_, request), indices in sharing.items() for task in self.table.tasks(indices, [request])]
-
-    # -- a budget ------------------------------------------------------------------------------------------------------
-
-    def fit(self, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
-        """What every layer becomes under one budget over all of them.
-
-        Parameters
-        ----------
-        budget : Budget
-        solve : bool
-            Whether to try neighbours and refine what was chosen; without, only what is in the table.
-        allowed : callable, optional
-            Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
-
-        Raises
-        ------
-        BudgetError
-            If the budget cannot be met; says what is reachable.
-        """
-        draw = Draw(budget, allowed)
-        # Search 3: the first choice, of what is in the table.
-        allocation = self._allocated(draw)
-        low_rank_error = allocation.low_rank_error
-        if not solve:
-            return Fitted(self._materialized(allocation), low_rank_error)
-        # Search 4: the fine grid where the choice wants it.
-        for _ in range(WIDENINGS if self._refines_grid else 0):
-            if not solve_fine_grid(self.table, [candidate.parameters for _, candidate in allocation.chosen]):
-                break
-            allocation = self._allocated(draw)
-        # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
-        # tolerance for each layer has no rate of exchange between layers.
-        if not (self.search.shapes or budget.layer_rtol):
-            for _ in range(self.search.rounds):
-                if not try_neighbours(self.table, allocation.entries, allocation.exchange_rate):
-                    break
-                allocation = self._allocated(draw)
-            if self.search.rounds:
-                exchange_shapes(self.table, allocation.entries)
-        # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
-        # in the whole norm count.
-        expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
-        for _ in range(ROUNDS):
-            allocation = self._allocated(expecting)
-            if not refine(self.table, allocation.entries, together=budget.layer_rtol is None):
-                break
-        return Fitted(self._materialized(self._allocated(replace(draw, trusted=True))), low_rank_error)
-
-    def expected_error(self, budget: Budget, *, allowed: Callable[[Candidate], bool] | None = None) -> float:
-        """Squared relative error of what a budget takes from the table, as priced there: nothing is made or refined.
-
-        Raises
-        ------
-        BudgetError
-            As `fit`; if the budget takes no layer at all.
-        """
-        chosen = [candidate for _, candidate in self._allocated(Draw(budget, allowed)).chosen]
-        if not any(candidate.parameters for candidate in chosen):
-            raise BudgetError("nothing of the adapter fits into this budget; allow more")
-        lost = math.fsum(candidate.squared_error for candidate in chosen)
-        return lost / math.fsum(layer.squared_norm for layer in self.layers)
-
-    def _allocated(self, draw: Draw) -> Allocation:
-        """The candidate that each layer takes under a draw."""
-        rows = [list(self.table.candidates(i, draw)) for i in range(len(self.layers))]
-        candidates = [[candidate for _, candidate in row] for row in rows]
-        return Allocation(rows, *allocate(self.layers, candidates, draw.budget))
-
-    def _materialized(self, allocation: Allocation) -> tuple[Materialized, ...]:
-        chosen = enumerate(allocation.chosen)
-        return tuple(self.table.materialized(i, entry, candidate) for i, (entry, candidate) in chosen)
 
 
 def search_layers(
@@ -254,6 +137,265 @@ def search_layers(
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
     True
     """
-    searched = Searched(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
-    searched.solve_grid([budget.parameters for budget in budgets] or [None])
-    return searched
+    table = SearchTable(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
+    limits = [math.inf if budget.parameters is None else budget.parameters for budget in budgets]
+    limit = max(limits, default=math.inf)
+    refines_grid = limit < math.inf and len(limits) == 1 and not table.search.shapes
+    # Search 1: what needs no solve. All that is wanted of a layer is read at once.
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, layer in enumerate(layers):
+        plain = [drop(layer), keep(layer)]
+        if table.search.low_rank:
+            plain += low_rank_candidates(layer, limit)
+        table.rows[i] = [Entry(candidate) for candidate in plain]
+        if layer.squared_norm > 0.0 and min(layer.shape) > 1:
+            groups.setdefault(layer.kind, []).append(i)
+            table.whole_norm[i] = layer.leading_entries == layer.dense_entries
+    # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
+    if table.search.shapes:
+        tasks = _shapes_of_another(table, groups)
+    else:
+        tasks = [
+            task
+            for indices in groups.values()
+            for task in table.tasks(indices, _grid(table, indices, limit, coarse=refines_grid))
+        ]
+    table.solve(tasks, "solving shapes")
+    return Searched(table, refines_grid)
+
+
+def _grid(table: SearchTable, indices: Sequence[int], limit: float, *, coarse: bool) -> list[Request]:
+    """The grid for layers of one size, as far as a budget of so many parameters could want it."""
+    first, ranks, search = table.layers[indices[0]], [table.layers[i].rank for i in indices], table.search
+    most = min(max(ranks) * sum(first.shape) / 2, limit, SHARE * limit * first.parameters / table.parameters)
+    if coarse:
+        return coarse_grid(first.shape, search.orders, most)
+    return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)
+
+
+def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], Sequence[int]]) -> list[Task]:
+    """The shapes that were passed for each layer; layers of one kind side by side where they share one."""
+    sharing: dict[tuple[object, Request], list[int]] = {}
+    requests = shapes_like(table.search.shapes, {layer.name: layer.shape for layer in table.layers})
+    for kind, indices in groups.items():
+        for i in indices:
+            for request in requests[table.layers[i].name]:
+                if request.shape.inner_rank <= table.layers[i].rank:
+                    sharing.setdefault((kind, request), []).append(i)
+    return [task for (_, request), indices in sharing.items() for task in table.tasks(indices, [request])]
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """Candidates of all layers; any number of budgets can be drawn from them. Made by `search_layers`.
+
+    `fit` draws a budget: by default it still tries neighbours of what that budget chooses, and refines what it takes;
+    with ``solve=False`` it only allocates, measures and rounds, a few milliseconds a layer.
+    """
+
+    table: SearchTable
+    _refines_grid: bool  # whether the fine grid waits for a budget to say where it is wanted
+
+    def fit(self, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
+        """What every layer becomes under one budget over all of them.
+
+        Parameters
+        ----------
+        budget : Budget
+        solve : bool
+            Whether to try neighbours and refine what was chosen; without, only what is in the table.
+        allowed : callable, optional
+            Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
+
+        Raises
+        ------
+        BudgetError
+            If the budget cannot be met; says what is reachable.
+        """
+        draw = Draw(budget, allowed)
+        # Search 3: the first choice, of what is in the table.
+        allocation = self.table.allocated(draw)
+        low_rank_error = allocation.low_rank_error
+        if not solve:
+            return Fitted(self.table.materialized(allocation), low_rank_error)
+        # Search 4: the fine grid where the choice wants it.
+        for _ in range(WIDENINGS if self._refines_grid else 0):
+            if not solve_fine_grid(self.table, [candidate.parameters for _, candidate in allocation.chosen]):
+                break
+            allocation = self.table.allocated(draw)
+        # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
+        # tolerance for each layer has no rate of exchange between layers.
+        if not (self.table.search.shapes or budget.layer_rtol):
+            for _ in range(self.table.search.rounds):
+                if not try_neighbours(self.table, allocation.entries, allocation.exchange_rate):
+                    break
+                allocation = self.table.allocated(draw)
+            if self.table.search.rounds:
+                exchange_shapes(self.table, allocation.entries)
+        # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
+        # in the whole norm count.
+        expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
+        for _ in range(ROUNDS):
+            allocation = self.table.allocated(expecting)
+            if not refine(self.table, allocation.entries, together=budget.layer_rtol is None):
+                break
+        return Fitted(self.table.materialized(self.table.allocated(replace(draw, trusted=True))), low_rank_error)
+
+
+def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
+    """Search 4: solve every layer at the fine grid of shapes up to about so many parameters; whether there were any."""
+    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once.
+    groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
+    for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
+        if size > 0 and layer.squared_norm > 0.0 and min(layer.shape) > 1:
+            power = round(math.log(size, STRIDE))
+            if ("fine grid", i, power) not in table.tried:
+                table.tried.add(("fine grid", i, power))
+                groups.setdefault((layer.kind, layer.rank, power), []).append(i)
+    # 4.2 The grid of each group up to one power above, at most half of a layer.
+    tasks: list[Task] = []
+    for (_, rank, power), indices in groups.items():
+        first, search = table.layers[indices[0]], table.search
+        most = min(STRIDE ** (power + 1), first.parameters / 2)
+        tasks += table.tasks(indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most))
+    table.solve(tasks, "solving more shapes")
+    return bool(tasks)
+
+
+def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> bool:
+    """Search 5: solve for neighbours of the chosen shapes where they pay; whether anything new was solved.
+
+    ``rate`` is the loss that one parameter removes at the margin of the budget.
+    """
+    if rate <= 0.0:
+        return False
+    # 5.1 The largest groups of layers of one kind that took one shape.
+    groups: dict[Group, list[int]] = {}
+    for i, entry in enumerate(chosen):
+        if entry.is_lsr:
+            groups.setdefault((table.layers[i].kind, entry.product.shape), []).append(i)
+    least = len(table.layers) * SMALLEST
+    worthwhile = (item for item in groups.items() if len(item[1]) >= least)
+    largest = sorted(worthwhile, key=lambda item: -len(item[1]))[:GROUPS]
+    # 5.2 One term more for all of their layers, neighbouring shapes for a few.
+    terms = [task for _, indices in largest for task in _more_terms(table, chosen, indices)]
+    trials = [task for group, indices in largest for task in _trials(table, group, chosen, indices)]
+    counter = table.counter([*terms, *trials], "trying neighbours")
+    for task, answers in table.answers(terms, counter):
+        table.add(task, answers)
+    # 5.3 What a trial gains: in the loss, plus what its parameters would have removed elsewhere.
+    before: dict[Group, float] = defaultdict(float)
+    gains: dict[Group, dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
+    for task, answers in table.answers(trials, counter):
+        now = [chosen[i].product for i in task.indices]
+        group = table.layers[task.indices[0]].kind, now[0].shape
+        worth = [product.squared_error + rate * product.parameters for product in now]
+        before[group] += sum(worth)
+        for answer in answers:
+            after = answer.errors**2 + rate * parameters((answer.shape, answer.ranks))
+            gain = sum(max(0.0, old - new) for old, new in zip(worth, after.tolist(), strict=True))
+            gains[group][answer.shape, answer.ranks] += gain
+        table.add(task, answers)
+    # 5.4 A neighbour that gains enough on the few is solved for the whole group, at terms around those tried.
+    adopted: list[Task] = []
+    for group, gain_of in gains.items():
+        for (shape, ranks), gain in sorted(gain_of.items(), key=lambda pair: -pair[1])[:ADOPTED]:
+            if gain > PAYS * before[group]:
+                adopted += table.tasks(groups[group], [Request(shape, terms_around(ranks))])
+    table.solve(adopted, "solving neighbours")
+    return bool(terms or adopted)
+
+
+def _more_terms(table: SearchTable, chosen: Sequence[Entry], indices: Sequence[int]) -> list[Task]:
+    """One term more for each of these layers, from where they stand."""
+    same: dict[tuple[Ranks, tuple[Ranks, ...]], list[int]] = {}
+    for i in indices:
+        product = chosen[i].product
+        solved = [other.ranks for other in table.products(i) if other.shape == product.shape]
+        fresh = tuple(ranks for ranks in more_terms(product.ranks) if ranks not in solved)
+        if fresh:
+            same.setdefault((product.ranks, fresh), []).append(i)
+    tasks = []
+    for (_, fresh), members in same.items():
+        for part in table.parts(members):
+            starts = [chosen[i].product.product() for i in part]
+            tasks.append(table.task(part, [Request(chosen[part[0]].product.shape, fresh, starts)]))
+    return tasks
+
+
+def _trials(table: SearchTable, group: Group, chosen: Sequence[Entry], indices: Sequence[int]) -> list[Task]:
+    """Neighbouring shapes of a group, on a few of its layers from all depths of the network."""
+    kind, shape = group
+    ranks, _ = Tally(chosen[i].product.ranks for i in indices).most_common(1)[0]
+    few = list(indices)[:: max(1, len(indices) // TRIAL_LAYERS)][:TRIAL_LAYERS]
+    rank = min(max(table.layers[i].rank for i in indices), table.search.inner_rank)
+    solved = {product.shape for product in table.products(few[0])}
+    requests = []
+    for other, terms in neighbours((shape, ranks), rank):
+        if (kind, other, terms) not in table.tried and other not in solved:
+            table.tried.add((kind, other, terms))
+            requests.append(Request(other, (terms,)))
+    return table.tasks(few, requests)
+
+
+def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
+    """Search 6: what was chosen most often for a size of layer, solved for the layers of that size that lack it.
+
+    At numbers of terms that some layer took, up to a factor `STRIDE` from the size that a layer was given.
+    """
+    # 6.1 The common shapes of every size of layer.
+    configurations = {table.layers[i].name: e.product.configuration for i, e in enumerate(chosen) if e.is_lsr}
+    common = shapes_like(configurations, {layer.name: layer.shape for layer in table.layers})
+    # 6.2 Layers that lack one at terms near their size; each layer, shape and number of terms once.
+    lacking: dict[tuple[Group, tuple[Ranks, ...]], list[int]] = {}
+    for i, (layer, entry) in enumerate(zip(table.layers, chosen, strict=True)):
+        solved = {product.configuration for product in table.products(i)}
+        size = entry.exact.parameters
+        for request in common[layer.name]:
+            shape = request.shape
+            if shape.inner_rank > layer.rank or layer.squared_norm == 0.0:
+                continue
+            terms = tuple(ranks for ranks in request.terms if parameters((shape, ranks)) <= STRIDE * size)
+            near = {(shape, ranks) for ranks in terms if parameters((shape, ranks)) * STRIDE >= size}
+            if any(pair not in solved and ("exchanged", i, *pair) not in table.tried for pair in near):
+                lacking.setdefault(((layer.kind, shape), terms), []).append(i)
+            table.tried |= {("exchanged", i, *pair) for pair in near}
+    tasks = [
+        task
+        for ((_, shape), terms), indices in lacking.items()
+        for task in table.tasks(indices, [Request(shape, terms)])
+    ]
+    table.solve(tasks, "exchanging shapes")
+
+
+def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True) -> bool:
+    """Search 7: more sweeps for the chosen LSR products, then measured in the whole norm; whether there were any.
+
+    With ``together`` it is the loss of all layers that counts, and sweeps stop where they lower that by little.
+    """
+    # 7.1 The chosen products that were not refined yet, and the gain in loss below which no sweep is worth its time.
+    products = [entry.product for entry in chosen if entry.is_lsr]
+    indices = [i for i, entry in enumerate(chosen) if entry.is_lsr and not entry.product.refined]
+    least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products)) if together else 0.0
+    counter = Counter(table.resources.on_step, "refining", len(indices), "layers")
+    standing = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
+    for swept in range(0, table.search.sweeps, PORTION):
+        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands.
+        left = table.search.sweeps - swept
+        alone = Effort(left, left, REFINED, 1, least, table.resources.device)
+        some = replace(alone, sweeps=min(PORTION, left), cold_sweeps=min(PORTION, left))
+        tasks = table.continued({i: (chosen[i].product, product) for i, (product, _) in standing.items()}, some, alone)
+        before, standing = standing, {}
+        for task, answers in table.answers(tasks, Counter(None, "", 0, "")):
+            for position, i in enumerate(task.indices):
+                product = product_of(answers[0].factors_of(position))
+                loss = float(answers[0].errors[position]) ** 2
+                # 7.3 Layers that still gain go on among themselves, so that no batch waits for its slowest.
+                gain, enough = before[i][1] - loss, PORTION * max(least, 2.0 * REFINED * loss)
+                if task.effort.sweeps < left and gain > enough:
+                    standing[i] = product, loss
+                # 7.4 The others are measured.
+                else:
+                    table.refined(i, chosen[i], product)
+                    counter.add()
+    return bool(indices)

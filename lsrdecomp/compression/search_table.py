@@ -1,11 +1,17 @@
-"""What a search knows: the candidates of every layer so far, and how more of them are solved for."""
+"""What a search knows: the candidates of every layer so far, which of them a budget takes, how more are solved for.
+
+References
+----------
+.. [1] Y. Shoham and A. Gersho, Efficient bit allocation for an arbitrary set of quantizers, IEEE Trans. ASSP 36 (1988).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,13 +29,16 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.layers import Layer, SpillCache, batches
 from lsrdecomp.compression.plan import Budget
-from lsrdecomp.compression.progress import Counter
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.settings import Resources, Search
-from lsrdecomp.compression.shapes import Request, parameters
+from lsrdecomp.compression.settings import Counter, Resources, Search
+from lsrdecomp.compression.shapes import Configuration, Request, parameters
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
-from lsrdecomp.formats.allocation import Options
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
 from lsrdecomp.kronecker.product import SeparatedProduct
+
+PLAIN = (Structure.DROP, Structure.LOW_RANK, Structure.KEEP)
+"""What truncated SVD alone can do."""
 
 NEAR = 1.15
 """Candidates this factor above the convex hull of a layer's errors are still tried in integers."""
@@ -75,6 +84,37 @@ class Draw:
         if self.expected_refinement == 1.0 or not isinstance(candidate, Lsr) or candidate.refined:
             return candidate
         return replace(candidate, squared_error=candidate.squared_error * self.expected_refinement)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Candidates of every layer in their storages, which of them it takes, and the error of truncated SVD alone."""
+
+    rows: list[list[tuple[Entry, Candidate]]]
+    choice: Choice
+    low_rank_error: float | None
+
+    @property
+    def chosen(self) -> list[tuple[Entry, Candidate]]:
+        return [row[k] for row, k in zip(self.rows, self.choice, strict=True)]
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for entry, _ in self.chosen]
+
+    @property
+    def exchange_rate(self) -> float:
+        """Loss that one more parameter removes at the margin: of the steps not taken, nearly the best."""
+        slopes = []
+        for row, (_, picked) in zip(self.rows, self.chosen, strict=True):
+            steps = [
+                (picked.squared_error - other.squared_error) / (other.parameters - picked.parameters)
+                for _, other in row
+                if other.parameters > picked.parameters and other.squared_error < picked.squared_error
+            ]
+            if steps:
+                slopes.append(max(steps))
+        return float(np.quantile(slopes, 0.75)) if slopes else 0.0
 
 
 class SearchTable:
@@ -160,11 +200,51 @@ class SearchTable:
             self._coded[i, counts_bytes] = [Entry(candidate) for candidate in coded if max(candidate.bits) <= most]
         return self._coded[i, counts_bytes]
 
-    def materialized(self, i: int, entry: Entry, candidate: Candidate) -> Materialized:
-        """The factors of a candidate of a layer in its storage, made and measured once."""
-        if candidate.storage not in entry.made:
-            entry.made[candidate.storage] = materialize(self.layers[i], candidate, self.cache)
-        return entry.made[candidate.storage]
+    def allocated(self, draw: Draw) -> Allocation:
+        """The candidate that each layer takes under a draw; truncated SVD alone, in that norm, is never better.
+
+        By the steepest steps along the lower convex hulls of all layers [1]_, then single changes and exchanges with
+        what is left. Raises `BudgetError` if no choice meets the budget; says what is reachable.
+        """
+        rows = [list(self.candidates(i, draw)) for i in range(len(self.layers))]
+        candidates = [[candidate for _, candidate in row] for row in rows]
+        budget = draw.budget
+        if budget.layer_rtol is not None:
+            each = zip(self.layers, candidates, strict=True)
+            return Allocation(rows, [_within_tolerance(layer, row, budget.layer_rtol) for layer, row in each], None)
+        # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
+        cost = attrgetter("bytes" if budget.counts_bytes else "parameters")
+        options = [Options.of([cost(c) for c in row], [c.squared_error for c in row]) for row in candidates]
+        # Allocation 2: truncated SVD alone, among the plain candidates.
+        plain = [[k for k, c in enumerate(row) if c.structure in PLAIN] for row in candidates]
+        narrow = [Options(o.costs[k], o.losses[k]) for o, k in zip(options, plain, strict=True)]
+        starts, low_rank_error = [], None
+        try:
+            starts = [[row[k] for row, k in zip(plain, _within(narrow, budget, []), strict=True)]]
+            size = math.fsum(layer.squared_norm for layer in self.layers)
+            low_rank_error = math.sqrt(total_loss(options, starts[0]) / size) if size > 0.0 else 0.0
+        except BudgetError:
+            pass  # plain low rank cannot meet it; the whole family may
+        # Allocation 3: all candidates, with the answer of 2 among the starts.
+        return Allocation(rows, _within(options, budget, starts), low_rank_error)
+
+    def expected_error(self, draw: Draw) -> float:
+        """Squared relative error of what a draw takes, as priced: nothing is made or refined.
+
+        Raises `BudgetError` as `allocated`, and if it takes no layer at all.
+        """
+        chosen = [candidate for _, candidate in self.allocated(draw).chosen]
+        if not any(candidate.parameters for candidate in chosen):
+            raise BudgetError("nothing of the adapter fits into this budget; allow more")
+        lost = math.fsum(candidate.squared_error for candidate in chosen)
+        return lost / math.fsum(layer.squared_norm for layer in self.layers)
+
+    def materialized(self, allocation: Allocation) -> tuple[Materialized, ...]:
+        """The factors of what every layer takes, in its storage; each is made and measured once."""
+        for layer, (entry, candidate) in zip(self.layers, allocation.chosen, strict=True):
+            if candidate.storage not in entry.made:
+                entry.made[candidate.storage] = materialize(layer, candidate, self.cache)
+        return tuple(entry.made[candidate.storage] for entry, candidate in allocation.chosen)
 
     # -- solving -------------------------------------------------------------------------------------------------------
 
@@ -180,6 +260,20 @@ class SearchTable:
     def tasks(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Task]:
         """The same requests for any number of layers of one kind."""
         return [self.task(part, requests) for part in self.parts(indices)] if requests else []
+
+    def continued(
+        self, standing: Mapping[int, tuple[Lsr, SeparatedProduct]], effort: Effort, alone: Effort
+    ) -> list[Task]:
+        """Layers go on each from a product at its shape and terms; with ``alone`` one that is a batch of its own."""
+        same: dict[tuple[tuple[object, ...], Configuration], list[int]] = {}
+        for i, (lsr, _) in standing.items():
+            same.setdefault((self.layers[i].kind, lsr.configuration), []).append(i)
+        tasks = []
+        for (_, (shape, ranks)), indices in same.items():
+            for part in self.parts(indices):
+                request = Request(shape, (ranks,), [standing[i][1] for i in part])
+                tasks.append(self.task(part, [request], effort if len(part) > 1 else alone))
+        return tasks
 
     def solve(self, tasks: Sequence[Task], stage: str) -> None:
         """Candidates of all tasks into the table, counted as a stage of the run."""
@@ -220,7 +314,42 @@ class SearchTable:
                     lsr = Lsr(parameters=size, squared_error=loss, shape=answer.shape, ranks=ranks, product=product)
                     self.rows[i].append(Entry(lsr))
 
+    def refined(self, i: int, entry: Entry, product: SeparatedProduct) -> None:
+        """Put a refined product in the place of the old one, with its error in the whole norm.
+
+        In one floating type that is the error of its factors as they will be written, so that they are measured once.
+        """
+        layer, storage = self.layers[i], self.storages[0]
+        refined = Lsr(
+            parameters=product.parameters,
+            squared_error=0.0,
+            shape=entry.product.shape,
+            ranks=product.separation_ranks,
+            product=self.cache.put(product),
+            refined=True,
+        )
+        if len(self.storages) > 1 or storage in INTEGER_BITS:
+            entry.replace(replace(refined, squared_error=layer.squared_error(product)))
+            return
+        made = materialize(layer, replace(refined, storage=storage), self.cache)
+        entry.replace(replace(refined, squared_error=made.candidate.squared_error), **{storage: made})
+
 
 def _made(factors: Callable[[], Factors]) -> SeparatedProduct:
     """Most of what is solved is never chosen: products are made of those that are."""
     return product_of(factors())
+
+
+def _within(options: Sequence[Options], budget: Budget, starts: Sequence[Choice]) -> Choice:
+    if budget.cost is not None:
+        return within_cost(options, budget.cost, starts)
+    return within_loss(options, budget.squared_error or 0.0, starts)
+
+
+def _within_tolerance(layer: Layer, candidates: Sequence[Candidate], rtol: float) -> int:
+    """The fewest parameters within a relative error; where none is, the least error."""
+    allowed = rtol**2 * layer.squared_norm
+    good = [k for k, candidate in enumerate(candidates) if candidate.squared_error <= allowed]
+    if good:
+        return min(good, key=lambda k: (candidates[k].parameters, candidates[k].squared_error))
+    return min(range(len(candidates)), key=lambda k: candidates[k].squared_error)

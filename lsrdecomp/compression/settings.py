@@ -1,13 +1,17 @@
-"""How far a search looks for shapes, and what it may use."""
+"""How far a search looks for shapes, what a long run may use, and what it says about itself: a stage, how much is done.
+
+Light enough for the command line, which loads nothing before it works.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from lsrdecomp.checkpoints import Checkpoint, Journal, LsrLayer
-from lsrdecomp.compression.progress import OnStep
-from lsrdecomp.compression.shapes import Configuration
+if TYPE_CHECKING:
+    from lsrdecomp.checkpoints import Checkpoint, Journal
+    from lsrdecomp.compression.shapes import Configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,51 @@ class Search:
         >>> second.totals.parameters * 48 <= second.totals.parameters_before
         True
         """
+        from lsrdecomp.checkpoints import LsrLayer
+
         products = (layer for layer in compressed.layers if isinstance(layer, LsrLayer) and layer.shape.order > 1)
         return cls(shapes={layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Where a run stands.
+
+    Examples
+    --------
+    >>> step = Step("measuring", done=3, total=12, unit="layers")
+    >>> f"{step.stage}: {step.done} of {step.total} {step.unit}"
+    'measuring: 3 of 12 layers'
+    """
+
+    stage: str  # in a few words
+    done: int
+    total: int  # 0: not known
+    unit: str = ""  # what is counted
+    part: str = ""  # what is being done now, where stages have parts of their own
+
+
+OnStep = Callable[[Step], Any]
+
+
+class Counter:
+    """Calls ``on_step`` as the parts of a stage are done; silent without it."""
+
+    def __init__(self, on_step: OnStep | None, stage: str, total: int, unit: str) -> None:
+        self._on_step, self._stage, self._total, self._unit = on_step, stage, total, unit
+        self._done, self._part = 0, ""
+        self.add(0)
+
+    def add(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._done += count
+        if self._on_step is not None:
+            self._on_step(Step(self._stage, self._done, self._total, self._unit, self._part))
+
+    def name(self, part: str) -> None:
+        """What is being done now."""
+        self._part = part
+        self.add(0)
 
 
 @dataclass(frozen=True, slots=True)

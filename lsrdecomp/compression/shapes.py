@@ -136,6 +136,12 @@ def more_terms(ranks: Ranks) -> list[Ranks]:
     return [(s + 1, t), (s, t + 1), (s + 1, t + 1)]
 
 
+def terms_around(ranks: Ranks) -> tuple[Ranks, ...]:
+    """A term fewer on both sides, these, a term more on both."""
+    s, t = ranks
+    return tuple(dict.fromkeys([(max(1, s - 1), max(1, t - 1)), (s, t), (s + 1, t + 1)]))
+
+
 def parameters(configuration: Configuration) -> int:
     """Numbers in the factors."""
     shape, (s, t) = configuration

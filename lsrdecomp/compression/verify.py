@@ -13,7 +13,7 @@ from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.safetensors import data_sha256
 from lsrdecomp.compression.layers import layer_pair, layer_product
-from lsrdecomp.compression.report import mapping, recorded_errors
+from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError
 
 AGREEMENT = 1e-9

@@ -18,9 +18,8 @@ from lsrdecomp.checkpoints.in_memory import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.plan import GOALS, CompressionPlan, share_of_effect
-from lsrdecomp.compression.progress import OnStep, Step
-from lsrdecomp.compression.report import LayerReport, Totals
-from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.result import LayerReport, Totals
+from lsrdecomp.compression.settings import OnStep, Resources, Search, Step
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish

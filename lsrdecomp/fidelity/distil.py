@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.progress import OnStep
+from lsrdecomp.compression.settings import OnStep
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import check_pair, publish

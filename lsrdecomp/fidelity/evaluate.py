@@ -30,7 +30,7 @@ from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open, sha256
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.progress import OnStep, Step
+from lsrdecomp.compression.settings import OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.settings import EvaluatorSettings

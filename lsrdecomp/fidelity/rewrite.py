@@ -22,7 +22,7 @@ from lsrdecomp.compression.quantize import (
     spectral_code,
     stored_product,
 )
-from lsrdecomp.compression.report import REPORT, LayerReport, report_layer, to_json, totals
+from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_json, totals
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode

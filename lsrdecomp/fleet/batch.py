@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.report import REPORT, mapping
+from lsrdecomp.compression.result import REPORT, mapping
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain

@@ -20,7 +20,7 @@ from lsrdecomp.cli import progress
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.compression.progress import Counter, Step
+from lsrdecomp.compression.settings import Counter, Step
 
 module = import_module("lsrdecomp.cli.compress")
 SHORT = {export}

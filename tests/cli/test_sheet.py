@@ -11,7 +11,7 @@ from lsrdecomp.checkpoints.names import kind_of
 from lsrdecomp.cli import layer_tables
 from lsrdecomp.cli.layer_tables import FOLD_ABOVE, group_name, layers_table
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.report import LayerReport, totals
+from lsrdecomp.compression.result import LayerReport, totals
 
 WIDTHS = (80, 100, 130)
 

@@ -10,8 +10,7 @@ import pytest
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.report import LayerReport, totals
-from lsrdecomp.compression.result import Compression
+from lsrdecomp.compression.result import Compression, LayerReport, totals
 from lsrdecomp.compression.svg_curves import svg_curves
 from lsrdecomp.fidelity import Fidelity, Measurement
 

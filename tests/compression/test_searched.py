@@ -13,14 +13,13 @@ import pytest
 from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import search as search_module
-from lsrdecomp.compression import search_steps, solve
+from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import Budget, CompressionPlan
-from lsrdecomp.compression.progress import Step
-from lsrdecomp.compression.search import WIDENINGS, Fitted, search_layers
-from lsrdecomp.compression.search_steps import STRIDE, exchange_shapes
-from lsrdecomp.compression.settings import Resources, Search
+from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, search_layers
+from lsrdecomp.compression.search_table import Draw
+from lsrdecomp.compression.settings import Resources, Search, Step
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
@@ -100,9 +99,9 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
     drawn = {ratio: error(layers, searched.fit(smaller(layers, ratio), solve=False)) for ratio in (12.0, 9.0)}
     monkeypatch.setattr(searched.table, "materialized", lambda *_: pytest.fail("made"))
     for ratio, measured in drawn.items():
-        assert searched.expected_error(smaller(layers, ratio)) == pytest.approx(measured**2, rel=0.05)
+        assert searched.table.expected_error(Draw(smaller(layers, ratio), None)) == pytest.approx(measured**2, rel=0.05)
     with pytest.raises(BudgetError, match="nothing of the adapter fits"):
-        searched.expected_error(Budget(parameters=1.0))
+        searched.table.expected_error(Draw(Budget(parameters=1.0), None))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
@@ -181,9 +180,9 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     solved = solve.solve
     monkeypatch.setattr(solve, "solve", counted)
     monkeypatch.setattr(search_module, "ROUNDS", 1)
-    monkeypatch.setattr(search_steps, "REFINED", 1e-9)
+    monkeypatch.setattr(search_module, "REFINED", 1e-9)
     for nothing, goes_on in ((1e-9, True), (1e9, False)):
-        monkeypatch.setattr(search_steps, "NOTHING", nothing)
+        monkeypatch.setattr(search_module, "NOTHING", nothing)
         refined.clear()
         fitted = search_layers(layers, [smaller(layers, 8.0)], search=LONG).fit(smaller(layers, 8.0))
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
@@ -191,9 +190,9 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
         assert any(len(places) > 1 for _, places in refined)
         together = next(places for _, places in refined if len(places) > 1)
         taken = [[sweeps for sweeps, places in refined if i in places] for i in together]
-        assert all(sweeps[0] == search_steps.PORTION for sweeps in taken)
+        assert all(sweeps[0] == search_module.PORTION for sweeps in taken)
         assert (max(map(len, taken)) > 1) == goes_on
-        assert max(map(sum, taken)) == (20 if goes_on else search_steps.PORTION)
+        assert max(map(sum, taken)) == (20 if goes_on else search_module.PORTION)
 
 
 def test_terms_that_vanished_are_not_counted(rng: np.random.Generator) -> None:
