@@ -39,10 +39,6 @@ import lazy_loader
 
 _lazy, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-from lsrdecomp.checkpoints.registration import register_once_peft_loads as _register_once_peft_loads  # noqa: E402
-
-_register_once_peft_loads()
-
 _MOVED = {
     **dict.fromkeys(("BlockGolubKahan", "Decomposition", "Gram", "JointALS", "Status"), "solvers"),
     **dict.fromkeys(("BudgetError", "CheckpointError", "ConvergenceError", "MatrixError"), "errors"),

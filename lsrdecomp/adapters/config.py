@@ -17,7 +17,6 @@ from safetensors import safe_open
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed_index import read_index
-from lsrdecomp.checkpoints.registration import IMPORT
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
@@ -78,7 +77,7 @@ class TargetConfig(PeftConfig):
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     layer_replication: list[Any] | None = None
     ensure_weight_tying: bool = False
-    load_with: str = IMPORT
+    load_with: str = "import lsrdecomp.adapters"
 
     def __post_init__(self) -> None:
         if self.ensure_weight_tying:

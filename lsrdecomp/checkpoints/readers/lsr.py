@@ -19,7 +19,6 @@ from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_packed
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
-from lsrdecomp.checkpoints.registration import register_with_peft
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -46,7 +45,6 @@ def matches(bundle: Bundle) -> bool:
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
     own = needed_config(bundle).raw
-    register_with_peft()
     index = _index(bundle)
     raw = dict(own) | ({} if index is None else index.config_fields())
     config = Config(raw, bundle.config_path)
