@@ -15,12 +15,11 @@ from .tensors import StoredTensor as StoredTensor
 from .writers.gguf import GgufBase as GgufBase
 from .writers.gguf import read_base as read_base
 from .writers.gguf import write_gguf as write_gguf
-from .writers.images import write_image_file as write_image_file
 from .writers.lsr import write_lsr as write_lsr
+from .writers.pairs import check_same as check_same
+from .writers.pairs import same_is_directory as same_is_directory
+from .writers.pairs import write_pairs as write_pairs
 from .writers.peft import write_lora as write_lora
-from .writers.same import check_same as check_same
-from .writers.same import same_is_directory as same_is_directory
-from .writers.same import write_same as write_same
 from .writing import WEIGHTS as WEIGHTS
 from .writing import check_file as check_file
 from .writing import check_output as check_output

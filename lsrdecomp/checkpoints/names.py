@@ -54,14 +54,33 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
     return (*((len(part) if i % 2 else 0, part) for i, part in enumerate(parts)), (0, name))
 
 
-def split_component(name: str, form: str, components: Iterable[str]) -> tuple[str, str]:
-    """The component of a pipeline and the module in it; `UnsupportedError` for a layer that such files do not name."""
+def diffusers_name(name: str) -> str:
+    """What diffusers' files call a layer: its name, if it is one; `UnsupportedError` for what they have no name for."""
+    if name.startswith("lora_") and "." not in name:
+        raise UnsupportedError(f"{name}: a flattened name cannot be undone; write kohya, which diffusers loads too")
+    _check_component(name, "diffusers", COMPONENTS)
+    return name
+
+
+def kohya_name(name: str, *, sdxl: bool = False) -> str:
+    """What kohya's files call a layer; `UnsupportedError` for one that they have no name for."""
+    if name.startswith("lora_") and "." not in name:
+        return name
+    if name.startswith("transformer.") and not LANGUAGE.match(name):
+        text = "a transformer's layers have other names and sizes in kohya files (q, k, v in one)"
+        raise UnsupportedError(f"{name}: {text}; write diffusers instead")
+    _check_component(name, "kohya", KOHYA)
+    return str(flat_name(name, sdxl=sdxl))
+
+
+def _check_component(name: str, form: str, components: Iterable[str]) -> None:
+    """`UnsupportedError` for a layer that is of none of the components of a pipeline."""
     component, _, module = name.partition(".")
     if LANGUAGE.match(name):
         text = f"a layer of a language model, and {form} files are of image pipelines"
         raise UnsupportedError(f"{name}: {text}; write lora instead")
     if component in components and module:
-        return component, module
+        return
     if ":" in name:
         text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
         raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")

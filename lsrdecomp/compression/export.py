@@ -16,15 +16,13 @@ from lsrdecomp.checkpoints import (
     read_base,
     read_modules,
     write_gguf,
-    write_image_file,
     write_lora,
-    write_same,
+    write_pairs,
 )
 from lsrdecomp.checkpoints.files import SUMS, changed_files
 from lsrdecomp.checkpoints.positional import resolve_positions
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import Array
-from lsrdecomp.checkpoints.writers.images import NAMES as IMAGE_FORMATS
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -52,7 +50,7 @@ def export_lora(
     out : path
         A directory for "lora", a file for "kohya", "diffusers" and "gguf"; for "same" what ``like`` is.
     to : str
-        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_same`.
+        "lora" (PEFT), "kohya", "diffusers", "gguf" (llama.cpp) or "same": as ``like`` came, see `write_pairs`.
     storage : str, optional
         Type of the numbers; absent, the checkpoint's own (float32 where it holds codes), that of ``like`` for "same",
         or f16 for "gguf", which also takes f32 and q8_0.
@@ -99,7 +97,7 @@ def export_lora(
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
         raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
     names = {}
-    if base is not None and to in IMAGE_FORMATS:
+    if base is not None and to in ("kohya", "diffusers"):
         names = resolve_positions(checkpoint, read_modules(base))
     layers: Iterable[tuple[str, Array, Array]] = (
         (names.get(layer.name, layer.name), *layer_product(layer).to_lora()) for layer in checkpoint.layers
@@ -110,9 +108,6 @@ def export_lora(
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
-    if to == "same":
-        like = checkpoint if like is None else like
-        return write_same(out, like=like, layers=layers, storage=storage, extras=extras, force=force, provenance=record)
     if to == "lora":
         if profile == "lorax":
             layers = chain(layers, _zeros(checkpoint))
@@ -132,11 +127,15 @@ def export_lora(
         return write_gguf(
             out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
         )
-    if to not in IMAGE_FORMATS:
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, {', '.join(IMAGE_FORMATS)}")
-    storage = storage or checkpoint.storage
-    return write_image_file(
-        to, out, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force, provenance=record
+    if to not in ("same", "kohya", "diffusers"):
+        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, kohya, diffusers")
+    source = checkpoint
+    if to == "same":
+        source = checkpoint if like is None else like
+    else:
+        storage = storage or checkpoint.storage
+    return write_pairs(
+        out, source=source, layers=layers, names=to, extras=extras, storage=storage, force=force, provenance=record
     )
 
 

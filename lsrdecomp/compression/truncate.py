@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.checkpoints import Checkpoint, check_same, same_is_directory, write_same
+from lsrdecomp.checkpoints import Checkpoint, check_same, same_is_directory, write_pairs
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import CompressionPlan
@@ -71,10 +71,10 @@ class Truncation:
                 yield ratio, _parameters(self.layers, ranks), _relative_error(self.layers, ranks)
 
     def save(self, out: str | Path, *, force: bool = False, on_layer: Callable[[str], Any] | None = None) -> Path:
-        """Write it as the source came, by `lsrdecomp.checkpoints.write_same`; layers of rank 0 are left out."""
+        """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
         record = {"plan": self.plan.to_json(), "recorded": {"total": self.relative_error, "layers": {}}}
         pairs = self._pairs(on_layer)
-        return write_same(out, like=self.source, layers=pairs, storage=self.storage, force=force, provenance=record)
+        return write_pairs(out, source=self.source, layers=pairs, storage=self.storage, force=force, provenance=record)
 
     def _pairs(self, on_layer: Callable[[str], Any] | None) -> Iterator[tuple[str, Array, Array]]:
         for layer, rank in zip(self.layers, self.ranks, strict=True):
@@ -100,7 +100,7 @@ def truncate(
     Parameters
     ----------
     checkpoint : Checkpoint
-        A LoRA in a format that `write_same` writes.
+        A LoRA in a format that `write_pairs` gives back as it came.
     plan : CompressionPlan, optional
         A ratio, parameters or bytes of the file over all layers, or a relative error of every layer (``rtol``);
         otherwise one of these goals as an argument.

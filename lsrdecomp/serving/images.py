@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lsrdecomp.checkpoints import BaseModules, Checkpoint
-from lsrdecomp.checkpoints.names import TEXT_LEVEL, flat_name
+from lsrdecomp.checkpoints.names import TEXT_LEVEL, diffusers_name, flat_name, kohya_name
 from lsrdecomp.checkpoints.records import Layer
-from lsrdecomp.checkpoints.writers.images import check_diffusers_name, kohya_name
 from lsrdecomp.serving.adapter import export_command, misfit
 from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
@@ -21,7 +20,7 @@ TEXT_PARTS = ("self_attn", "mlp")
 def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     """Names begin with a component, or are kohya's; a name that no module has is passed over with a warning."""
     if adapter.format not in ("diffusers", "kohya"):
-        way_out = export_command(adapter, "--to diffusers", "-diffusers.safetensors", check_diffusers_name)
+        way_out = export_command(adapter, "--to diffusers", "-diffusers.safetensors", diffusers_name)
         check.refuse(f"diffusers loads files of diffusers and kohya, and this is {adapter.format}: {way_out}")
     if adapter.extras:
         first = next(iter(adapter.extras))

@@ -13,7 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
 
-from lsrdecomp.checkpoints import open_checkpoint, write_image_file  # noqa: E402
+from lsrdecomp.checkpoints import open_checkpoint, write_pairs  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
 
@@ -81,12 +81,12 @@ def files(tmp_path_factory) -> dict[str, Path]:
         found[f"source-{number}"] = path
         for form in ("diffusers", "kohya"):
             path = folder / f"{form}-{number}.safetensors"
-            found[f"{form}-{number}"] = write_image_file(form, path, layers=layers, source=checkpoint)
+            found[f"{form}-{number}"] = write_pairs(path, names=form, layers=layers, source=checkpoint)
     exact = compress(open_checkpoint(found["source-0"]), CompressionPlan(rtol=1e-7, storage="float32"))
     exact.save(folder / "lsr")
     again = open_checkpoint(folder / "lsr")
-    found["lsr-0"] = write_image_file(
-        "diffusers", folder / "lsr.safetensors", layers=map(expanded, again.layers), source=again
+    found["lsr-0"] = write_pairs(
+        folder / "lsr.safetensors", names="diffusers", layers=map(expanded, again.layers), source=again
     )
     return found
 

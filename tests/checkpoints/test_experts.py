@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lsrdecomp as lsr
-from lsrdecomp.checkpoints import open_checkpoint, write_same
+from lsrdecomp.checkpoints import open_checkpoint, write_pairs
 from lsrdecomp.compression import CompressionPlan, export_lora, truncate, verify
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
@@ -89,7 +89,7 @@ def test_an_expert_that_is_left_out_is_zero(fused, tmp_path):
     left_out = ("layers.0.mlp.experts.gate_up_proj.1", "layers.1.mlp.experts.down_proj.3")
     kept = [layer for layer in source.layers if not layer.name.endswith(left_out)]
     pairs = [(layer.name, layer.scale * layer.load()[0], layer.load()[1]) for layer in kept]
-    theirs, before = updates(write_same(tmp_path / "some", like=source, layers=pairs)), updates(fused)
+    theirs, before = updates(write_pairs(tmp_path / "some", source=source, layers=pairs)), updates(fused)
     for name, delta in theirs.items():
         np.testing.assert_allclose(delta, 0.0 if name.endswith(left_out) else before[name], atol=1e-6)
 

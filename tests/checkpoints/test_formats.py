@@ -24,9 +24,9 @@ from lsrdecomp.checkpoints import (
     LsrLayer,
     format_table,
     open_checkpoint,
-    write_image_file,
     write_lora,
     write_lsr,
+    write_pairs,
 )
 from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.checkpoints.names import natural
@@ -167,7 +167,7 @@ def test_kohya_layers_are_read_with_alpha_convolutions_and_cores(kohya: Path) ->
 def test_a_kohya_file_round_trips(kohya: Path, tmp_path: Path) -> None:
     source = open_checkpoint(kohya)
     layers = ((layer.name, layer.scale * up, down) for layer in source.layers for up, down in [layer.load()])
-    out = write_image_file("kohya", tmp_path / "new" / "out.safetensors", source=source, layers=layers)
+    out = write_pairs(tmp_path / "new" / "out.safetensors", names="kohya", source=source, layers=layers)
     tensors = load_file(out)
     assert tensors["lora_unet_conv.lora_down.weight"].shape == (3, 4, 3, 2)
     assert tensors["lora_unet_conv.lora_up.weight"].shape == (5, 3, 1, 1)
@@ -249,30 +249,26 @@ def test_diffusers_scales_come_from_alphas_and_from_the_header(tmp_path: Path) -
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("keys", ["new", "old"])
-def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path, keys: str) -> None:
+def test_a_published_diffusers_file_round_trips(shared: Path, tmp_path: Path) -> None:
     source = open_checkpoint(shared / "adapters" / "sd-mvclab-ntust-course")
-    out = write_image_file(
-        "diffusers",
-        tmp_path / "o.safetensors",
-        layers=((x.name, *x.load()) for x in source.layers),
-        source=source,
-        keys=keys,
-    )
-    before, after = load_file(source.weights), load_file(out)
-    if keys == "old":
-        assert after.keys() == before.keys()
-        assert all(after[name].tobytes() == array.tobytes() for name, array in before.items())
-    names = [layer.name for layer in source.layers]
-    assert [layer.name for layer in open_checkpoint(out).layers] == names
-    assert next(iter(after)).endswith(".lora_A.weight" if keys == "new" else ".lora.down.weight")
+    layers = [(layer.name, *layer.load()) for layer in source.layers]
+    before = load_file(source.weights)
+    for names in ("same", "diffusers"):
+        out = write_pairs(tmp_path / f"{names}.safetensors", layers=layers, source=source, names=names)
+        after = load_file(out)
+        assert [layer.name for layer in open_checkpoint(out).layers] == [name for name, *_ in layers]
+        if names == "same":  # the keys of the old processors too
+            assert after.keys() == before.keys()
+            assert all(after[name].tobytes() == array.tobytes() for name, array in before.items())
+        else:
+            assert next(iter(after)).endswith(".lora_A.weight")
 
 
 def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Path) -> None:
     layers = [("unet.a_b.0.to_q", normal(8, 2), normal(2, 6)), ("text_encoder.l.1.q", normal(8, 2), normal(2, 6))]
     layers.append(("text_encoder.encoder.layers.1.self_attn.q_proj", normal(8, 2), normal(2, 6)))
     layers.append(("text_encoder.text_model.encoder.layers.0.self_attn.q_proj", normal(8, 2), normal(2, 6)))
-    out = write_image_file("kohya", tmp_path / "o.safetensors", layers=layers, storage="bfloat16")
+    out = write_pairs(tmp_path / "o.safetensors", names="kohya", layers=layers, storage="bfloat16")
     assert set(load_file(out)) == {
         f"{name}.{end}"
         for name in (
@@ -284,11 +280,11 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
         for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     odd = [("unet.x", normal(8, 257), normal(257, 6))]
-    wide = load_file(write_image_file("kohya", out, layers=odd, storage="bfloat16", force=True))
+    wide = load_file(write_pairs(out, names="kohya", layers=odd, storage="bfloat16", force=True))
     assert wide["lora_unet_x.alpha"] == 257  # which bfloat16 would round
     for name in ("model.layers.0.q_proj", "unet:99", "transformer.h.0.mlp", "transformer.blocks.0.attn.to_q"):
         with pytest.raises(UnsupportedError, match=name) as refusal:
-            write_image_file("kohya", tmp_path / "p.safetensors", layers=[(name, normal(8, 2), normal(2, 6))])
+            write_pairs(tmp_path / "p.safetensors", names="kohya", layers=[(name, normal(8, 2), normal(2, 6))])
         assert ("diffusers" in str(refusal.value)) == name.startswith("transformer.b")
     assert [entry.name for entry in tmp_path.iterdir()] == ["o.safetensors"]
 
@@ -304,7 +300,7 @@ def test_diffusers_names_are_flattened_for_kohya_and_others_refused(tmp_path: Pa
 )
 def test_what_no_pipeline_would_load_is_not_written_for_diffusers(tmp_path: Path, name: str, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words) as refusal:
-        write_image_file("diffusers", tmp_path / "o.safetensors", layers=[(name, normal(8, 2), normal(2, 6))])
+        write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=[(name, normal(8, 2), normal(2, 6))])
     assert name in str(refusal.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -315,8 +311,8 @@ def test_tensors_beside_the_adapter_are_refused_for_diffusers(tmp_path: Path) ->
     source = open_checkpoint(tmp_path / "x.safetensors")
     layers = [(layer.name, *layer.load()) for layer in source.layers]
     with pytest.raises(UnsupportedError, match="1 tensors beside the adapter .the first .*<s1>"):
-        write_image_file("diffusers", tmp_path / "o.safetensors", layers=layers, source=source)
-    write_image_file("diffusers", tmp_path / "o.safetensors", layers=layers, source=source, extras={})
+        write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=layers, source=source)
+    write_pairs(tmp_path / "o.safetensors", names="diffusers", layers=layers, source=source, extras={})
     assert not open_checkpoint(tmp_path / "o.safetensors").extras
 
 
@@ -324,13 +320,13 @@ def test_single_files_are_not_overwritten_unless_forced_nor_written_onto_their_s
     source, before = open_checkpoint(kohya), kohya.read_bytes()
     layers = [("lora_unet_x", normal(8, 2), normal(2, 6))]
     with pytest.raises(CheckpointError, match="input"):
-        write_image_file("kohya", kohya, source=source, layers=layers, force=True)
+        write_pairs(kohya, names="kohya", source=source, layers=layers, force=True)
     with pytest.raises(CheckpointError, match="already exists"):
-        write_image_file("kohya", kohya, layers=layers)
+        write_pairs(kohya, names="kohya", layers=layers)
     with pytest.raises(CheckpointError, match=r"end in \.safetensors"):
-        write_image_file("kohya", kohya.with_suffix(".pt"), layers=layers)
+        write_pairs(kohya.with_suffix(".pt"), names="kohya", layers=layers)
     assert kohya.read_bytes() == before
-    write_image_file("kohya", kohya, layers=layers, force=True)
+    write_pairs(kohya, names="kohya", layers=layers, force=True)
     assert len(open_checkpoint(kohya).layers) == 1
     assert len(list(kohya.parent.iterdir())) == 1
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "adapters"))
 
 import test_diffusers as real
 
-from lsrdecomp.checkpoints import open_checkpoint, write_image_file
+from lsrdecomp.checkpoints import open_checkpoint, write_pairs
 from lsrdecomp.checkpoints.base_modules import read_modules
 from lsrdecomp.serving import check_served
 
@@ -63,7 +63,7 @@ def test_other_forms_and_other_bases_are_refused(files, base, tmp_path):
     assert 0 < len(found.applied) < len(found.modules)
     given = open_checkpoint(files["source-0"])
     layers = [(f"{layer.name}_wrong", *real.scaled(layer)) for layer in given.layers]
-    wrong = write_image_file("diffusers", tmp_path / "wrong.safetensors", layers=layers)
+    wrong = write_pairs(tmp_path / "wrong.safetensors", names="diffusers", layers=layers)
     found = check_served(wrong, "diffusers", base)
     assert (len(found.applied), len(found.ignored), found.refusals) == (0, len(layers), [])
 
@@ -110,9 +110,8 @@ def test_kohya_lycoris_and_comfyui_find_every_name_that_is_written(files, tmp_pa
     pipe = real.pipeline()
     text = with_level(pipe.text_encoder)
     given = open_checkpoint(files["source-0"])
-    out = write_image_file(
-        "kohya", tmp_path / "k.safetensors", layers=[(x.name, *real.scaled(x)) for x in given.layers], source=given
-    )
+    layers = [(layer.name, *real.scaled(layer)) for layer in given.layers]
+    out = write_pairs(tmp_path / "k.safetensors", names="kohya", layers=layers, source=given)
     written = {layer.name for layer in open_checkpoint(out).layers}
     assert {name.split("_")[1] for name in written} == {"te", "unet"}
     unet_classes = ("Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D")

@@ -1,4 +1,4 @@
-"""The format of another file again: its keys, types, alphas and metadata, with other numbers for its pairs."""
+"""Plain pairs written as other programs hold them: as a source came, or under kohya's or diffusers' names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 from lsrdecomp.checkpoints.bundle import CONFIG, MLX_WEIGHTS
 from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.format import scalar
+from lsrdecomp.checkpoints.format import PREFIX, scalar
+from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
 from lsrdecomp.checkpoints.pickles import LISTED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer
@@ -20,16 +21,18 @@ from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writers.peft import write_lora
 from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
+NAMES = ("same", "kohya", "diffusers")
 FORMATS = ("kohya", "diffusers", "lycoris", "cloneofsimo", "loralib", "torchtune", "mlx")
 """Formats of one file of pairs; of PEFT there is a directory."""
 MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
 """What sd-scripts writes of the tensors' bytes; the second is of a part of the file and left out."""
+Pairs = Iterable[tuple[str, Array, Array]]
 
 
 def check_same(like: Checkpoint) -> None:
-    """Refuse an adapter that `write_same` could not give back as it came.
+    """Refuse an adapter that `write_pairs` could not give back as it came.
 
     Parameters
     ----------
@@ -64,32 +67,43 @@ def same_is_directory(like: Checkpoint) -> bool:
     return like.format == "peft-lora" or (like.format == "mlx" and (like.weights.parent / CONFIG).is_file())
 
 
-def write_same(
+def write_pairs(
     out: str | Path,
     *,
-    like: Checkpoint,
-    layers: Iterable[tuple[str, Array, Array]],
+    layers: Pairs,
+    source: Checkpoint | None = None,
+    names: str = "same",
     storage: str | None = None,
     extras: Mapping[str, StoredTensor] | None = None,
     force: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write pairs with ``ΔW = B @ A`` as ``like`` holds its own; layers that do not come are left out.
+    """Write pairs with ``ΔW = B @ A``, the scale in B, as ``source`` holds its own or as image programs name them.
 
-    An alpha keeps its value, and the factor by which alpha / rank differs goes into B. Of PEFT's and mlx-lm's
-    directories the config follows the ranks, as does diffusers' config in the header; where a program has one rank for
-    all layers (loralib, torchtune), all are padded to the largest.
+    "same": keys, types, alphas and metadata are the source's; layers that do not come are left out. An alpha keeps its
+    value, and the factor by which alpha / rank differs goes into B. Of PEFT's and mlx-lm's directories the config
+    follows the ranks, as does diffusers' config in the header; where a program has one rank for all layers (loralib,
+    torchtune), all are padded to the largest.
+
+    "kohya": alpha is the rank everywhere. Names that start with ``lora_`` are kept; diffusers' (``unet.…``,
+    ``text_encoder.…``) are flattened, those of text encoders with the level ``text_model`` that such files have.
+    "diffusers": there is no scale.
 
     Parameters
     ----------
     out : str or Path
-        A directory for PEFT and for mlx-lm's directories, else a file that ends in .safetensors.
-    like : Checkpoint
-        Never written into.
+        A directory for PEFT and for mlx-lm's directories, else a file that ends in .safetensors. Must not exist, unless
+        ``force``.
     layers : iterable of (name, B, A)
-        Taken one at a time, under the names of ``like``.
+        B (m, r) and A (r, n), taken one at a time.
+    source : Checkpoint, optional
+        Gives sizes, kernels and other tensors; never written into. Of "same" also the format.
+    names : {"same", "kohya", "diffusers"}
+        Whose names of layers.
     storage : str, optional
-        Absent, the type of each layer in ``like``.
+        Type of A and B; absent, that of each layer in the source, or float32.
+    extras : Mapping, optional
+        Instead of the source's other tensors.
 
     Returns
     -------
@@ -99,54 +113,79 @@ def write_same(
     Raises
     ------
     UnsupportedError
-        For an adapter that is no file of pairs.
+        For a layer that has no name in such files, a source that is no file of pairs; for diffusers also for other
+        tensors, with which it loads no file.
     CheckpointError
-        If ``out`` exists (unless ``force``), or a name is not one of ``like``.
+        If ``out`` exists (unless ``force``), or a name is not one of the source.
 
     Examples
     --------
     >>> import tempfile
-    >>> from importlib.resources import files
     >>> from lsrdecomp.checkpoints import open_checkpoint
-    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     halves = ((layer.name, 2.0 * layer.load()[0][:, :1], layer.load()[1][:1]) for layer in lora.layers)
-    ...     small = open_checkpoint(write_same(Path(place) / "small", like=lora, layers=halves))
-    >>> small.format, small.adapter_parameters
-    ('peft-lora', 9216)
+    >>> up, down = np.ones((4, 1), np.float32), np.ones((1, 6), np.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     layers = [("unet.mid_block.attn1.to_q", up, down)]
+    ...     style = open_checkpoint(write_pairs(f"{folder}/style.safetensors", layers=layers, names="kohya"))
+    ...     half = open_checkpoint(
+    ...         write_pairs(f"{folder}/half.safetensors", source=style, layers=[(style.layers[0].name, up / 2, down)])
+    ...     )
+    ...     print(half.layers[0].name, half.layers[0].load()[0].max())
+    lora_unet_mid_block_attn1_to_q 0.5
     """
-    check_same(like)
-    extras = like.extras if extras is None else extras
-    if like.format == "peft-lora":
-        storage = storage or like.storage
-        return write_lora(
-            out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
-        )
-    out, inputs = Path(out), (like.path, like.weights)
-    if same_is_directory(like):
-        with new_directory(out, inputs=inputs, force=force) as part, PairWriter(part, like) as writer:
-            _write(part / MLX_WEIGHTS, writer, like, layers, storage, extras, provenance)
+    out = Path(out)
+    if names not in NAMES:
+        raise CheckpointError(f"no names {unknown(names, NAMES)}")
+    extras = extras if extras is not None else (source.extras if source else {})
+    like = source if names == "same" else None
+    if like is not None:
+        check_same(like)
+        if like.format == "peft-lora":
+            storage = storage or like.storage
+            return write_lora(
+                out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
+            )
+    elif names == "same":
+        raise CheckpointError("names 'same' are those of a source, and none was given")
+    elif extras and names == "diffusers":
+        first = next(iter(extras))
+        text = f"{len(extras)} tensors beside the adapter (the first {first}): diffusers loads no file that holds such"
+        way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
+        raise UnsupportedError(f"{text}; {way_out}", path=out)
+    directory = like is not None and same_is_directory(like)
+    if not directory and out.suffix != ".safetensors":
+        raise CheckpointError("the name must end in .safetensors", path=out)
+    inputs, new = (source.path, source.weights) if source else (), new_directory if directory else new_file
+    with new(out, inputs=inputs, force=force) as part, PairWriter(out.absolute().parent, source) as writer:
+        if like is None:
+            _add_named(writer, names, layers, storage or "float32")
+        else:
+            _add_same(writer, like, layers, storage)
+        for key, tensor in extras.items():
+            writer.add(key.removeprefix(PREFIX), tensor.read())
+        record = writer.record(provenance, **({} if like else {"storage": storage or "float32"}))
+        header = record if like is None else _metadata(like, writer) | record
+        writer.write(part / MLX_WEIGHTS if directory else part, header)
+        if like is not None and directory:
             config = read_json(like.weights.parent / CONFIG)
             config["lora_parameters"] = config["lora_parameters"] | {"rank": max(writer.ranks.values())}
             write_json(part / CONFIG, config)
-        return out
-    if out.suffix != ".safetensors":
-        raise CheckpointError("the name must end in .safetensors", path=out)
-    with new_file(out, inputs=inputs, force=force) as part, PairWriter(out.absolute().parent, like) as writer:
-        _write(part, writer, like, layers, storage, extras, provenance)
     return out
 
 
-def _write(
-    path: Path,
-    writer: PairWriter,
-    like: Checkpoint,
-    layers: Iterable[tuple[str, Array, Array]],
-    storage: str | None,
-    extras: Mapping[str, StoredTensor],
-    provenance: Mapping[str, Any] | None,
-) -> None:
-    """The tensors of all layers and the header."""
+def _add_named(writer: PairWriter, names: str, layers: Pairs, storage: str) -> None:
+    """The pairs of all layers as kohya's or diffusers' loaders expect them."""
+    sdxl = any(layer.startswith("text_encoder_2.") for layer in writer.layers)
+    for name, up, down in layers:
+        if names == "kohya":
+            module, ends = kohya_name(name, sdxl=sdxl), (".lora_down.weight", ".lora_up.weight")
+            writer.add(f"{module}.alpha", np.array(down.shape[0], np.float32))
+        else:
+            module, ends = diffusers_name(name), (".lora_A.weight", ".lora_B.weight")
+        writer.add_pair(name, up, down, (module + ends[0], module + ends[1]), storage)
+
+
+def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
+    """The pairs of all layers under the keys that ``like`` has for them."""
     layers, rank = _with_missing(like, layers), None
     alpha = like.config.get("lora_alpha") if like.format in ("loralib", "torchtune") else None
     if alpha is not None:  # of one rank for all layers
@@ -162,13 +201,9 @@ def _write(
             scale = layer.scale
         keys, transposed = (layer.down.name, layer.up.name), like.format == "mlx"
         writer.add_pair(name, up, down, keys, storage or layer.dtype, rank=rank, scale=scale, transposed=transposed)
-    for tensor in extras.values():
-        writer.add(tensor.name, tensor.read())
-    record = writer.record(provenance)
-    writer.write(path, _metadata(like, writer) | record)
 
 
-def _with_missing(like: Checkpoint, layers: Iterable[tuple[str, Array, Array]]) -> Iterator[tuple[str, Array, Array]]:
+def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array, Array]]:
     """All layers; zeros for those left out of a file whose reader counts its layers."""
     names = set()
     for name, up, down in layers:
