@@ -71,6 +71,18 @@ def test_matrices_that_need_more_care_are_solved_alone(rng):
     assert solutions[1].approximation.separation_rank == 0
 
 
+def test_a_flat_remainder_needs_no_full_svd(rng):
+    """Of noise beside a few terms no space holds much: the gap was unknown, and every matrix went through an SVD."""
+    few = np.where(K <= 4, 1.0 / K, 0.0)
+    batch = np.stack([with_spectrum(np.maximum(few, level), rng) for level in (1e-13, 1e-8, 1e-4)])
+    solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=4)
+    check(batch, solutions, 4, 1e-6)
+    for solution in solutions:
+        assert not any(sweep.event is Event.hand_over for sweep in solution.sweeps)
+        assert solution.gap_kind is ErrorKind.bounded
+        assert solution.optimality_gap <= 1e-2
+
+
 def test_single_precision_stays_single(rng):
     batch = a_batch(rng).astype(np.float32)
     solutions = BatchedKrylov().solve_batch(batch, SHAPE, rank=6)

@@ -229,7 +229,9 @@ class BatchedKrylov(MatrixSolver):
         """Those of the ``chosen`` whose error is near the optimum after one pass over R and Rᴴ in double precision.
 
         The errors are measured from residual entries. No singular value of a projection is above that of R, so the
-        optimum is at least what the space holds beyond the terms: the gap is a bound, but for rounding.
+        optimum is at least what the space holds beyond the terms; and where the terms stand apart from the error, it is
+        less than the error by no more than what couples them to the residual (see `Certificate`): the gap is a bound,
+        but for rounding. A flat remainder needs the second, for no space holds much of it.
         """
         xp = namespace(operators)
         picked = xp.asarray(chosen, dtype=xp.int64, device=device(operators))
@@ -241,18 +243,24 @@ class BatchedKrylov(MatrixSolver):
         turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
         u, vh = (q @ turn)[:, :, :rank], (right @ adjoint(images))[:, :rank, :]
         values = xp.astype(sigma[:, :rank], u.dtype)
-        errors = to_numpy(xp.linalg.vector_norm(rows - (u * values[:, None, :]) @ vh, axis=(1, 2)))
-        tails = np.sqrt(np.sum(to_numpy(sigma)[:, rank:] ** 2, axis=1))
+        rest, theta = rows - (u * values[:, None, :]) @ vh, to_numpy(sigma)
+        errors, coupled = (to_numpy(xp.linalg.vector_norm(x, axis=(1, 2))) for x in (rest, rest @ adjoint(vh)))
         rounding = 64.0 * unit_roundoff(operators.dtype)
+        # By Ky Fan, as in `Certificate`: other terms capture at most ‖C‖²θ²/(θ² − error²) more, C = (I − UUᴴ) R V.
+        last = theta[:, rank - 1] ** 2
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gained = (coupled**2 + rounding**2) * last / (last - errors**2)
+        apart = np.where(last > errors**2, errors**2 - gained, 0.0)
+        optima = np.sqrt(np.maximum(np.sum(theta[:, rank:] ** 2, axis=1), apart))
         sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
         values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
         sums = as_sums(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype), shape)
         solutions = {}
         for index, i in enumerate(chosen):
-            error, tail = float(errors[index]), float(tails[index])
-            terms = int(np.sum(to_numpy(sigma[index, :rank]) > rounding))
-            if error <= tail * (1.0 + self.tolerance) + rounding:
-                gap = max(error / tail - 1.0, 0.0) if tail > rounding else None
+            error, least = float(errors[index]), float(optima[index])
+            terms = int(np.sum(theta[index, :rank] > rounding))
+            if error <= least * (1.0 + self.tolerance) + rounding:
+                gap = max(error / least - 1.0, 0.0) if least > rounding else None
                 kind = ErrorKind.estimated if gap is None else ErrorKind.bounded
                 solutions[i] = Solution(sums[index].truncate(terms), Status.rank_reached, common, gap, kind)
         return solutions
