@@ -174,6 +174,18 @@ class KroneckerShape:
         return math.prod(self.sizes) // max(self.sizes)
 
     @property
+    def essential_factors(self) -> tuple[int, ...]:
+        """Which factors are not 1×1, which changes nothing; two are left, of as many as there are."""
+        kept = [i for i, size in enumerate(self.sizes) if size > 1]
+        spare = [i for i, size in enumerate(self.sizes) if size == 1]
+        return tuple(sorted(kept + spare[: max(0, min(2, self.order) - len(kept))]))
+
+    @property
+    def essential(self) -> KroneckerShape:
+        """The shape of the `essential_factors` alone."""
+        return KroneckerShape(tuple(self.factors[i] for i in self.essential_factors))
+
+    @property
     def transposed(self) -> KroneckerShape:
         return KroneckerShape(tuple((n, m) for m, n in self.factors))
 

@@ -54,8 +54,9 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, above that block
     Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Its error may
     exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
-    squares, with the penalty of the storage type.
+    squares, with the penalty of the storage type. Factors of 1×1 do not count.
     """
+    shape = shape.essential
     if shape.order != 2:
         return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
     return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()

@@ -41,7 +41,7 @@ class Problem:
     @property
     def nested(self) -> bool:
         """Whether the best s terms are the first s of the best s + 1."""
-        return self.shape.order <= 2
+        return self.shape.essential.order <= 2
 
     @property
     def last(self) -> int:

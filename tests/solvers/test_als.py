@@ -23,6 +23,7 @@ from lsrdecomp.solvers.cp.mttkrp import assemble, products, sweep
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.targets.base import Dense
+from lsrdecomp.targets.convert import as_target
 
 THREE = KroneckerShape(((2, 3), (3, 2), (4, 2)))
 
@@ -299,6 +300,35 @@ def test_as_many_terms_as_fibres_are_exact_and_no_more_are_taken(xp, rng):
         assert target.residual_norm(solution.approximation) <= 1e-15 * target.norm
     fewer = ALS(ridge=1e-2, initializations=1).solve(target, shape, rank=3, atol=1e-12 * target.norm)
     assert fewer.status is Status.rank_exhausted
+
+
+@pytest.mark.parametrize("sizes", ["6x4,1x1,5x5", "1x1,6x4,5x5,1x1", "1x1,1x1,30x20", "2x2,3x2,1x1,5x5"])
+def test_factors_of_one_entry_cost_nothing_and_change_nothing(sizes, xp, rng):
+    """A 1×1 factor made three factors of two, which took ten seconds for the SVD of a moment."""
+    shape = KroneckerShape.parse(sizes)
+    matrix = xp.asarray(rng.standard_normal((30, 20)) + 1j * rng.standard_normal((30, 20)))
+    full, short = (decompose(matrix, each, rank=2) for each in (shape, shape.essential))
+    assert full.kronecker_shape == shape
+    assert full.relative_error == pytest.approx(short.relative_error, rel=1e-9, abs=1e-14)
+    assert (full.condition, full.status) == (pytest.approx(short.condition), short.status)
+    # A start with phases in the 1×1 factors, and a sum of that shape as the matrix, are taken as they are.
+    turned = [f * (1j if f.shape[1:] == (1, 1) else 1.0) for f in full.factors]
+    start = SeparatedMatrix.from_factors(turned, full.weights)
+    target = Dense(start.to_matrix())
+    for solution in (
+        ALS(init=start).solve(target, shape, rank=start.separation_rank),
+        ALS().solve(as_target(start), shape, rank=start.separation_rank),
+    ):
+        assert target.residual_norm(solution.approximation) <= 1e-6 * target.norm
+
+
+def test_where_every_term_is_needed_the_fibres_are_taken_at_once(rng):
+    """Terms were grown one by one to as many as are exact anyway, for seconds."""
+    matrix, shape = rng.standard_normal((40, 30)), KroneckerShape(((2, 1), (4, 2), (5, 15)))
+    record = decompose(matrix, shape, rtol=1e-2)
+    assert (record.separation_rank, len(record.sweeps)) == (16, 1)
+    short = np.kron(np.kron(np.ones((2, 1)), np.ones((4, 2))), rng.standard_normal((5, 15)))
+    assert decompose(short + 1e-5 * matrix, shape, rtol=1e-2).separation_rank == 1
 
 
 def test_a_core_keeps_the_directions_that_hold_more_than_a_tolerance(xp, rng):

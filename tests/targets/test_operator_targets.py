@@ -259,3 +259,20 @@ def test_a_sparse_matrix_whose_pattern_fills_the_core_is_refused_with_its_size(m
 def test_a_sparse_zero_matrix_needs_no_terms_of_three_factors():
     result = decompose(scipy.sparse.csr_array((64, 64)), KroneckerShape(((4, 4),) * 3), rtol=1e-3)
     assert (result.separation_rank, result.relative_error) == (0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("kind", ["linear operator", "stream", "slices", "sparse array"])
+def test_the_error_of_single_precision_is_measured_in_double(kind, dtype, rng):
+    """A residual of 1e-7 of the matrix is all rounding where single precision subtracts."""
+    shape = KroneckerShape(((8, 6), (9, 10)))
+    pair = [rng.standard_normal(sizes) + 1j * rng.standard_normal(sizes) for sizes in shape.factors]
+    pair = [factor if dtype == "complex64" else factor.real for factor in pair]
+    matrix = (np.kron(*pair) + 1e-6 * rng.standard_normal(shape.matrix_shape)).astype(dtype)
+    target = KINDS[kind](matrix, 7)
+    record = decompose(target, shape, rank=1)
+    exact = matrix.astype(np.clongdouble)
+    rest = exact - np.asarray(record.approximation.astype("complex128").to_matrix())
+    truth, size = (float(np.sqrt(np.sum(np.abs(x) ** 2))) for x in (rest, exact))
+    assert target.norm == pytest.approx(size, rel=1e-12)
+    assert record.relative_error == pytest.approx(truth / size, rel=1e-7)

@@ -26,8 +26,8 @@ from lsrdecomp.solvers.cp.hosvd import Compressed, compress
 from lsrdecomp.solvers.cp.incremental import empty_terms, fit, fit_by_sweeps, misfit
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
-from lsrdecomp.solvers.cp.terms import CPTerms
-from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.cp.terms import CPTerms, fewest_terms
+from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver, without_unit_factors
 from lsrdecomp.solvers.progress import SolveProgress
 
 FIRST_RANK = 8
@@ -155,7 +155,9 @@ class ALS(MatrixSolver):
             return CPTerms(terms.weights, packed_target.expand(terms.columns)).to_separated(shape, size)
 
         fibres = CPTerms.number_of_fibres(tensor)  # as many terms are exact
-        if fibres == 1 or (atol is None and most >= fibres):
+        enough = fibres == 1 or (atol is None and most >= fibres)
+        needed = atol is not None and fibres <= min(most, max(tensor.shape)) and fewest_terms(tensor, goal) == fibres
+        if enough or needed:
             progress.note(0.0)
             return Solution(matrix_of(CPTerms.fibres(tensor)), exact, progress.sweeps)
         terms, inner, limit = self._start(packed_target, shape, size, most), goal, min(most, fibres - 1)
@@ -180,19 +182,20 @@ class ALS(MatrixSolver):
         """The terms of ``init`` for ‖T‖ = 1."""
         if self.init is None:
             return None
-        if self.init.kronecker_shape != shape:
+        if self.init.kronecker_shape.essential != shape:
             raise ShapeError(f"init has the shape {self.init.kronecker_shape}, but the factors are {shape}")
         if not 0 < self.init.separation_rank <= most:
             return None
+        init = without_unit_factors(self.init)
         xp = namespace(packed_target.core)
         flat = [
             xp.matrix_transpose(
                 xp.reshape(like(to_numpy(f), packed_target.core), (f.shape[0], f.shape[1] * f.shape[2]))
             )
-            for f in self.init.factors
+            for f in init.factors
         ]
         columns = packed_target.restrict(flat)
-        weights = like(to_numpy(self.init.weights) / size, packed_target.core)
+        weights = like(to_numpy(init.weights) / size, packed_target.core)
         return CPTerms.of((columns[0] * weights, *columns[1:]))
 
     def _fit(self, tensor: Array, start: CPTerms | None, most: int, goal: float, progress: SolveProgress) -> CPTerms:

@@ -12,6 +12,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.hosvd import Compressed
 from lsrdecomp.solvers.cp.mttkrp import assemble
+from lsrdecomp.solvers.matrix import without_unit_factors
 from lsrdecomp.targets.base import Target
 
 LARGEST_CORE = 2**27
@@ -21,8 +22,8 @@ LARGEST_CORE = 2**27
 def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
     """R(M) with one axis per factor; exactly, as a core, where M is separated in this very shape; else formed."""
     matrix = getattr(target, "matrix", None)
-    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape and matrix.separation_rank:
-        return _core_of(matrix)
+    if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape.essential == shape and matrix.separation_rank:
+        return _core_of(without_unit_factors(matrix))
     whole: tuple[Array | None, ...] = (None,) * shape.order
     if hasattr(target, "core"):
         return Compressed(*target.core(shape))

@@ -16,6 +16,7 @@ from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
+from lsrdecomp.solvers.svd.dense import SVD
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class TensorLyCP(MatrixSolver):
         """Terms by ``parafac``; the contract is `Solver.solve`.
 
         With ``atol`` it is called anew with one term more until the measured error is small enough: TensorLy's own
-        stopping rule looks at the change of the error alone. Of one and of two factors use the other solvers.
+        stopping rule looks at the change of the error alone. Of two factors, those of 1×1 not counted, `SVD` is taken:
+        there `parafac` meets singular systems.
 
         Returns
         -------
@@ -71,6 +73,8 @@ class TensorLyCP(MatrixSolver):
             Where TensorLy meets a singular system.
         """
         target, shape, atol, most = problem.target, problem.shape, problem.atol, problem.most
+        if shape.order == 2:
+            return problem.delegate_to(SVD())
         packed = rearranged_tensor(target, shape)
         refuse_gradients(packed.core, shape)
         tensor, size = to_numpy(as_double(packed.core)), target.norm

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, like, namespace, norm, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, like, namespace, norm, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.mttkrp import assemble
+from lsrdecomp.solvers.svd.dense import tail_norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +96,19 @@ def unit_columns(columns: Array) -> tuple[Array, Array]:
     length = xp.sqrt(xp.sum(xp.abs(columns) ** 2, axis=0))
     safe = xp.where(length > 0, length, xp.ones_like(length))
     return columns / safe, length
+
+
+def fewest_terms(tensor: Array, error: float) -> int:
+    """A number of terms below which no sum is within ``error`` of a tensor of norm one; rounding does not count.
+
+    The unfolding along the longest mode, a matrix, has as many directions as the sum has terms, or fewer: by Eckart and
+    Young its singular values say how many are needed.
+    """
+    xp, (longest, _) = namespace(tensor), _occupied_fibres(tensor)
+    unfolded = xp.reshape(xp.moveaxis(as_double(tensor), longest, 0), (int(tensor.shape[longest]), -1))
+    tails = tail_norms(xp.linalg.svdvals(unfolded))
+    error = max(error, tolerance(dtype_name(tensor), max(tensor.shape)))
+    return next(s for s, tail in enumerate(tails) if tail <= error)
 
 
 def _occupied_fibres(tensor: Array) -> tuple[int, Array]:
