@@ -277,6 +277,9 @@ def _write(
 
 def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
+    if checkpoint.format == "peft-lora" and _of_experts(checkpoint) and not checkpoint.config.get("target_parameters"):
+        out = quoted(f"{place}-lora")
+        return f"For PEFT, which stacks experts: lsrdecomp export {quoted(place)} --profile lorax --out {out}"
     if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
         return "Open it with PEFT after `import lsrdecomp.adapters`."
     try:
@@ -291,6 +294,11 @@ def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
     scale = "" if alpha is None else f" --alpha {alpha:g}"
     again = f"lsrdecomp export {quoted(place)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
     return f"As a {checkpoint.format} LoRA again: {again}"
+
+
+def _of_experts(checkpoint: Checkpoint) -> bool:
+    """Whether some layers are experts of a mixture, which transformers 5 holds as one parameter."""
+    return any(".experts." in layer.name for layer in checkpoint.layers)
 
 
 def quoted(path: object) -> str:
@@ -318,10 +326,11 @@ def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
         "layers left out."
     )
     source, plan = result.source, result.plan
-    if not source.format.startswith("peft-") or source.config.get("task_type") not in TASKS:
+    tasks = source.format.startswith("peft-") and source.config.get("task_type") in TASKS
+    if not tasks or _of_experts(source):
         tables.say(
             "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are "
-            f"run for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
+            f"run for PEFT adapters whose config has a task_type ({', '.join(TASKS)}), but not for experts."
         )
         return
     base = source.config.get("base_model_name_or_path") or "BASE"

@@ -145,6 +145,30 @@ def test_experts_by_name_are_layers_like_others(tmp_path):
     assert verify(source, cut).passed
 
 
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
+    from checkpoint_files import directory, pair
+
+    words = {"gate_proj": (12, 16), "up_proj": (12, 16), "down_proj": (16, 12)}
+    names = [
+        f"model.layers.{i}.mlp.experts.{e}.{word}" for i in range(LAYERS) for e in range(EXPERTS) for word in words
+    ]
+    tensors = {}
+    for i, name in enumerate(names):
+        tensors |= pair(name, *words[name.rpartition(".")[2]], 4, i)
+    folder = directory(tmp_path / "a", tensors, target_modules=sorted(words), r=4, task_type="CAUSAL_LM")
+    small = open_checkpoint(lsr.compress(folder, ratio=3).save(tmp_path / "small"))
+    exact = held_products(small)
+    assert len({layer.rank for layer in small.layers}) > 1
+    found = updates(export_lora(small, tmp_path / "lora", profile="lorax", storage="float32"))
+    assert len(found) == 2 * LAYERS * EXPERTS
+    for name, delta in found.items():
+        block, word, expert = name.rsplit(".", 2)
+        parts = ("gate_proj", "up_proj") if word == "gate_up_proj" else (word,)
+        wanted = [exact.get(f"{block}.{expert}.{part}", np.zeros(words[part])) for part in parts]
+        np.testing.assert_allclose(delta, np.vstack(wanted), atol=1e-5)
+
+
 def test_calibration_names_the_layer_that_it_cannot_measure(fused, tmp_path):
     from lsrdecomp.calibration import calibrate
     from lsrdecomp.calibration.questions import CalibrationError

@@ -54,7 +54,7 @@ def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
     done = lsr("compress", given, *alpha, "--ratio", "1.5", "--out", "small", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"lsrdecomp (export .*)", done.stdout)
-    if form in ("peft-lora", "peft-lora, experts by name"):
+    if form == "peft-lora":
         assert not shown
         assert "Open it with PEFT" in done.stdout
         return
@@ -91,11 +91,11 @@ def _kron(side, k):
     return product
 
 
-@pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora"])
+@pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora", "peft-lora, experts by name"])
 def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
     given, alpha = write(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
     config = tmp_path / given / "adapter_config.json"
-    if config.exists():
+    if config.exists() and "experts" not in form:  # which are not measured at all
         config.write_text(json.dumps(json.loads(config.read_text()) | {"task_type": None}))
     order = ["compress", tmp_path / given, *alpha, "--ratio", 30, "--out", tmp_path / "small"]
     done = CliRunner().invoke(app, list(map(str, order)))
