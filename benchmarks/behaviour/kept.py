@@ -199,7 +199,7 @@ class Judge:
         return judge(self.task, logits.numpy(), self.labels)
 
     def judge(self, written: Path) -> dict[str, Any]:
-        opened = self.evaluator.open(written)
+        opened = self.evaluator.base.adapted(written)
         found: Behaviour = self.reference.compare(opened)
         scores = self._scores(opened)
         share = (self.none.loss - scores.loss) / (self.none.loss - self.lora.loss)
@@ -292,7 +292,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     evaluator = Evaluator(subject.base, subject.lora, sample, EvaluatorSettings(held_out=8))
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
-    losses = {ratio: reference.losses(evaluator.open(subject.form("LSR", ratio)))[0] for ratio in LADDER}
+    losses = {ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0] for ratio in LADDER}
     effects = reference.effects
     record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "fresh": FRESH, **facts()}}
     holding = {"apart": 0, "same": 0}

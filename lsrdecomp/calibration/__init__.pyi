@@ -1,9 +1,9 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .bases import find_base as find_base
+from .behaviour import Behaviour as Behaviour
 from .calibrate import Calibration as Calibration
 from .calibrate import calibrate as calibrate
 from .dataset import DataError as DataError
 from .dataset import read_jsonl as read_jsonl
-from .divergence import Behaviour as Behaviour
 from .divergence import compare_answers as compare_answers
 from .divergence import divergence as divergence

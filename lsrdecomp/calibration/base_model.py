@@ -84,8 +84,7 @@ def load_base(
     CheckpointError
         If the adapter's head does not fit, or the task type is unknown.
     """
-    model, head = _plain(base, Path(adapter), task_type, dtype)
-    return _adapted(str(base), model, Path(adapter), head, device)
+    return open_base(base, adapter, task_type=task_type, dtype=dtype, device=device).adapted(adapter)
 
 
 def load_pair(
@@ -104,22 +103,42 @@ def load_pair(
     CheckpointError
         As `load_base`; and if ``source`` brings a head that ``written`` lacks, so that its answers would be noise.
     """
-    source, written = Path(source), Path(written)
     if _labels(source) != _labels(written):
         heads = " and ".join(f"{_labels(each).get('num_labels', 'no')} labels in {each}" for each in (source, written))
         raise CheckpointError(f"the adapters have different heads, {heads}; their answers cannot be compared")
-    first, head = _plain(base, source, None, dtype)
-    # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
-    shared = {id(p): p for name, p in first.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
-    second = copy.deepcopy(first, shared)
-    return (
-        _adapted(str(base), first, source, head, device),
-        _adapted(str(base), second, written, head, device),
-    )
+    opened = open_base(base, source, dtype=dtype, device=device)
+    return opened.adapted(source), opened.adapted(written)
 
 
-def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -> tuple[PreTrainedModel, Head]:
-    """The base as the adapter's task wants it, and what its logits mean."""
+@dataclass(frozen=True, slots=True)
+class OpenBase:
+    """A base as an adapter's task wants it; large weights are held once, however many adapters are put on it."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+    head: Head
+
+    def adapted(self, adapter: str | Path) -> Base:
+        """With an adapter of any kind PEFT opens; raises `CheckpointError` if it does not fit."""
+        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
+        shared = {id(p): p for name, p in self.model.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
+        try:
+            model = PeftModel.from_pretrained(copy.deepcopy(self.model, shared), str(adapter))
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"does not fit {self.name}: {first_line(error)}", path=adapter) from error
+        declared = str(model.peft_config["default"].base_model_name_or_path or "")
+        weights = Path(adapter) / WEIGHTS
+        digest = sha256(weights) if weights.is_file() else ""
+        model = model.to(self.model.device).eval()
+        return Base(self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest)
+
+
+def open_base(
+    base: str | Path, adapter: str | Path, *, task_type: str | None = None, dtype: str = "float32", device: str = "cpu"
+) -> OpenBase:
+    """The base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
+    adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
         text = "has no adapter_config.json, so it is no adapter of PEFT; calibration is for adapters of text models"
         raise CheckpointError(text, path=adapter)
@@ -142,21 +161,10 @@ def _plain(base: str | Path, adapter: Path, task_type: str | None, dtype: str) -
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.regression
-    return model, head
-
-
-def _adapted(base: str, model: PreTrainedModel, adapter: Path, head: Head, device: str) -> Base:
-    try:
-        adapted = PeftModel.from_pretrained(model, str(adapter)).to(device).eval()
-    except (ValueError, RuntimeError) as error:
-        raise CheckpointError(f"does not fit {base}: {first_line(error)}", path=adapter) from error
     tokenizer = open_tokenizer(base)
-    if adapted.config.pad_token_id is None:
-        adapted.config.pad_token_id = tokenizer.pad_token_id
-    declared = str(adapted.peft_config["default"].base_model_name_or_path or "")
-    weights = adapter / WEIGHTS
-    digest = sha256(weights) if weights.is_file() else ""
-    return Base(base, adapted, tokenizer, head, adapted_modules(adapted), declared, digest)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return OpenBase(str(base), model.to(device), tokenizer, head)
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
@@ -252,9 +260,9 @@ def task_texts(examples: Sequence[Example]) -> list[Text]:
     return [choice for example in examples for choice in example.choices]
 
 
-def _labels(adapter: Path) -> dict[str, int]:
+def _labels(adapter: str | Path) -> dict[str, int]:
     """How many classes the saved head has, as an argument; empty if none was saved, so that the base's own counts."""
-    file = adapter / "adapter_model.safetensors"
+    file = Path(adapter) / WEIGHTS
     if not file.exists():
         return {}
     heads = [tensor for name, tensor in read_header(file).tensors.items() if name.endswith(HEADS)]

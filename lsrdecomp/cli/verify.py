@@ -21,7 +21,7 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 if TYPE_CHECKING:
-    from lsrdecomp.calibration.divergence import Behaviour
+    from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.checkpoints import Checkpoint
 
 

@@ -262,14 +262,14 @@ def _measured(
 ) -> MeasuredCompression:
     """Compress against a base: to a plan, or to the smallest form that keeps ``settings.keep``, made as ``form`` says.
 
-    With ``keep`` and ``distil`` the smallest untrained form is found first, then at most `keep.MOST_DISTILLED` smaller
-    ones are trained, until one keeps as much. A second pass searches in the norm around the form of the first.
+    With ``keep`` and ``distil`` at most `keep.MOST_DISTILLED` forms are trained, and untrained ones are looked for if
+    none of them keeps as much. A second pass searches in the norm around the form of the first.
     """
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     try:
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
-        from lsrdecomp.fidelity.keep import CLOSE, ROUGH, FormOfSize, SmallestForm
+        from lsrdecomp.fidelity.keep import FormOfSize, SmallestForm
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
@@ -285,43 +285,28 @@ def _measured(
     norm = evaluator.statistics(journal) if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
 
-    # 2. Fit: a search in the norm around the LoRA, then in that around the form that came of it. How large exactly a
-    #    form must be is asked in the last norm alone, and not where it is trained afterwards.
-    def goal_in(norm: Statistics, prior: float = 1.0) -> Goal:
-        searches = partial(search, statistics=norm)
-        if plan is not None:
-            return FormOfSize(forms, searches, plan)
-        assert keep is not None
-        return SmallestForm(forms, searches, checkpoint, keep, form, prior)
-
-    def untrained(norms: int, close: float) -> tuple[Goal, CompressedForm | None]:
-        goal = goal_in(norm)
-        best = goal.untrained(close if norms == 1 else ROUGH)
-        for turn in range(2, norms + 1):
-            # Errors add up along the network: what counts is the norm around the compressed adapter, not the LoRA.
-            if best is None:
-                break
+    # 2. Fit: a search in the norm around the LoRA, and then in that around what came of it: errors add up along the
+    #    network. How large exactly a form must be is asked in the last norm alone.
+    best: CompressedForm | None = None
+    for turn in range(1, settings.norms + 1):
+        if best is not None:
             steps.begin("calibrating with the compressed adapter")
-            around = evaluator.statistics(journal, best.path)
-            steps.begin("searching again")
-            try:
-                next_goal = goal_in(around, goal.prior)
-                new = next_goal.untrained(close if turn == norms else ROUGH)
-            except BudgetError:  # nothing keeps as much in this norm
-                new = None
-            if new is None or not goal.is_better(new, best):
-                best = goal.untrained(close)
-                break
-            goal, best, forms.statistics = next_goal, new, around
-        return goal, best
-
-    steps.begin("searching")
-    goal, best = untrained(settings.norms, ROUGH if settings.distil else CLOSE)
-    if settings.distil or best is None:
-        steps.begin("training")
-        best = goal.trained()
-        if plan is None and not best.steps:  # no training brought enough
-            best = untrained(settings.passes or 2, CLOSE)[1] or best
+            forms.statistics = evaluator.statistics(journal, best.path)
+        steps.begin("searching" if turn == 1 else "searching again")
+        searches = partial(search, statistics=forms.statistics)
+        goal: Goal
+        if plan is not None:
+            goal = FormOfSize(forms, searches, plan)
+        else:
+            goal = SmallestForm(forms, searches, checkpoint, keep or 0.0, form)
+        if turn < settings.norms:
+            new = goal.first()
+        elif settings.distil:
+            steps.begin("training")
+            new = goal.trained()
+        else:
+            new = goal.untrained()
+        best = new if best is None or goal.is_better(new, best) else best
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.

@@ -34,8 +34,8 @@ class Distilled:
     >>> from lsrdecomp.fidelity import Fidelity
     >>> from lsrdecomp.fidelity.forms import DistilledForm
     >>> was, now = (Behaviour(96, 1_895, "token", kl, same, 1.36) for kl, same in ((0.24, 0.86), (0.022, 0.95)))
-    >>> sizes = {"bytes_before": 3_700_000, "bytes_after": 39_000, "head_bytes": 0}
-    >>> fidelity = Fidelity(now.kept, None, now.kl, 1.36, 0.95, "token", 96, 1_895, "e2e.jsonl", "base", **sizes)
+    >>> facts = {"data": "e2e.jsonl", "base": "base", "bytes_before": 3_700_000, "bytes_after": 39_000}
+    >>> fidelity = Fidelity.of(now, **facts)
     >>> Distilled(Path("small"), fidelity, DistilledForm(Path("small"), was, now, None))
     Distilled small, which kept 82.4 %
        Promise: keeps 98.4 % of what the adapter does

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-
 from lsrdecomp.calibration.base_model import (
-    Base,
     Text,
-    adapted_modules,
     batches,
-    load_base,
+    open_base,
     prompt_batches,
     read_lines,
     task_texts,
@@ -91,13 +86,14 @@ class Evaluator:
         on_step: OnStep | None = None,
     ) -> None:
         self.settings = settings = settings or EvaluatorSettings()
-        self.on_step, self.device = on_step, settings.device or "cpu"
+        self.on_step = on_step
         self.held_out, rest = split(texts, settings.held_out, settings.seed)
         choosing = len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
         self.choosing, self.calibration = rest[:choosing], rest[choosing:]
         self.say("opening the base")
         try:
-            self.source = load_base(base, lora, dtype=settings.dtype, device=self.device)
+            self.base = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
+            self.source = self.base.adapted(lora)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, LsrError):
                 raise
@@ -138,26 +134,16 @@ class Evaluator:
     def _cut(self) -> dict[str, Any]:
         return {"max_length": self.settings.max_length, "truncate": self.settings.truncate}
 
-    def open(self, written: Path) -> Base:
-        """The base with another adapter of the same task; its large weights are shared with the LoRA's."""
-        shared = {
-            id(p): p for name, p in self.source.model.named_parameters() if p.ndim > 1 and "modules_to_save" not in name
-        }
-        copied = copy.deepcopy(self.source.model, shared)
-        plain = copied.unload()  # type: ignore[operator]
-        model = PeftModel.from_pretrained(plain, str(written)).to(self.device).eval()
-        return Base(self.source.name, model, self.source.tokenizer, self.source.head, adapted_modules(model))
-
     def measure(self, written: Path) -> Behaviour:
         """How a written form answers the texts that forms are compared by."""
-        return self.chooser.compare(self.open(written))
+        return self.chooser.compare(self.base.adapted(written))
 
     def measure_held_out(self, written: Path, measured: Behaviour) -> Behaviour:
         """How it answers texts that chose nothing; ``measured`` is what `measure` returned of it."""
         if self.chooser is self.reference:
             return measured
         self.say("measuring what it keeps on texts that chose nothing")
-        return self.reference.compare(self.open(written))
+        return self.reference.compare(self.base.adapted(written))
 
     @property
     def key(self) -> str:
@@ -180,7 +166,7 @@ class Evaluator:
             stage = "calibrating" if written is None else "calibrating with the compressed adapter"
             self.say(stage)
             calibrate(
-                (self.source if written is None else self.open(written)).model,
+                (self.source if written is None else self.base.adapted(written)).model,
                 self.batches(texts),
                 modules=self.source.modules,
                 out=out,
@@ -195,37 +181,16 @@ class Evaluator:
             )
         return read_statistics(out)
 
-    def fidelity(
-        self,
-        behaviour: Behaviour,
-        written: Path,
-        source: Checkpoint,
-        data: str,
-        *,
-        distilled: int = 0,
-        measurements: int = 1,
-        asked: float | None = None,
-    ) -> Fidelity:
-        """The record of a measured form of ``source``."""
-        assert behaviour.kept is not None  # the LoRA has an effect
-        return Fidelity(
-            kept=behaviour.kept,
-            standard_error=behaviour.standard_error,
-            kl=behaviour.kl,
-            effect=behaviour.effect,
-            agreement=behaviour.agreement,
-            unit=behaviour.unit,
-            examples=behaviour.examples,
-            answers=behaviour.answers,
+    def fidelity(self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any) -> Fidelity:
+        """The record of a measured form of ``source``, with further facts of it."""
+        return Fidelity.of(
+            behaviour,
             data=data,
             base=Path(self.source.name).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(written / WEIGHTS),
             head_bytes=sum(tensor.nbytes for tensor in source.extras.values()),
-            distilled=distilled,
-            measurements=measurements,
-            asked=asked,
-            throughout=behaviour.throughout,
+            **facts,
         )
 
 

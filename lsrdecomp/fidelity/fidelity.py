@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lsrdecomp.calibration.behaviour import Behaviour
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -33,22 +35,12 @@ LITTLE = 0.5
 """A form that keeps less than this share is not what anybody wants without having asked for its size."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Fidelity:
-    """The measured share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter) of an adapter as written.
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Fidelity(Behaviour):
+    """What a form keeps as written, the share 1 − KL(LoRA ‖ compressed) / KL(LoRA ‖ no adapter), and what was measured.
 
     Attributes
     ----------
-    kept, standard_error : float
-        The share, and its standard error over the held-out examples; None for a single one.
-    kl, effect : float
-        The two divergences, nats per ``unit``; for a regression half the squared differences.
-    agreement : float, optional
-        Share of answers whose likeliest class or token is the same.
-    unit : str
-        "token" or "example".
-    examples, answers : int
-        Held-out examples, and the answers in them.
     data, base : str
         Where the examples are from, and the base that read them.
     bytes_before, bytes_after, head_bytes : int
@@ -60,35 +52,37 @@ class Fidelity:
         Forms that were measured until this one was chosen.
     asked : float, optional
         The least share that was asked for.
-    throughout : float, optional
-        Share of examples in which the likeliest token is the same at every token of the answer.
 
     Examples
     --------
-    >>> Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
-    Promise: keeps 95.2 ± 0.8 % of what the adapter does
+    >>> behaviour = Behaviour(128, 3000, "token", 0.0842, 0.91, 1.79, 0.008)
+    >>> fidelity = Fidelity.of(behaviour, data="a.jsonl", base="b", bytes_before=3_700_000, bytes_after=12_000)
+    >>> fidelity
+    Promise: keeps 95.3 ± 0.8 % of what the adapter does
        divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %
        files 3.7 MB → 12 kB
        measured on 128 held-out examples of a.jsonl
+    >>> fidelity.sentence()[:43]
+    'keeps 95.3 ± 0.8 % of what the adapter does'
     """
 
-    kept: float
-    standard_error: float | None
-    kl: float
-    effect: float
-    agreement: float | None
-    unit: str
-    examples: int
-    answers: int
     data: str
     base: str
     bytes_before: int
     bytes_after: int
-    head_bytes: int
+    head_bytes: int = 0
     distilled: int = 0
     measurements: int = 1
     asked: float | None = None
-    throughout: float | None = None
+
+    @classmethod
+    def of(cls, behaviour: Behaviour, **facts: Any) -> Fidelity:
+        """A behaviour with what it was measured on."""
+        return cls(**asdict(behaviour), **facts)
+
+    @property
+    def kept(self) -> float:
+        return 1.0 - self.kl / self.effect  # of a LoRA that has an effect
 
     @property
     def little(self) -> bool:
@@ -96,14 +90,7 @@ class Fidelity:
         return self.kept < LITTLE
 
     def sentence(self) -> str:
-        """The promise in words.
-
-        >>> fidelity = Fidelity(.9523, .008, .0842, 1.79, .91, "token", 128, 3000, "a.jsonl", "b", 3700000, 12000, 0)
-        >>> print(fidelity.sentence().replace(" (", "\\n(").replace(" · m", "\\n· m"))
-        keeps 95.2 ± 0.8 % of what the adapter does
-        (divergence 0.0842 of 1.79 nats per token; likeliest token the same for 91 %) · files 3.7 MB → 12 kB
-        · measured on 128 held-out examples of a.jsonl
-        """
+        """The promise in words."""
         kept, answers, *rest = self._clauses()
         return " · ".join([f"{kept} ({answers})", *rest])
 
@@ -129,7 +116,7 @@ class Fidelity:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file, the sentence among them."""
-        return {**asdict(self), "sentence": self.sentence()}
+        return {"kept": self.kept, **asdict(self), "sentence": self.sentence()}
 
 
 def size_text(size: int) -> str:

@@ -221,7 +221,7 @@ def distil_form(
     ``before`` is what it keeps, if that was measured; ``words`` go before those on each part of the work.
     """
     # 1. What it keeps as it is.
-    student = evaluator.open(form)
+    student = evaluator.base.adapted(form)
     if before is None:
         evaluator.say(f"{words}measuring")
         before = evaluator.chooser.compare(student)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lsrdecomp.calibration.divergence import Behaviour
+from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
@@ -28,25 +28,26 @@ from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
 
 MOST_MEASURED = 7
 MOST_DISTILLED = 2
+CLOSE = 1.08
+"""Sizes within this factor of each other, one that keeps enough and one that does not, end the search."""
 MOST_PLACED, NEAR = 2, 1.15
 """Forms measured at most to find where training begins, and the factor of the loss wanted there that will do."""
-CLOSE, ROUGH = 1.08, 2.0
-"""Sizes within this factor of each other, one that keeps enough and one that does not, end the search: of the form that
-is wanted, and of one that only shows where the next norm is measured, or where training begins."""
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
 SMALLEST = 4096.0
 """Times smaller than the LoRA: no smaller form is looked for."""
 LARGEST = 6.0
 """Times smaller than the LoRA is the largest form that the search prepares for; larger ones are searched when asked."""
-ENOUGH = 0.5
+ENOUGH = 1.0
 """Standard errors above the share that was asked within which a form is taken."""
 SURE = 0.1
 """Of the loss that is allowed, what training goes beyond it before it ends early: it is looked at on other texts."""
 SAFETY = 0.95
-"""Of the loss that is allowed, what is aimed at while every form has lost too much."""
+"""Of the loss that is allowed, what is aimed at while no form has kept enough."""
 REACH = 4.0
 """Farthest that one step goes beyond the sizes that were measured."""
+OFF_ENDS = 0.15
+"""Of the logarithm between a size that keeps too little and one that keeps enough, how far off both the next one is."""
 LEFT, LEFT_OF_CLASSIFIER = 0.15, 0.5
 """What distillation is guessed to leave of a loss till one is measured: .08 to .23 on SmolLM2, .27 to .62 on MiniLM."""
 NEXT = 1.06
@@ -59,31 +60,28 @@ Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
 class Goal(Protocol):
     """What is asked for, under one norm: one search."""
 
-    prior: float
-    """What is lost by a squared error, as measured so far."""
+    def first(self) -> CompressedForm:
+        """A form near it, around which the next norm is measured."""
 
-    def untrained(self, close: float = CLOSE) -> CompressedForm | None:
-        """The form that meets it without training, its size known within a factor; None if only training can."""
+    def untrained(self) -> CompressedForm:
+        """The form that meets it without training."""
 
     def trained(self) -> CompressedForm:
         """The form that meets it with training, or without where that is as good."""
 
     def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
-        """Whether one untrained form meets it better than another."""
+        """Whether one form meets it better than another."""
 
 
 class FormOfSize:
     """The form of one plan."""
 
     def __init__(self, forms: CompressedFormCache, searches: Searches, plan: CompressionPlan) -> None:
-        self.forms, self.prior = forms, 1.0
-        self.compress = cache(lambda: forms.untrained(searches([plan]).compress(plan)))
-
-    def untrained(self, close: float = CLOSE) -> CompressedForm:
-        return self.compress()
+        self.forms = forms
+        self.untrained = self.first = cache(lambda: forms.untrained(searches([plan]).compress(plan)))
 
     def trained(self) -> CompressedForm:
-        return self.forms.distilled(self.compress())
+        return self.forms.distilled(self.untrained())
 
     def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
         return new.behaviour.kl < old.behaviour.kl
@@ -99,9 +97,8 @@ class SmallestForm:
         checkpoint: Checkpoint,
         keep: float,
         form: Mapping[str, Any],
-        prior: float = 1.0,
     ) -> None:
-        self.forms, self.keep, self.prior = forms, keep, prior
+        self.forms, self.keep = forms, keep
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
@@ -109,75 +106,67 @@ class SmallestForm:
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
         least = max(self.whole / SMALLEST, EMPTY + 1.0) if self.counts_bytes else self.whole / SMALLEST
         self.searched = searches([self._plan(max(self.whole / LARGEST, least)), self._plan(least)])
-        self.expected = cache(lambda size: self.searched.expected_error(self._plan(size)))
         self.by_size: dict[float, CompressedForm] = {}  # untrained
-        self.enough: MeasuredSize | None = None
 
-    def untrained(self, close: float = CLOSE) -> CompressedForm | None:
-        """A measurement is a forward pass over the held-out texts. Raises `BudgetError` if nothing keeps as much."""
+    def first(self) -> CompressedForm:
+        return self._losing(SAFETY * (1.0 - self.keep), measurements=1)
+
+    def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
+        return not self._keeping([old]) or (bool(self._keeping([new])) and self._size(new) < self._size(old))
+
+    def untrained(self) -> CompressedForm:
+        """A measurement is a forward pass over the texts that choose. Raises `BudgetError` if nothing keeps as much."""
 
         def say(measured: Sequence[MeasuredSize]) -> None:
             kept = f"keeps {measured[-1].kept:.3f}, {self.keep:g} asked"
             self.forms.evaluator.say(f"form {len(measured)} of at most {MOST_MEASURED} {kept}")
 
         try:
-            self.enough, _ = smallest(
-                self.keep,
-                self.whole,
-                self.expected,
-                self._measure,
-                prior=self.prior,
-                close=close,
-                on_measured=say,
-            )
+            best, _ = smallest(self.keep, self.whole, self._expected, self._measure, self._measured, on_measured=say)
         except BudgetError:
-            if not self.forms.steps:
+            if share_kept(self._measure(self.whole)) < self.keep:  # the LoRA's own size is the last chance
                 raise
-            return None
-        self.prior = max(1.0 - self.enough.kept, TINY) / max(self.expected(self.enough.size), TINY)
-        return self.by_size[self.enough.size]
+            return self.by_size[self.whole]
+        return self.by_size[best.size]
 
     def trained(self) -> CompressedForm:
-        """Smaller ones: the first where training is guessed to bring enough, the others by what it brought."""
-        trained: dict[float, CompressedForm] = {}
-
-        def untrained_loss(size: float) -> float:
-            measured = [MeasuredSize(known, form.behaviour) for known, form in self.by_size.items()]
-            return loss_at(size, measured, self.expected)
-
-        def train(size: float) -> Behaviour:
-            self._measure(size)
-            words = f"training {len(trained) + 1} of at most {MOST_DISTILLED}, "
-            words += f"{self.by_size[size].compression.totals.ratio:.3g} times fewer numbers: "
-            trained[size] = self.forms.distilled(self.by_size[size], words, self.keep + SURE * (1.0 - self.keep))
-            return trained[size].behaviour
-
+        """Training begins where it is guessed to bring enough, and again where by what that brought it would."""
         classifier = self.forms.evaluator.source.head in (Head.classification, Head.regression)
-        prior = LEFT_OF_CLASSIFIER if classifier else LEFT
-        # Where training is to begin is measured: a form costs a forward pass over few texts, a training many of both.
-        wanted, high = (1.0 - self.keep) / prior, self.whole if self.enough is None else self.enough.size
-        for _ in range(MOST_PLACED):
-            size = _size_for(wanted, self.whole / SMALLEST, high, untrained_loss)
-            lost = 1.0 - share_kept(self._measure(size))
-            if wanted / NEAR <= lost <= wanted * NEAR:
+        left = LEFT_OF_CLASSIFIER if classifier else LEFT
+        trained: list[CompressedForm] = []
+        for number in range(1, MOST_DISTILLED + 1):
+            form = self._losing(SAFETY * (1.0 - self.keep) / left)
+            if self._keeping(trained) and self._size(form) * WORTH_TRAINING > self._size(trained[0]):
                 break
-        best, _ = smallest(
-            self.keep,
-            self.whole,
-            untrained_loss,
-            train,
-            most=MOST_DISTILLED,
-            prior=prior,
-            close=WORTH_TRAINING,
-            enough=self.enough,
-        )
-        return trained.get(best.size) or self.by_size[best.size]
+            words = f"training {number} of at most {MOST_DISTILLED}, "
+            words += f"{form.compression.totals.ratio:.3g} times fewer numbers: "
+            trained.append(self.forms.distilled(form, words, self.keep + SURE * (1.0 - self.keep)))
+            left = max(lost(trained[-1].behaviour), TINY) / max(lost(form.behaviour), TINY)
+        return min(self._keeping(trained), key=self._size, default=None) or self.untrained()
 
-    def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
-        return self._size(new) < self._size(old)
+    def _keeping(self, forms: Sequence[CompressedForm]) -> list[CompressedForm]:
+        return [form for form in forms if share_kept(form.behaviour) >= self.keep]
+
+    def _losing(self, loss: float, measurements: int = MOST_PLACED) -> CompressedForm:
+        """An untrained form that loses about so much: it is measured, for training costs many times as much."""
+        for _ in range(measurements):
+            size = size_for(
+                loss, self.whole / SMALLEST, self.whole, lambda size: loss_at(size, self._measured, self._expected)
+            )
+            near = self._measure(size)
+            if loss / NEAR <= lost(near) <= loss * NEAR:
+                break
+        return min(self.by_size.values(), key=lambda form: abs(math.log(max(lost(form.behaviour), TINY) / loss)))
+
+    @property
+    def _measured(self) -> list[MeasuredSize]:
+        return [MeasuredSize(size, form.behaviour) for size, form in self.by_size.items()]
 
     def _size(self, form: CompressedForm) -> int:
         return bytes_to_open(form.path / WEIGHTS) if self.counts_bytes else form.compression.totals.parameters
+
+    def _expected(self, size: float) -> float:
+        return self.searched.expected_error(self._plan(size))
 
     def _plan(self, size: float) -> CompressionPlan:
         if self.counts_bytes:
@@ -211,23 +200,24 @@ class MeasuredSize:
         return share_kept(self.behaviour)
 
 
+def lost(behaviour: Behaviour) -> float:
+    """The share that is not kept."""
+    return 1.0 - share_kept(behaviour)
+
+
 def smallest(
     keep: float,
     whole: float,
     expected: Callable[[float], float],
     measure: Callable[[float], Behaviour],
+    known: Sequence[MeasuredSize] = (),
     *,
-    most: int = MOST_MEASURED,
-    prior: float = 1.0,
-    close: float = CLOSE,
-    enough: MeasuredSize | None = None,
     on_measured: Callable[[list[MeasuredSize]], object] | None = None,
 ) -> tuple[MeasuredSize, list[MeasuredSize]]:
     """Find the smallest size whose measured share is at least ``keep``.
 
-    What a form loses is taken to be a power of its squared error in the norm of the layers, which is known for any size
-    without asking the model. Each measurement corrects the factor, two the power; the sizes that kept enough and those
-    that did not close in on the answer from both sides.
+    Each size is where as much is lost as may be, by `loss_at`; the sizes that kept enough and those that did not close
+    in on the answer from both sides.
 
     Parameters
     ----------
@@ -239,15 +229,8 @@ def smallest(
         Squared relative error of the form of a size; cheap, falling. Raises `BudgetError` where there is none.
     measure : callable
         Makes the form of a size and measures it; dear.
-    most : int
-        Measurements at most.
-    prior : float
-        The factor before the first measurement.
-    close : float
-        As `CLOSE`.
-    enough : MeasuredSize, optional
-        One known to keep as much, though it costs no measurement here: only smaller ones are looked for, and it is
-        the answer if none of them will do.
+    known : sequence of MeasuredSize
+        What was measured before.
     on_measured : callable, optional
         Called with all measurements so far after each.
 
@@ -262,98 +245,61 @@ def smallest(
     """
     if not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
-    measured: list[MeasuredSize] = []
-    free = [] if enough is None else [enough]
-
-    def measure_at(size: float) -> MeasuredSize:
+    measured = list(known)
+    while len(measured) < MOST_MEASURED:
+        # 1. The interval, from sizes that keep too little to the smallest that keeps enough.
+        keeping = [form.size for form in measured if form.kept >= keep]
+        failing = [form.size for form in measured if form.kept < keep]
+        low, high = max([whole / SMALLEST, *failing]), min([whole, *keeping])
+        # 2. The size at which as much is lost as may be; the end, if what it saves is not worth its measurement.
+        allowed = (1.0 - keep) * (1.0 if keeping else SAFETY)
+        size = size_for(allowed, low, high, lambda size: loss_at(size, measured, expected))
+        if high <= CLOSE * low or (keeping and size > high / CLOSE):
+            break
+        # 3. Off the ends of the interval, where nothing is learnt, and not far beyond what was measured.
+        if keeping and failing:
+            size = min(max(size, low * (high / low) ** OFF_ENDS), high * (low / high) ** OFF_ENDS)
+        elif measured:
+            size = max(size, high / REACH) if keeping else min(size, low * REACH)
         measured.append(MeasuredSize(size, measure(size)))
         if on_measured is not None:
             on_measured(measured)
-        return measured[-1]
-
-    low, high = whole / SMALLEST, whole if enough is None else enough.size
-    while len(measured) < most and high > close * low:
-        # 1. The size at which as much is lost as may be, by the measurements so far.
-        passed = any(form.kept >= keep for form in [*free, *measured])
-        failed = any(form.kept < keep for form in measured)
-        all_failed = failed and not any(form.kept >= keep for form in measured)
-        loss = (1.0 - keep) * (SAFETY if all_failed else 1.0)
-        size = _size_for(_error_at(loss, measured, expected, prior), low, high, expected)
-        # 2. The end, if the next smaller one is not worth its measurement.
-        if measured and passed and size > high / close:
+        # 4. The end, if no smaller form could be told from one that keeps too little.
+        if 0.0 <= measured[-1].kept - keep <= ENOUGH * (measured[-1].behaviour.standard_error or 0.0):
             break
-        # 3. Off the ends of the interval, where nothing is learnt, and not far beyond what was measured.
-        if passed and failed:
-            size = min(max(size, low * (high / low) ** 0.15), low * (high / low) ** 0.85)
-        elif measured:
-            sizes = [form.size for form in measured]
-            size = min(max(size, min(sizes) / REACH), max(sizes) * REACH)
-        elif free:
-            size = min(size, high / close)
-        # 4. The last chance goes half of the way; better the LoRA's own size than no answer.
-        if all_failed and len(measured) == most - 1:
-            size = math.sqrt(low * high) if passed else whole
-        # 5. Measure, and narrow the interval from the side on which the form lies.
-        form = measure_at(size)
-        low, high = (low, size) if form.kept >= keep else (size, high)
-        # 6. The end, if no smaller form could be told from one that keeps too little.
-        if 0.0 <= form.kept - keep <= ENOUGH * (form.behaviour.standard_error or 0.0):
-            break
-    # 7. Sizes may have closed in on the LoRA's own, which itself was not measured.
-    if not any(form.kept >= keep for form in [*free, *measured]) and len(measured) < most:
-        measure_at(whole)
-    keeping = [form for form in [*free, *measured] if form.kept >= keep]
-    if not keeping:
+    enough = [form for form in measured if form.kept >= keep]
+    if not enough:
         best = max(measured, key=lambda form: form.kept)
         raise BudgetError(
             f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(measured)} keeps "
             f"{best.kept:.3f}; ask for less, allow distillation, or store in a finer type"
         )
-    return min(keeping, key=lambda form: form.size), measured
+    return min(enough, key=lambda form: form.size), measured
 
 
 def loss_at(size: float, measured: Sequence[MeasuredSize], expected: Callable[[float], float]) -> float:
-    """What a form of a size loses, by forms that were measured.
+    """What a form of a size loses: between those that were measured by the line through the logarithms of both.
 
-    Between them on the line through the logarithms of squared error and loss, beyond in proportion to the squared
-    error. Raises `BudgetError` as ``expected`` does.
+    Beyond them in proportion to the squared error, which it is where nothing was measured. Raises `BudgetError` as
+    ``expected`` does.
     """
-    error = math.log(max(expected(size), TINY))
-    points = sorted((math.log(max(expected(form.size), TINY)), max(1.0 - form.kept, TINY)) for form in measured)
-    points = [(log_error, math.log(loss)) for log_error, loss in points if math.isfinite(loss)]
+    points = sorted((form.size, max(1.0 - form.kept, TINY)) for form in measured if math.isfinite(form.kept))
     if not points:
-        return math.exp(error)
-    errors, losses = zip(*points, strict=True)
-    rising = np.maximum.accumulate(losses)  # a larger error that lost less was luck
-    beyond = error - min(max(error, errors[0]), errors[-1])
-    return math.exp(float(np.interp(error, errors, rising)) + beyond)
+        return expected(size)
+    sizes, losses = zip(*points, strict=True)
+    falling = np.minimum.accumulate(losses)  # a larger form that lost more was luck
+    inside = min(max(size, sizes[0]), sizes[-1])
+    loss = math.exp(float(np.interp(math.log(inside), np.log(sizes), np.log(falling))))
+    return loss if inside == size else loss * expected(size) / max(expected(inside), TINY)
 
 
-def _error_at(loss: float, measured: Sequence[MeasuredSize], expected: Callable[[float], float], prior: float) -> float:
-    """The squared error at which so much is lost, by the last two measurements."""
-    last = measured[-2:]
-    points = [(max(expected(form.size), TINY), max(1.0 - form.kept, TINY)) for form in last]
-    if not points:
-        return loss / prior
-    (error, lost), power = points[-1], 1.0
-    if len(points) == 2 and abs(math.log(points[0][0] / error)) > 0.02:
-        error_before, lost_before = points[0]
-        slope = math.log(lost_before / lost) / math.log(error_before / error)
-        luck = max(form.behaviour.standard_error or 0.0 for form in last)
-        if slope > 0.0 and abs(lost_before - lost) > luck:
-            power = min(max(slope, 0.4), 2.5)
-        else:  # no more than luck, which they share
-            error, lost = math.sqrt(error_before * error), math.sqrt(lost_before * lost)
-    return float(error * (loss / lost) ** (1.0 / power))
-
-
-def _size_for(error: float, low: float, high: float, expected: Callable[[float], float]) -> float:
-    """The size, between two, at which the squared error is as given: bisection on its logarithm."""
+def size_for(loss: float, low: float, high: float, lost: Callable[[float], float]) -> float:
+    """The size, between two, at which so much is lost: bisection on its logarithm."""
     a, b = math.log(low), math.log(high)
     for _ in range(12):
         middle = 0.5 * (a + b)
         try:
-            enough = expected(math.exp(middle)) <= error
+            enough = lost(math.exp(middle)) <= loss
         except BudgetError:
             enough = False
         a, b = (a, middle) if enough else (middle, b)

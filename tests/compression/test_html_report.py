@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression.html_report import html_report
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import Compression, LayerReport, totals
@@ -21,6 +22,8 @@ LAYER = LayerReport(
     condition=1.0, storage="float16",
 )  # fmt: skip
 PLAN = CompressionPlan(separation_rank=4, inner_shape=(4, 2), storage="float16")
+BEHAVIOUR = Behaviour(128, 3000, "token", 0.1, 0.9, 1.0, 0.01)
+FACTS = {"data": "a.jsonl", "base": "b", "bytes_before": 3_700_000, "bytes_after": 12_000}
 CURVE = ErrorCurve("truncated <SVD>", (0, 1, 2, 3), (0, 1000, 2000, 3000), (1.0, 0.5, 0.25, 1e-16), 1.0)
 
 
@@ -115,14 +118,14 @@ def test_the_divergence_names_what_the_network_answers_once_for():
     layers = (replace(LAYER, functional_norm=1.0, functional_error=0.125),)
     assert "estimated KL, nats per example" in Page(html_report(Record(layers))).texts
     assert "estimated KL, nats per token" in Page(html_report(Record(layers), unit="token")).texts
-    promise = Fidelity(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
+    promise = Fidelity.of(BEHAVIOUR, **FACTS)
     measured = Page(html_report(PromisedRecord(layers, promise=promise), unit="token")).texts
     assert "90.0 %" in measured
     assert not any("estimated" in text for text in measured)
 
 
 def test_a_measured_result_shows_what_its_forms_kept_and_no_error_curve():
-    promise = Fidelity(0.9, 0.01, 0.1, 1.0, 0.9, "token", 128, 3000, "a.jsonl", "b", 3_700_000, 12_000, 0)
+    promise = Fidelity.of(BEHAVIOUR, **FACTS)
     tried = (Measurement(24_000, 6000, 0.97), Measurement(12_000, 3000, 0.7, 0.9, 60))
     page = html_report(PromisedRecord((LAYER,), promise=promise, tried=tried), [CURVE])
     assert "Share kept against bytes" in page

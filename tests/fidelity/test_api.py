@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import lsrdecomp as lsr
+from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression import Search
 from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.errors import LsrError
@@ -66,7 +67,9 @@ def test_a_compression_prints_on_a_few_lines(statistics):
 
 
 def test_a_promise_is_read_at_a_prompt(tmp_path):
-    told = Fidelity(0.813, 0.025, 0.0463, 0.248, 0.95, "example", 128, 128, "reviews.txt", "b", 302_000, 18_000, 3_100)
+    behaviour = Behaviour(128, 128, "example", 0.0463, 0.95, 0.248, 0.025)
+    facts = {"data": "reviews.txt", "base": "b", "bytes_before": 302_000, "bytes_after": 18_000, "head_bytes": 3_100}
+    told = Fidelity.of(behaviour, **facts)
     result = MeasuredCompression(lsr.compress(DEMO, separation_rank=1, search=QUICK), told, tmp_path, {}, None)
     lines = repr(result).splitlines()
     assert len(lines) <= 10
@@ -82,7 +85,8 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
 
 
 def test_a_promise_of_tokens_says_how_often_a_whole_answer_stays():
-    told = Fidelity(0.918, 0.01, 0.103, 1.27, 0.97, "token", 96, 3556, "sums.jsonl", "b", 3_700_000, 192_000, 0)
+    behaviour = Behaviour(96, 3556, "token", 0.103, 0.97, 1.27, 0.01)
+    told = Fidelity.of(behaviour, data="sums.jsonl", base="b", bytes_before=3_700_000, bytes_after=192_000)
     assert "likeliest token the same for 97 %)" in told.sentence()
     told = replace(told, throughout=0.04)
     assert "likeliest token the same for 97 %, all along in 4 % of the examples)" in told.sentence()

@@ -252,7 +252,7 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
     evaluator = Evaluator(
         language_model / "base", language_model / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16)
     )
-    student = evaluator.open(language_model / "lsr")
+    student = evaluator.base.adapted(language_model / "lsr")
     for module in student.model.modules():
         if isinstance(module, LsrLayer):
             module.scaling["default"] = 2.0  # as a trained adapter may have it; what compress writes has one
@@ -269,7 +269,7 @@ def test_factors_of_an_open_model_are_those_of_its_file(language_model):
 
 def test_only_lsr_factors_are_trained(classifier):
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, EvaluatorSettings(batch=8, max_length=16))
-    student = evaluator.open(classifier / "lsr")
+    student = evaluator.base.adapted(classifier / "lsr")
     count = sum(p.numel() for p in trained(student.model))
     assert count == open_checkpoint(classifier / "lsr").adapter_parameters
     assert sum(p.numel() for p in student.model.parameters() if p.requires_grad) == count

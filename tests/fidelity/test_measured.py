@@ -161,14 +161,13 @@ def test_few_sizes_are_trained_and_none_is_as_large_as_without(folder, untrained
     assert [one["distilled"] for one in record["tried"]] == [one.distilled for one in result.tried]
 
 
-def test_where_no_training_brings_enough_the_smallest_untrained_form_stays(folder, untrained, monkeypatch):
+def test_where_no_training_brings_enough_the_form_is_an_untrained_one(folder, monkeypatch):
     settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "storage": "float32", **SETTINGS}
     done = pretend_to_distil(monkeypatch, 1.1)  # does harm
     result = lsr.compress(folder / "lora", **settings, distil=40)
-    assert 1 <= len(done) <= 3
+    assert 1 <= len(done) <= MOST_DISTILLED
     assert result.promise.distilled == 0
-    assert result.promise.kept == untrained.promise.kept
-    assert result.layers == untrained.layers
+    assert result.promise.kept >= 0.9
 
 
 class Killed(BaseException):
