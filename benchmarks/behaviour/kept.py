@@ -35,8 +35,9 @@ from benchmarks.lab.recover_plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
 from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
+from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.divergence import Behaviour, Reference, ratio_error, without_delta
+from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.plan import CompressionPlan

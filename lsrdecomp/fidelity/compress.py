@@ -307,6 +307,7 @@ def _measured(
         else:
             new = goal.untrained()
         best = new if best is None or goal.is_better(new, best) else best
+    assert best is not None
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.

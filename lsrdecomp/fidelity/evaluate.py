@@ -16,9 +16,10 @@ from lsrdecomp.calibration.base_model import (
     read_lines,
     task_texts,
 )
+from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_jsonl, tokenize
-from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key

@@ -14,8 +14,9 @@ from typing import Any
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.distil import Distillation, distil_factors
-from lsrdecomp.calibration.divergence import Behaviour, Reference
+from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson
 from lsrdecomp.calibration.questions import Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
