@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.hosvd import Compressed, compress
-from lsrdecomp.solvers.cp.incremental import empty_terms, fit, fit_by_sweeps, misfit
+from lsrdecomp.solvers.cp.incremental import ROUNDING, CoreFit, empty_terms
 from lsrdecomp.solvers.cp.regularized import alternate, storage_ridge
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
 from lsrdecomp.solvers.cp.terms import CPTerms, fewest_terms
@@ -217,24 +216,23 @@ class ALS(MatrixSolver):
         progress.mark(Event.start)
         start_terms = empty_terms(core) if start is None else _restricted(packed, start)
         left = math.sqrt(max(goal**2 - packed.lost**2, 0.0)) if packed.lost > rounding else goal
-        method = fit_by_sweeps if flat else partial(fit, goal=left)
-        terms = method(
-            core,
-            start_terms,
-            most,
-            ridge,
+        fit = CoreFit(
+            core=core,
+            ridge=ridge,
             rng=np.random.default_rng(self.seed),
             sweeps=self.core_sweeps,
             initializations=self.initializations,
+            goal=max(left, ROUNDING),
             progress=progress,
         )
+        terms = fit.by_sweeps(start_terms, most) if flat else fit.grown(start_terms, most)
         # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back what the core lost.
         columns = packed.expand([like(c, tensor) for c in terms.columns])
         weights = (
             namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
         )
         whole = CPTerms(weights, columns)
-        error = misfit(core, terms)
+        error = fit.misfit(terms)
         if math.hypot(packed.lost, error) > goal and packed.lost > NEGLIGIBLE * error and self.full_sweeps > 0:
             progress.mark(Event.start)
             whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,19 +55,6 @@ def misfit(core: np.ndarray, terms: CPTerms) -> float:
     return float(np.linalg.norm(core - terms.to_tensor()))
 
 
-def add_term(core: np.ndarray, terms: CPTerms, rng: np.random.Generator) -> CPTerms:
-    """The best of a few rank-one fits to the residual, appended."""
-    residual = core - terms.to_tensor()
-    best: CPTerms | None = None
-    for start in range(3):
-        trial = _leading_vectors(residual) if start == 0 else random_terms(core, 1, rng)
-        trial, _ = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
-        if best is None or trial.weights[0] > best.weights[0]:
-            best = trial
-    assert best is not None
-    return terms.with_term([c[:, 0] for c in best.columns], best.weights)
-
-
 def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     """One term, drawn by its weight, replaced by two halves that differ a little: a start the residual cannot show."""
     chance = terms.weights**2
@@ -81,149 +69,116 @@ def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     return CPTerms(weights, terms.columns).with_term([c[:, 0] for c in unit.columns], weights[k : k + 1])
 
 
-def fit(
-    core: np.ndarray,
-    terms: CPTerms,
-    rank: int,
-    ridge: float,
-    *,
-    rng: np.random.Generator,
-    sweeps: int,
-    initializations: int,
-    goal: float = 0.0,
-    progress: SolveProgress | None = None,
-) -> CPTerms:
-    """Minimise ‖T − Σ‖² + α Σλ² with ``rank`` terms, or with as few as bring the misfit to ``goal``.
+@dataclass(frozen=True, slots=True)
+class CoreFit:
+    """Minimising ‖T − Σ‖² + α Σλ² over terms of a core T of norm one."""
 
-    Parameters
-    ----------
-    core : ndarray, float64 or complex128, norm one
-    terms : CPTerms
-        Terms to begin from, possibly none; they are fitted before any is added.
-    rank : int
-        Terms to end with, at most.
-    ridge : float
-        α.
-    rng : Generator
-    sweeps : int
-        Alternating sweeps after each new term.
-    initializations : int
-        Polished fits to choose the last from: one from the residual, the others by splitting a term of the fit before.
-    goal : float
-        Misfit norm that is good enough.
-    """
-    goal = max(goal, ROUNDING)
-    if terms.rank and misfit(core, terms) > goal:
-        _mark(progress, Event.start)
-        terms = follow_path(core, terms, ridge, goal=goal, progress=progress)
-    error, skipped = misfit(core, terms), None
-    while terms.rank < rank and error > goal and not (progress is not None and progress.exhausted):
-        guide = max(ridge, (GUIDE * error) ** 2)
-        before, previous, terms = terms, error, add_term(core, terms, rng)
-        _mark(progress, Event.new_term)
-        terms, _ = alternate(core, terms, guide, sweeps=sweeps, rtol=1e-4, progress=progress)
-        if unknowns(terms) <= CHEAP:
-            terms = refine(core, terms, guide, iterations=20, rtol=1e-2, goal=goal, progress=progress)
-        error = misfit(core, terms)
-        if terms.rank == rank:
-            tries = initializations if unknowns(terms) <= CHEAP else 1
-            return _best_of(core, before, terms, ridge, rng=rng, tries=tries, goal=goal, progress=progress)
-        if error > goal > ROUNDING and error < max(NEAR * goal, FELL * previous):
-            # Terms that follow the path to its end may cancel, and no further term mends those: growth goes on from
-            # the ones before it.
-            polished = follow_path(core, terms, ridge, goal=goal, progress=progress)
-            if misfit(core, polished) > goal:
-                skipped = None
-                continue
-            terms, error = polished, goal
-        if error > goal:
-            skipped = before, terms
-        elif skipped is not None and unknowns(terms) <= CHEAP:
-            # One term fewer was not near enough to be refined: it may do all the same.
-            fewer = _best_of(core, *skipped, ridge, rng=rng, tries=initializations, goal=goal, progress=progress)
-            terms = fewer if misfit(core, fewer) <= goal else terms
-    return terms
+    core: np.ndarray  # float64 or complex128
+    ridge: float  # α
+    rng: np.random.Generator
+    sweeps: int  # alternating sweeps after each new term
+    initializations: int  # fits to choose the last one from
+    goal: float  # misfit norm that is good enough
+    progress: SolveProgress
 
+    def misfit(self, terms: CPTerms) -> float:
+        return misfit(self.core, terms)
 
-def fit_by_sweeps(
-    tensor: np.ndarray,
-    terms: CPTerms,
-    rank: int,
-    ridge: float,
-    *,
-    rng: np.random.Generator,
-    sweeps: int,
-    initializations: int,
-    progress: SolveProgress | None = None,
-) -> CPTerms:
-    """The best of a few fits without Newton steps, for a tensor whose spectrum is flat; parameters as of `fit`.
+    def grown(self, terms: CPTerms, rank: int) -> CPTerms:
+        """Fitted with ``rank`` terms, or with as few as bring the misfit to the goal; of the last number of terms, the
+        best of some fits: one from the residual, the others by splitting a term of the fit before.
+        """
+        # Core 1: the terms to begin from, possibly none, are fitted before any is added.
+        if terms.rank and self.misfit(terms) > self.goal:
+            self.progress.mark(Event.start)
+            terms = self._along_path(terms, self.goal)
+        error, skipped = self.misfit(terms), None
+        while terms.rank < rank and error > self.goal and not self.progress.exhausted:
+            # Core 2: one term more, all moved together under a penalty that keeps γ low.
+            guide = max(self.ridge, (GUIDE * error) ** 2)
+            before, previous, terms = terms, error, self._with_term(terms, guide)
+            if unknowns(terms) <= CHEAP:
+                terms = self._refined(terms, guide, self.goal, iterations=20, rtol=1e-2)
+            error = self.misfit(terms)
+            if terms.rank == rank:
+                return self._best_of(before, terms, self.initializations if unknowns(terms) <= CHEAP else 1)
+            # Core 3: near the goal, the penalty falls to the one asked for.
+            if error > self.goal > ROUNDING and error < max(NEAR * self.goal, FELL * previous):
+                # Terms that follow the path to its end may cancel, and no further term mends those: growth goes on from
+                # the ones before it.
+                polished = self._along_path(terms, self.goal)
+                if self.misfit(polished) > self.goal:
+                    skipped = None
+                    continue
+                terms, error = polished, self.goal
+            # Core 4: where one term fewer was not near enough to be refined, it may do all the same.
+            if error > self.goal:
+                skipped = before, terms
+            elif skipped is not None and unknowns(terms) <= CHEAP:
+                fewer = self._best_of(*skipped, self.initializations)
+                terms = fewer if self.misfit(fewer) <= self.goal else terms
+        return terms
 
-    Noise has many minima of about one height: there a fit grown anew from other random terms gains more than Newton
-    steps on the first one, and costs less.
-    """
-    fits = []
-    for number in range(initializations):
-        # Sweeps 1: terms one by one, all moved after each.
-        trial = terms if number == 0 else empty_terms(tensor)
-        _mark(progress, Event.start)
-        while trial.rank < rank and not (progress is not None and progress.exhausted):
-            trial = add_term(tensor, trial, rng)
-            _mark(progress, Event.new_term)
-            trial, _ = alternate(tensor, trial, ridge, sweeps=sweeps, rtol=1e-4, progress=progress)
-        # Sweeps 2: to where they settle.
-        fits.append(alternate(tensor, trial, ridge, sweeps=SETTLING, rtol=1e-6, progress=progress)[0])
-    return min(fits, key=lambda trial: _objective(tensor, trial, ridge))
+    def by_sweeps(self, terms: CPTerms, rank: int) -> CPTerms:
+        """The best of a few fits without Newton steps, for a tensor whose spectrum is flat.
 
+        Noise has many minima of about one height: there a fit grown anew from other random terms gains more than Newton
+        steps on the first one, and costs less.
+        """
+        fits = []
+        for number in range(self.initializations):
+            # Sweeps 1: terms one by one, all moved after each.
+            trial = terms if number == 0 else empty_terms(self.core)
+            self.progress.mark(Event.start)
+            while trial.rank < rank and not self.progress.exhausted:
+                trial = self._with_term(trial, self.ridge)
+            # Sweeps 2: to where they settle.
+            fits.append(self._swept(trial, self.ridge, SETTLING, 1e-6))
+        return min(fits, key=self._objective)
 
-def _best_of(
-    core: np.ndarray,
-    before: CPTerms,
-    terms: CPTerms,
-    ridge: float,
-    *,
-    rng: np.random.Generator,
-    tries: int,
-    goal: float,
-    progress: SolveProgress | None,
-) -> CPTerms:
-    best = follow_path(core, terms, ridge, goal=goal, progress=progress)
-    if before.rank == 0 or tries == 1:
+    def _with_term(self, terms: CPTerms, ridge: float) -> CPTerms:
+        """With the best of a few rank-one fits to the residual, then all terms moved by sweeps."""
+        residual, best = self.core - terms.to_tensor(), None
+        for start in range(3):
+            trial = _leading_vectors(residual) if start == 0 else random_terms(self.core, 1, self.rng)
+            trial, _ = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
+            if best is None or trial.weights[0] > best.weights[0]:
+                best = trial
+        assert best is not None
+        self.progress.mark(Event.new_term)
+        return self._swept(terms.with_term([c[:, 0] for c in best.columns], best.weights), ridge, self.sweeps, 1e-4)
+
+    def _best_of(self, before: CPTerms, terms: CPTerms, tries: int) -> CPTerms:
+        """The best of ``terms`` and of the terms ``before`` the last one with one of them split in two."""
+        best = self._along_path(terms, self.goal)
+        if before.rank == 0 or tries == 1:
+            return best
+        self.progress.mark(Event.start)
+        before = self._along_path(before)
+        for _ in range(tries - 1):
+            if self.misfit(best) <= self.goal:
+                break
+            self.progress.mark(Event.start)
+            trial = self._along_path(split_term(before, self.rng), self.goal)
+            best = min(best, trial, key=self._objective)
         return best
-    _mark(progress, Event.start)
-    before = follow_path(core, before, ridge, progress=progress)
-    for _ in range(tries - 1):
-        if misfit(core, best) <= goal:
-            break
-        _mark(progress, Event.start)
-        trial = follow_path(core, split_term(before, rng), ridge, goal=goal, progress=progress)
-        best = min(best, trial, key=lambda terms: _objective(core, terms, ridge))
-    return best
 
+    def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
+        """Where the minimiser comes to while the penalty falls to α: Levenberg–Marquardt at each value of it."""
+        guide = max(self.ridge, (GUIDE * self.misfit(terms)) ** 2)
+        while guide > self.ridge:
+            terms = self._refined(terms, guide, goal, iterations=20, rtol=1e-4)
+            guide = max(self.ridge, guide * PATH_FACTOR)
+        return self._refined(terms, self.ridge, goal, iterations=60, rtol=1e-9)
 
-def follow_path(
-    core: np.ndarray,
-    terms: CPTerms,
-    ridge: float,
-    *,
-    goal: float = 0.0,
-    iterations: int = 60,
-    progress: SolveProgress | None = None,
-) -> CPTerms:
-    """Follow the minimiser while the penalty falls to the asked α: Levenberg–Marquardt at each value of it."""
-    guide = max(ridge, (GUIDE * misfit(core, terms)) ** 2)
-    while guide > ridge:
-        terms = refine(core, terms, guide, iterations=iterations // 3, rtol=1e-4, goal=goal, progress=progress)
-        guide = max(ridge, guide * PATH_FACTOR)
-    return refine(core, terms, ridge, iterations=iterations, goal=goal, progress=progress)
+    def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
+        return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)[0]
 
+    def _refined(self, terms: CPTerms, ridge: float, goal: float, *, iterations: int, rtol: float) -> CPTerms:
+        return refine(self.core, terms, ridge, iterations=iterations, rtol=rtol, goal=goal, progress=self.progress)
 
-def _objective(core: np.ndarray, terms: CPTerms, ridge: float) -> float:
-    return misfit(core, terms) ** 2 + ridge * float(np.sum(terms.weights**2))
-
-
-def _mark(progress: SolveProgress | None, event: Event) -> None:
-    if progress is not None:
-        progress.mark(event)
+    def _objective(self, terms: CPTerms) -> float:
+        return self.misfit(terms) ** 2 + self.ridge * float(np.sum(terms.weights**2))
 
 
 def _leading_vectors(residual: np.ndarray) -> CPTerms:
