@@ -6,8 +6,10 @@ from functools import reduce
 
 import numpy as np
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.precision import unit_roundoff
+from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import weighted_gauge
 
 
 def kron_sum(weights, factors):
@@ -44,3 +46,16 @@ def exact_error(matrix, approximation):
     entries = np.abs(residual)
     peak = entries.max() or np.longdouble(1)
     return peak * np.sqrt(np.sum((entries / peak) ** 2))
+
+
+def weighted_svd(pair, weights):
+    """(U, σ, Vᵀ) of a pair B A in the norm ‖G^½ · C^½‖: columns of G^½ U and C^½ V are orthonormal."""
+    left, right = as_double(pair.left), as_double(pair.right)
+    columns, sigma, rows = weighted_gauge(left, right, weights)
+    return left @ columns, sigma, rows @ right
+
+
+def weighted_truncation(pair, weights, rank):
+    """The best approximation of rank ``rank`` in the norm."""
+    u, sigma, vh = weighted_svd(pair, weights)
+    return LowRank(u[:, :rank] * sigma[:rank], vh[:rank, :])

@@ -4,7 +4,6 @@ from .curves import error_curve as error_curve
 from .curves import error_curves as error_curves
 from .curves import low_rank_curve as low_rank_curve
 from .curves import solver_curve as solver_curve
-from .frames import to_frame as to_frame
 from .layers import LayerGrid as LayerGrid
 from .layers import layer_grid as layer_grid
 from .limits import Limit as Limit

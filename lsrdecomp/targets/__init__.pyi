@@ -10,9 +10,6 @@ from .separated import Separated as Separated
 from .sparse import Sparse as Sparse
 from .weighted import weighted_norm as weighted_norm
 from .weighted import weighted_residual_norm as weighted_residual_norm
-from .weighted import weighted_svd as weighted_svd
-from .weighted import weighted_truncation as weighted_truncation
-from .weights import KroneckerWeight as KroneckerWeight
 from .weights import LowRankPlusIdentity as LowRankPlusIdentity
 from .weights import NormWeights as NormWeights
 from .weights import Weight as Weight

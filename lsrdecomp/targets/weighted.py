@@ -84,83 +84,11 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
     return norm(weights.input.root(xp.matrix_transpose(residual)))
 
 
-def weighted_svd(target: LowRank, weights: NormWeights) -> tuple[Array, Array, Array]:
-    """(U, σ, Vᵀ) with U diag(σ) Vᵀ = B A up to weightless directions, and every truncation the best in the norm.
-
-    σ are the singular values of G^½ B A C^½, descending, and U, V are orthonormal in the weighted inner products:
-    Uᵀ G U = I = Vᵀ C V. Keeping k columns is the best approximation of rank k in the weighted norm, with error
-    ‖(σ_{k+1}, …)‖. Roots are never inverted: with G^½B = Q_P R_P, C^½Aᵀ = Q_A R_A and R_P R_Aᵀ = u σ vᵀ it is
-    U = B R_Aᵀ v σ⁻¹ and Vᵀ = σ⁻¹ uᵀ R_P A, so singular weights do no harm.
-
-    Parameters
-    ----------
-    target : LowRank, shape (m, n)
-    weights : NormWeights
-
-    Returns
-    -------
-    (Array, Array, Array), shapes (m, r), (r,) and (r, n)
-        In double precision; cost O((m + n)·r²) and products with the roots.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from lsrdecomp import LowRank
-    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
-    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
-    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
-    >>> weights = NormWeights(output=first, input=plain)
-    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
-    >>> weighted_svd(pair, weights)[1].round(6)                                     # 3 · 1 and 2; without weights 2, 1
-    array([3., 2.])
-    """
-    weights.check(target.shape)
-    if weights.is_frobenius:
-        return target.svd
-    return weighted_pair_svd(as_double(target.left), as_double(target.right), weights)
-
-
-def weighted_truncation(target: LowRank, weights: NormWeights, rank: int) -> LowRank:
-    """The best approximation of rank ``rank`` in the weighted norm, as a balanced pair U√σ, √σ Vᵀ.
-
-    Parameters
-    ----------
-    target : LowRank, shape (m, n)
-    weights : NormWeights
-    rank : int
-
-    Returns
-    -------
-    LowRank
-        A balanced pair.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from lsrdecomp import LowRank
-    >>> from lsrdecomp.targets import LowRankPlusIdentity, NormWeights
-    >>> first = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([9.0]), 1.0)        # the first output counts nine times
-    >>> plain = LowRankPlusIdentity(np.eye(4)[:, :1], np.array([1.0]), 1.0)
-    >>> weights = NormWeights(output=first, input=plain)
-    >>> pair = LowRank(np.eye(4)[:, :2], np.diag([1.0, 2.0, 0.0, 0.0])[:2])
-    >>> best = weighted_truncation(pair, weights, 1)
-    >>> (best.left @ best.right).round(6)[0]                                        # the component that counts more
-    array([1., 0., 0., 0.])
-    """
-    u, sigma, vh = weighted_svd(target, weights)
-    rank = min(rank, int(sigma.shape[-1]))
-    root = namespace(sigma).sqrt(sigma[:rank])
-    return LowRank(u[:, :rank] * root, vh[:rank, :] * root[:, None])
-
-
-def weighted_pair_svd(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
-    """`weighted_svd` of pairs (…, m, r), (…, r, n) in double precision, with weights batched alike."""
-    columns, sigma, rows = weighted_gauge(left, right, weights)
-    return left @ columns, sigma, rows @ right
-
-
 def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
-    """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) for which (B S, σ, T A) is `weighted_svd` of the pair."""
+    """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) with U = B S, Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
+
+    Columns of G^½ U and C^½ V are orthonormal.
+    """
     return gauge_of(*weighted_triangles(left, right, weights))
 
 

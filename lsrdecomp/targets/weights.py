@@ -1,4 +1,4 @@
-"""Positive semidefinite weights of a norm, as operators: identity, diagonal, dense, low rank + identity, Kronecker.
+"""Positive semidefinite weights of a norm, as operators: identity, diagonal, dense, low rank + identity.
 
 The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C (`NormWeights`).
 Every weight knows how it acts, how its root acts and its trace, and may carry leading batch axes.
@@ -6,8 +6,6 @@ Every weight knows how it acts, how its root acts and its trace, and may carry l
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -194,54 +192,6 @@ class LowRankPlusIdentity:
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
         inside = namespace(self.basis).matrix_transpose(self.basis) @ x
         return rest[..., None, None] * x + self.basis @ ((values - rest[..., None])[..., :, None] * inside)
-
-
-@dataclass(frozen=True, eq=False)
-class KroneckerWeight:
-    """W_1 ⊗ … ⊗ W_d of smaller weights, never formed; the first factor is outermost, as in ``numpy.kron``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> first = LowRankPlusIdentity(np.eye(2)[:, :1], np.array([4.0]), 1.0)        # diag(4, 1)
-    >>> weight = KroneckerWeight((first, first))
-    >>> weight.size, weight.apply(np.ones((4, 1)))[:, 0]
-    (4, array([16.,  4.,  4.,  1.]))
-    """
-
-    factors: tuple[Weight, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(factor.size for factor in self.factors)
-
-    @property
-    def trace(self) -> Array:
-        return math.prod(factor.trace for factor in self.factors)
-
-    def apply(self, x: Array) -> Array:
-        """W X for X of shape (…, n, b)."""
-        for i, factor in enumerate(self.factors):
-            x = self._along(i, factor.apply, x)
-        return x
-
-    def root(self, x: Array) -> Array:
-        """A square root times X: ‖root(X)‖² = tr(XᴴWX)."""
-        for i, factor in enumerate(self.factors):
-            x = self._along(i, factor.root, x)
-        return x
-
-    def _along(self, axis: int, act: Callable[[Array], Array], x: Array) -> Array:
-        xp, lead = namespace(x), tuple(x.shape[:-2])
-        before = math.prod(factor.size for factor in self.factors[:axis])
-        size, columns = self.factors[axis].size, x.shape[-1]
-        after = self.size // (before * size)
-        q = len(lead)
-        swap = (*range(q), q + 1, q, q + 2)
-        entries = xp.permute_dims(xp.reshape(x, (*lead, before, size, after * columns)), swap)
-        image = act(xp.reshape(entries, (*lead, size, before * after * columns)))
-        image = xp.permute_dims(xp.reshape(image, (*lead, size, before, after * columns)), swap)
-        return xp.reshape(image, (*lead, self.size, columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from lsrdecomp.analysis import (
     pareto_front,
     rearranged_spectrum,
     solver_curve,
-    to_frame,
 )
 from lsrdecomp.testing import separated_matrices
 
@@ -115,15 +114,6 @@ def test_records_are_plain_json():
     grid = layer_grid({"a.0.b": 1.0, "c": 2.0})
     for record in (spectrum, curve, limit, front[0], grid):
         assert json.loads(json.dumps(record.to_json(), allow_nan=False)) == record.to_json()
-
-
-def test_records_become_one_frame():
-    pytest.importorskip("pandas")
-    curves = error_curves(HILBERT, SHAPES)
-    frame = to_frame(curves)
-    assert list(frame.columns) == ["curve", "rank", "parameters", "relative_error", "condition"]
-    assert len(frame) == sum(len(curve.ranks) for curve in curves)
-    assert to_frame(curves[0])["relative_error"].tolist() == list(curves[0].relative_errors)
 
 
 def test_records_show_themselves_in_a_notebook_with_every_name_escaped():

@@ -12,6 +12,7 @@ import pytest
 from checkpoint_files import directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import weighted_svd
 
 from lsrdecomp import LowRank, ProductShape
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
@@ -23,7 +24,6 @@ from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
-from lsrdecomp.targets.weighted import weighted_svd
 
 
 def packed(layers, kinds=None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from oracles import weighted_truncation
 
 from benchmarks.lab.fit import Fit, fit_layers, lsr_candidates, make_layers
 from lsrdecomp.compression.candidates import (
@@ -23,7 +24,7 @@ from lsrdecomp.kronecker.product import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weighted import weighted_residual_norm, weighted_truncation
+from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
 
 SEARCH = Search(orders=(2,), rounds=1, sweeps=8)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles import weighted_svd
 
 from lsrdecomp.compression.candidates import Layer, materialize, unrotated_candidates, water_filled_candidates
 from lsrdecomp.compression.layers import SpillCache
@@ -31,7 +32,6 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weighted import weighted_svd
 from lsrdecomp.targets.weights import Dense, NormWeights
 
 SHAPE = ProductShape((8, 6), (2, 2), (8, 6))
