@@ -1,6 +1,6 @@
 """ALS against tensorly.parafac and pyttb.cp_als: CPU seconds to the same error, in one process, on the same tensors.
 
-    python -m benchmarks.solvers.cp --limit 60
+    python -m benchmarks.solvers.cp
 
 writes benchmarks/results/cp.json and cp.png. Our error and γ are those of `ALS(storage="float16")`; the others run
 until they are as accurate or the limit of CPU seconds is over. Set OMP_NUM_THREADS=1 for one thread.
@@ -12,10 +12,12 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +165,10 @@ def main() -> None:
             run = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit}
             rows[case[0]] = {**measure(*case, options.limit, options.runs), **run}
             print(json.dumps(rows[case[0]]), flush=True)
-    stored.write_text(json.dumps({"rows": list(rows.values())}, indent=1) + "\n")
+    versions = {"python": platform.python_version()}
+    versions |= {name: version(name) for name in ("lsrdecomp", "numpy", "scipy", "tensorly", "pyttb")}
+    record = {"rows": list(rows.values()), "seed": 0, "versions": versions}
+    stored.write_text(json.dumps(record, indent=1) + "\n")
     draw(list(rows.values()), RESULTS / "cp.png")
 
 
