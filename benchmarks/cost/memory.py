@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks import RESULTS
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.checkpoints.safetensors import encode_header
+from lsrdecomp.checkpoints.tensors import encode_header
 from lsrdecomp.compression.compress import at_given_terms, compress
 from lsrdecomp.compression.layers import layer_pair, open_layers
 from lsrdecomp.compression.plan import CompressionPlan

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lsrdecomp.checkpoints.safetensors import TensorWriter
+from lsrdecomp.checkpoints.tensors import TensorWriter
 
 SIZES = {
     "sdxl": ((640, 640), (1280, 1280), (1280, 2048), (10240, 1280), (1280, 5120)),

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.kernels.grouped import expand_all
 from lsrdecomp.adapters.packed import PackedAdapter, Pair, pack
-from lsrdecomp.checkpoints.bundle import open_bundle
+from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.records import LsrLayer
 from lsrdecomp.errors import CheckpointError, LsrError

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lsrdecomp.checkpoints.bundle import Bundle
+from lsrdecomp.checkpoints.format import Bundle
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, StoredTensor

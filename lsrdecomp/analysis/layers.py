@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lsrdecomp.checkpoints.names import natural
+from lsrdecomp.checkpoints.records import natural
 
 _NUMBER = re.compile(r"(?<=[._])(\d+)(?=[._])")
 

@@ -34,7 +34,7 @@ from lsrdecomp.calibration.dataset import (
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.calibration.questions import IGNORED, CalibrationError
 from lsrdecomp.checkpoints.files import read_text_lines, sha256
-from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from lsrdecomp.calibration.accumulators import Counts, LayerSums
 from lsrdecomp.checkpoints.files import sha256
 from lsrdecomp.checkpoints.journal import Journal
-from lsrdecomp.checkpoints.safetensors import TensorWriter
 from lsrdecomp.checkpoints.statistics import FORMAT, METADATA, PARTS, TENSORS, VERSION
+from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError
 

@@ -1,7 +1,7 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .base_modules import BaseModules as BaseModules
 from .base_modules import read_modules as read_modules
-from .bundle import CONFIG as CONFIG
+from .format import CONFIG as CONFIG
 from .format import Format as Format
 from .format_table import FORMATS as FORMATS
 from .format_table import open_checkpoint as open_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.names import COMPONENTS
-from lsrdecomp.checkpoints.safetensors import first_line, read_header
+from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writers.gguf import GgufBase, gguf_names, read_base
 from lsrdecomp.errors import CheckpointError, LsrError
 

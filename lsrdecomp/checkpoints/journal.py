@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.safetensors import TensorWriter, read_header
-from lsrdecomp.checkpoints.tensors import StoredTensor
+from lsrdecomp.checkpoints.tensors import StoredTensor, TensorWriter, read_header
 from lsrdecomp.checkpoints.writing import lock_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError
 

@@ -42,8 +42,7 @@ from lsrdecomp.checkpoints.packed import (
     parse,
 )
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.safetensors import read_header
-from lsrdecomp.checkpoints.tensors import FLOATS, check_name
+from lsrdecomp.checkpoints.tensors import FLOATS, check_name, read_header
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.checkpoints.files import MAX_JSON, regular_file_size
-from lsrdecomp.checkpoints.safetensors import first_line
-from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name
+from lsrdecomp.checkpoints.tensors import DTYPES, Array, StoredTensor, check_name, first_line
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:

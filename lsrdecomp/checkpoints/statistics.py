@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import Array
 from lsrdecomp.checkpoints.files import read_json, regular_file_size, sha256
-from lsrdecomp.checkpoints.safetensors import read_header
-from lsrdecomp.checkpoints.tensors import StoredTensor
+from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
 from lsrdecomp.errors import CheckpointError, PrecisionError
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.files import write_sums
+from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, Array
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.precision import PRECISIONS

@@ -96,7 +96,7 @@ def resize_all(
 
 def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, object]:
     """The curve of a dry run, or what was written; and the same for machines."""
-    from lsrdecomp.checkpoints.safetensors import read_header
+    from lsrdecomp.checkpoints.tensors import read_header
 
     whole, name = cut.source.adapter_parameters, cut.source.path.name
     curve = [{"ratio": ratio, "parameters": size, "relative_error": error} for ratio, size, error in cut.curve()]

@@ -11,7 +11,7 @@ from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.safetensors import data_sha256
+from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
-from lsrdecomp.checkpoints.in_memory import AdapterSource
+from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.plan import GOALS, CompressionPlan, share_of_effect

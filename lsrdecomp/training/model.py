@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from lsrdecomp.calibration.bases import first_line, open_tokenizer, published_name
-from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.methods import adapter_config, find_method

@@ -18,7 +18,7 @@ from safetensors.numpy import load
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora, write_lsr
 from lsrdecomp.checkpoints.config import CARRIED
-from lsrdecomp.checkpoints.safetensors import read_header
+from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct
 

@@ -28,8 +28,8 @@ from lsrdecomp.checkpoints import (
     write_lsr,
     write_pairs,
 )
-from lsrdecomp.checkpoints.bundle import open_bundle
-from lsrdecomp.checkpoints.names import natural
+from lsrdecomp.checkpoints.format import open_bundle
+from lsrdecomp.checkpoints.records import natural
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -565,7 +565,7 @@ def test_an_alpha_is_refused_by_every_format_whose_files_decide_the_scale(tmp_pa
 def test_a_file_of_no_format_is_told_which_are_read(tmp_path: Path) -> None:
     save_file({"weight": normal(2, 2)}, tmp_path / "x.safetensors")
     with pytest.raises(
-        CheckpointError, match="it holds 'weight'; read are lsr, peft-loha, peft-lokr, mlx, peft-lora, lycoris"
+        CheckpointError, match="it holds 'weight'; read are peft-loha, peft-lokr, mlx, peft-lora, lycoris"
     ):
         open_checkpoint(tmp_path)
 

@@ -9,8 +9,8 @@ import pytest
 from checkpoint_files import directory, pair
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
-from lsrdecomp.checkpoints.bundle import open_bundle
 from lsrdecomp.checkpoints.files import changed_files
+from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora

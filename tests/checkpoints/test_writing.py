@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from lsrdecomp.checkpoints import open_checkpoint, safetensors, write_lora, writing
+from lsrdecomp.checkpoints import open_checkpoint, write_lora, writing
 from lsrdecomp.checkpoints.files import changed_files
-from lsrdecomp.checkpoints.safetensors import TensorWriter
+from lsrdecomp.checkpoints.tensors import TensorWriter
 from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def test_the_writer_gives_the_bytes_of_the_safetensors_library(tmp_path_factory,
 
 
 def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "IN_MEMORY", 100)
+    monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 100)
     arrays = {f"t{i}": np.full((50,), i, np.float32) for i in range(9)}
     with TensorWriter(tmp_path) as writer:
         for name, array in arrays.items():
@@ -67,7 +67,7 @@ def test_tensors_beyond_the_memory_limit_wait_on_disk(tmp_path: Path, monkeypatc
 
 
 def test_streamed_layers_are_written_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors, "IN_MEMORY", 2**20)
+    monkeypatch.setattr("lsrdecomp.checkpoints.tensors.IN_MEMORY", 2**20)
     one = np.ones((1024, 64), np.float32)
     layers = ((f"l.{i}", one, one.T) for i in range(60))
     tracemalloc.start()

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
-from lsrdecomp.checkpoints.safetensors import data_sha256
+from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.plan import CompressionPlan

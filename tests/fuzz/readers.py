@@ -30,9 +30,8 @@ from lsrdecomp.checkpoints.files import SUMS, changed_files, parse_json, write_s
 from lsrdecomp.checkpoints.packed import PackedLayer, code_bytes, code_entry, float_entry
 from lsrdecomp.checkpoints.packed_index import index_text, read_index, read_packed
 from lsrdecomp.checkpoints.pickles import read_pickle
-from lsrdecomp.checkpoints.safetensors import read_header
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.checkpoints.tensors import FLOATS
+from lsrdecomp.checkpoints.tensors import FLOATS, read_header
 from lsrdecomp.cli.fleet import read_plan
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.verify import verify

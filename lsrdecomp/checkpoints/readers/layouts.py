@@ -13,11 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, check_carried, missing_modules
 from lsrdecomp.checkpoints.experts import Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
-from lsrdecomp.checkpoints.format import PREFIX, Roles, finish, grouped, need, needed_config, refuse_alpha, scalar
+from lsrdecomp.checkpoints.format import (
+    PREFIX,
+    Bundle,
+    Roles,
+    finish,
+    grouped,
+    need,
+    needed_config,
+    refuse_alpha,
+    scalar,
+)
 from lsrdecomp.checkpoints.readers.lycoris import HADA, LOKR, hadamard_layer, kronecker_layer
 from lsrdecomp.checkpoints.readers.peft_config import Scales, check_supported
 from lsrdecomp.checkpoints.records import Checkpoint, Layer, LoraLayer, low_rank_layer

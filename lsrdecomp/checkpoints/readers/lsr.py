@@ -11,14 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import Bundle
 from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
-from lsrdecomp.checkpoints.format import PREFIX, finish, needed_config, refuse_alpha, refuse_fields, without_prefix
-from lsrdecomp.checkpoints.names import natural
+from lsrdecomp.checkpoints.format import (
+    PREFIX,
+    Bundle,
+    finish,
+    needed_config,
+    refuse_alpha,
+    refuse_fields,
+    without_prefix,
+)
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_packed
 from lsrdecomp.checkpoints.provenance import provenance
-from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
+from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split

@@ -12,8 +12,7 @@ import numpy as np
 from lsrdecomp.checkpoints.experts import stacked
 from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.safetensors import TensorWriter
-from lsrdecomp.checkpoints.tensors import Array
+from lsrdecomp.checkpoints.tensors import Array, TensorWriter
 from lsrdecomp.checkpoints.writing import cast
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.kronecker.product import low_rank_product

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.bundle import CONFIG, MLX_WEIGHTS
 from lsrdecomp.checkpoints.config import most_common, patterns
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.format import PREFIX, scalar
+from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, scalar
 from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
 from lsrdecomp.checkpoints.pickles import LISTED
 from lsrdecomp.checkpoints.readers.layouts import METADATA

@@ -7,10 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.checkpoints.bundle import CONFIG
 from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
 from lsrdecomp.checkpoints.experts import Stacks
-from lsrdecomp.checkpoints.format import PREFIX
+from lsrdecomp.checkpoints.format import CONFIG, PREFIX
 from lsrdecomp.checkpoints.provenance import provenance as read_provenance
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
