@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lsrdecomp import checkpoints
-from lsrdecomp.checkpoints.records import common_prefix, kind_of
+from lsrdecomp.checkpoints.names import common_prefix, kind_of
 from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lsrdecomp.analysis import ErrorCurve
-from lsrdecomp.checkpoints.records import common_prefix
+from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 

@@ -7,7 +7,7 @@ import pytest
 from console import lsr
 from rich.console import Console
 
-from lsrdecomp.checkpoints.records import kind_of
+from lsrdecomp.checkpoints.names import kind_of
 from lsrdecomp.cli import layer_tables
 from lsrdecomp.cli.layer_tables import FOLD_ABOVE, group_name, layers_table
 from lsrdecomp.cli.sheet import Column, Sheet
