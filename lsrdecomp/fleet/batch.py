@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,7 @@ class Job:
     device: str | None = None  # as for `compress`; set by the runner
 
 
-Runner = Callable[[Sequence[Job], CompressionPlan], Iterator["Outcome | Broken"]]
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A job whose worker died (killed, out of memory): to be tried again on its own."""
-
-    job: Job
-    message: str
+Runner = Callable[[Sequence[Job], CompressionPlan], Iterator[Outcome]]
 
 
 def find_adapters(folder: Path) -> list[str]:
@@ -174,10 +166,19 @@ def run_fleet(
 
     searches = plan.separation_rank is None and plan.rtol is None
     groups = _like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []
-    while first := {leader for leader in _leaders(groups, manifest.outcomes, left).values() if leader in left}:
+
+    def leader(names: Sequence[str]) -> str:
+        """The first of a group that is done, or still left to be tried; no name if there is none."""
+        done = (name for name, outcome in manifest.outcomes.items() if outcome.state == "done")
+        able = {*left, *done}
+        return next((name for name in names if name in able), "")
+
+    while first := {leader(group) for group in groups} & left.keys():
         work([left.pop(name) for name in sorted(first)])
-    leads = _leaders(groups, manifest.outcomes, left)
-    work([replace(job, like=str(_place(out, leads[job.name]))) if job.name in leads else job for job in left.values()])
+    for group in groups:
+        lead = leader(group)
+        left |= {name: replace(left[name], like=str(_place(out, lead))) for name in group if name in left}
+    work(list(left.values()))
     for name in names:  # what workers that were killed, in this run or an earlier one, left half written
         remove_leftovers(_place(out, name), age=0.0)
     return [manifest.outcomes[name] for name in names]
@@ -205,17 +206,16 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
 
 def _outcomes(jobs: Sequence[Job], plan: CompressionPlan, runner: Runner, retries: int) -> Iterator[Outcome]:
     """What becomes of jobs; those whose worker died are tried again, each alone, so that it takes no other with it."""
-    rounds = [list(jobs)] if jobs else []
+    by_name, rounds = {job.name: job for job in jobs}, [list(jobs)] if jobs else []
     for attempt in range(1, retries + 2):
-        broken: list[Job] = []
-        for result in (result for group in rounds for result in runner(group, plan)):
-            if not isinstance(result, Broken):
-                yield replace(result, attempts=attempt)
-            elif attempt <= retries:
-                broken.append(result.job)
+        died: list[Job] = []
+        for outcome in (outcome for group in rounds for outcome in runner(group, plan)):
+            if outcome.state == "died" and attempt <= retries:
+                died.append(by_name[outcome.name])
             else:
-                yield Outcome(result.job.name, "failed", result.message, attempts=attempt)
-        rounds = [[job] for job in broken]
+                state = "failed" if outcome.state == "died" else outcome.state
+                yield replace(outcome, state=state, attempts=attempt)
+        rounds = [[job] for job in died]
 
 
 def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) -> list[list[str]]:
@@ -232,17 +232,6 @@ def _like_adapters(sources: Mapping[str, str], max_memory: int | None = None) ->
         layers = ((layer.name, layer.out_features, layer.in_features, layer.rank) for layer in adapter.layers)
         groups.setdefault((adapter.config.get("base_model_name_or_path"), tuple(sorted(layers))), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
-
-
-def _leaders(groups: Sequence[Sequence[str]], outcomes: Mapping[str, Outcome], left: Collection[str]) -> dict[str, str]:
-    """For each adapter of the groups, the first of its group that is done or still left to be tried."""
-    leads: dict[str, str] = {}
-    for names in groups:
-        able = (name for name in names if name in left or (name in outcomes and outcomes[name].state == "done"))
-        leader = next(able, None)
-        if leader is not None:
-            leads.update(dict.fromkeys(names, leader))
-    return leads
 
 
 def _statistics_of(names: Sequence[str], folder: str | Path | None) -> dict[str, str]:

@@ -15,7 +15,8 @@ from lsrdecomp.errors import CheckpointError
 MANIFEST = "fleet.jsonl"
 FIRST = b'{"plan":'
 WORDS = {"plan": "plan", "calibrated": "norm: statistics"}
-State = Literal["done", "missed", "failed"]
+State = Literal["done", "missed", "failed", "died"]
+"""Of these only the last is for runners: its worker was killed or ran out of memory, and it is to be tried again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from lsrdecomp.arrays import check_device
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import LsrError
-from lsrdecomp.fleet.batch import Broken, Job, Runner, run_job
+from lsrdecomp.fleet.batch import Job, Runner, run_job
 from lsrdecomp.fleet.manifest import Outcome
 
 
@@ -43,14 +43,14 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     """
     workers, devices = _devices(workers, device, per_gpu)
 
-    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome | Broken]:
+    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
         try:
             from joblib import Parallel, delayed, parallel_config
             from joblib.externals.loky.process_executor import BrokenProcessPool
         except ImportError as error:
             raise LsrError("fleets need joblib: pip install 'lsrdecomp[fleet]'") from error
 
-        left = {job.name: job for job in jobs}
+        left = {job.name for job in jobs}
         placed = [replace(job, device=devices[k % len(devices)]) for k, job in enumerate(jobs)]
         # A single worker is a process too: a job that takes its process down must not take the fleet with it.
         count = max(workers, 2) if workers > 0 else workers
@@ -60,11 +60,11 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
                     return_as="generator_unordered", pre_dispatch=max(workers, 1) if workers > 0 else "2*n_jobs"
                 )
                 for outcome in parallel(delayed(run_job)(job, plan) for job in placed):
-                    del left[outcome.name]
+                    left.remove(outcome.name)
                     yield outcome
             except BrokenProcessPool as error:
                 reason = f"its worker died: {str(error).splitlines()[0]}"
-                yield from (Broken(job, reason) for job in left.values())
+                yield from (Outcome(name, "died", reason) for name in left)
 
     return run
 
@@ -109,7 +109,7 @@ def ray_runner(
         When it is run, if ray is missing or the cluster lacks the device.
     """
 
-    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome | Broken]:
+    def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
         try:
             import ray
         except ImportError as error:
@@ -135,6 +135,6 @@ def ray_runner(
                 try:
                     yield ray.get(reference)
                 except ray.exceptions.RayError as error:
-                    yield Broken(job, f"its worker died: {str(error).splitlines()[0]}")
+                    yield Outcome(job.name, "died", f"its worker died: {str(error).splitlines()[0]}")
 
     return run

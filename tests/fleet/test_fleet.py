@@ -18,7 +18,7 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet import runners
-from lsrdecomp.fleet.batch import Broken, Job, find_adapters, run_fleet, run_job, summary
+from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job, summary
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome
 
 joblib = pytest.importorskip("joblib")
@@ -135,7 +135,7 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
         groups.append(len(jobs))
         for job in jobs:
             dies = job.name == "team1/adapter1" or (job.name == "team2/adapter2" and len(jobs) > 1)
-            yield Broken(job, "its worker died: killed") if dies else run_job(job, plan)
+            yield Outcome(job.name, "died", "its worker died: killed") if dies else run_job(job, plan)
 
     outcomes = {o.name: o for o in run_fleet(fleet, tmp_path / "out", PLAN, runner=fragile)}
     assert groups == [9, 1, 1]
