@@ -23,7 +23,6 @@ from peft import LoKrConfig, LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from benchmarks import RESULTS
-from benchmarks.adapters.measure import seconds
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.training.record import versions
 
@@ -54,17 +53,16 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(1)
     out = options.out or RESULTS / f"layers-{device.type}.json"
-    rows = []
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "one thread of a CPU"
+    record: dict[str, Any] = {"device": where, "dtype": options.dtype, "layers": LAYERS, "seed": 0, "rows": []}
+    record["versions"] = versions()
     for width in options.widths:
         for tokens in options.tokens:
             if width * width * tokens <= MOST_PRODUCTS[device.type]:
                 dtype = getattr(torch, options.dtype)
-                rows.append(case(width, tokens, device, dtype, options.rounds, options.seconds))
-                print(line(rows[-1]), flush=True)
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "one thread of a CPU"
-    record: dict[str, Any] = {"device": where, "dtype": options.dtype, "layers": LAYERS, "seed": 0, "rows": rows}
-    record["versions"] = versions()
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                record["rows"].append(case(width, tokens, device, dtype, options.rounds, options.seconds))
+                print(line(record["rows"][-1]), flush=True)
+                out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
 
@@ -93,6 +91,22 @@ def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, roun
     return row
 
 
+def seconds(call: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    """Seconds of one call among ``repeats``: of this process's CPU, or of a GPU."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / repeats
+    begin = time.process_time()
+    for _ in range(repeats):
+        call()
+    return (time.process_time() - begin) / repeats
+
+
 def adapted(config: Any, width: int, device: torch.device, dtype: torch.dtype) -> PeftModel:
     """Four layers with an adapter each, in training mode."""
     torch.manual_seed(0)
@@ -114,11 +128,11 @@ def passed(model: PeftModel, x: Tensor) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table in Markdown: LSR's ratios to LoRA, and LoKr's."""
+    """A row of the table in Markdown: ratios to LoRA."""
     cells = []
     for way in ("training", "a pass", "a token"):
         ratios = row[way]["ratio"]
-        cells.append(f"{ratios['LSR']:.2f} / {ratios['LSR, r = 8']:.2f} / {ratios['LoKr']:.2f}")
+        cells.append(" / ".join(f"{ratios[name]:.2f}" for name in ("LSR", "LSR, r = 8", "LoKr")))
     return f"| {row['width']} | {row['tokens']} | {' | '.join(cells)} |"
 
 

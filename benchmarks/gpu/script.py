@@ -27,7 +27,7 @@ import torch
 
 import lsrdecomp as lsr
 from benchmarks import RESULTS
-from benchmarks.adapters import layers, speed
+from benchmarks.adapters import layers
 from benchmarks.gpu import language
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, Record, Scores, commit, read_record, versions
@@ -134,7 +134,6 @@ def plan(options: argparse.Namespace) -> list[Stage]:
         run = partial(language.answers, group=group)
         of_large.append((f"large answers {number}", about, len(group) * answers, run))
     return [
-        Stage("kernels", "every kernel against float64, timed; crossovers.json", 440, partial(kernels, options)),
         Stage("layers", "an LSR layer beside LoRA and LoKr, 1 to 4,096 tokens", 60, partial(layer_table, options)),
         *(Stage(name, about, seconds, run, no_task) for name, about, seconds, run in of_small),
         *(Stage(name, about, seconds, partial(run, options), no_model) for name, about, seconds, run in of_large),
@@ -171,16 +170,8 @@ def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace)
     return [*lines, "", f"{total / 60:.0f} minutes; no stage is longer than {LONGEST / 60:.0f}."]
 
 
-def kernels(options: argparse.Namespace) -> dict[str, Any]:
-    """Stage 1: `benchmarks.adapters.speed`, which keeps to a budget and stores what `adapted_linear` chooses by."""
-    out = options.work / "speed.json"
-    case = ["--tiny", "--only", "none", "--arms"] if options.tiny else ["--budget", "400", "--crossovers"]
-    speed.main(["--device", options.device, "--out", str(out), *case])
-    return {name: value for name, value in json.loads(out.read_text("utf-8")).items() if name != "cases"}
-
-
 def layer_table(options: argparse.Namespace) -> dict[str, Any]:
-    """Stage 2: `benchmarks.adapters.layers`."""
+    """Stage 1: `benchmarks.adapters.layers`."""
     sizes = ["--widths", "16", "--tokens", "1", "8", "--rounds", "1"] if options.tiny else ["--dtype", "bfloat16"]
     return layers.main(["--device", options.device, "--out", str(options.work / "layers.json"), *sizes])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import TargetConfig, positive
-from lsrdecomp.adapters.kernels.stacked import expand
+from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError

@@ -4,6 +4,7 @@ from lsrdecomp.adapters.adapted import rescale
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.direct import DirectConfig, KronAConfig
 from lsrdecomp.adapters.exchange import from_lora, save_pretrained, to_lora
+from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.loraplus import loraplus_groups
 from lsrdecomp.adapters.model import LsrModel
@@ -14,6 +15,7 @@ __all__ = [
     "LsrConfig",
     "LsrLayer",
     "LsrModel",
+    "formed_once",
     "from_lora",
     "loraplus_groups",
     "rescale",

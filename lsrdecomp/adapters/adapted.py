@@ -14,7 +14,7 @@ from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.errors import MergeError
-from lsrdecomp.adapters.geometry import Geometry, LinearGeometry, geometry_of
+from lsrdecomp.adapters.geometry import EmbeddingGeometry, Geometry, LinearGeometry, geometry_of
 from lsrdecomp.adapters.merging import Mergeable
 
 
@@ -113,10 +113,9 @@ class AdaptedLayer(nn.Module, Mergeable):
     def _with_adapter(self, adapter: str, x: Tensor, result: Tensor, base: Tensor) -> Tensor:
         """``result`` and what one adapter adds to it, where ``base`` is the unadapted output for ``x``."""
         delta = self.delta_output(adapter, x)
-        # Some embedding layers multiply what they looked up.
-        embed_scale = self._get_embed_scale()  # type: ignore[no-untyped-call]
-        if embed_scale is not None:
-            delta = delta * embed_scale.to(delta.dtype)
+        if isinstance(self.geometry, EmbeddingGeometry):
+            scale = self._get_embed_scale()  # type: ignore[no-untyped-call]  # some multiply what they looked up
+            delta = delta if scale is None else delta * scale.to(delta.dtype)
         magnitude = self.magnitude(adapter)
         if magnitude is None:
             return result + delta

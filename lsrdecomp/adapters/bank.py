@@ -2,7 +2,7 @@
 
 A thousand adapters are kept as the numbers of their files and nothing else. The few that are in use at a time live in
 ``slots`` LoRA adapters of one PEFT model, each layer at its adapter's own rank; a name that is asked for and not in a
-slot takes the one least recently used. What several names need is formed in one launch per shape class.
+slot takes the one least recently used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
-from lsrdecomp.adapters.kernels.grouped import expand_all
+from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.adapters.packed import PackedAdapter, Pair, pack
 from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.readers import lsr
@@ -203,21 +203,19 @@ class AdapterBank:
 
     @torch.no_grad()
     def _fill(self, slots: dict[str, dict[str, Pair]]) -> None:
-        """Form what goes into these slots, all in one go, and put it there; a layer that is left out gets rank 0."""
+        """Form what goes into these slots and put it there; a layer that is left out gets rank 0."""
         tuner: Any = self.model.base_model.model
         dtype = next(parameter.dtype for parameter in self.base.parameters() if parameter.is_floating_point())
         wide = torch.promote_types(dtype, torch.float32)
-        pairs = [(slot, name, *pair) for slot, by_layer in slots.items() for name, pair in by_layer.items()]
-        lists = [[factor.to(wide) for factor in side] for _, _, left, right, _ in pairs for side in (left, right)]
-        formed = iter(expand_all(lists))
-        for slot in slots:
+        for slot, pairs in slots.items():
             for name in self._targets:
                 out, into = self.shapes[name]
-                empty = torch.empty(out, 0, dtype=dtype), torch.empty(0, into, dtype=dtype)
-                _put(tuner.get_submodule(name), slot, *empty)
-        for slot, name, _, _, scale in pairs:
-            left, right = next(formed), next(formed)
-            _put(tuner.get_submodule(name), slot, (scale * left).to(dtype), right.to(dtype))
+                left, right = torch.empty(out, 0), torch.empty(0, into)
+                if name in pairs:
+                    *sides, scale = pairs[name]
+                    left, right = (expand([factor.to(wide) for factor in side]) for side in sides)
+                    left = scale * left
+                _put(tuner.get_submodule(name), slot, left.to(dtype), right.to(dtype))
 
 
 def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:

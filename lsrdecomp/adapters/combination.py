@@ -12,7 +12,7 @@ import torch
 from peft.utils import merge_utils
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels.stacked import expand
+from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.kronecker.shape import ProductShape
 

@@ -13,7 +13,7 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import TargetConfig, find, positive
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
-from lsrdecomp.adapters.kernels.stacked import apply, kronecker_pays
+from lsrdecomp.adapters.kernels import apply, kronecker_pays
 from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError

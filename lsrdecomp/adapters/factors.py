@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.adapters.kernels.grouping import Expandable
+from lsrdecomp.adapters.kernels import expand, is_traced
 from lsrdecomp.kronecker.shape import KroneckerShape
 
+_formed: ContextVar[dict[KroneckerFactors, Tensor] | None] = ContextVar("formed", default=None)
 
-class KroneckerFactors(Expandable):
+
+@contextmanager
+def formed_once() -> Iterator[None]:
+    """While open, a pair that is formed without a graph is formed once: for all tokens of an answer.
+
+    PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Nowhere else is a pair kept,
+    for parameters can be changed unseen: through ``.data``, or by another library's kernels.
+
+    Examples
+    --------
+    >>> with torch.no_grad(), formed_once():                        # doctest: +SKIP
+    ...     for _ in range(100):
+    ...         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+    """
+    if is_traced():
+        yield
+        return
+    outer = _formed.set({})
+    try:
+        yield
+    finally:
+        _formed.reset(outer)
+
+
+class KroneckerFactors(nn.Module):
     """Parameters ``factor_1 … factor_d`` of shapes (s, m_i, n_i); the first is the outermost.
 
     They are named rather than numbered: PEFT rewrites keys by text when it inserts an adapter's name, and a bare number
@@ -27,6 +56,14 @@ class KroneckerFactors(Expandable):
     @property
     def factors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.names]
+
+    def matrix(self) -> Tensor:
+        """The formed sum, in the factors' own precision even under autocast."""
+        if torch.is_grad_enabled() or is_traced() or (formed := _formed.get()) is None:
+            return expand(self.factors)
+        if self not in formed:
+            formed[self] = expand(self.factors)
+        return formed[self]
 
     @torch.no_grad()
     def initialize(self, std: float, zero: int | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.adapted import AdaptedLayer, row_norms
 from lsrdecomp.adapters.config import LayerLayout, LsrConfig, layer_layout
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
-from lsrdecomp.adapters.kernels.linear import adapted_linear
 from lsrdecomp.errors import ShapeError
 
 
 class LsrLayer(AdaptedLayer):
     """LSR adapters beside one layer of the base model.
 
-    ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are expanded once per
-    forward pass and then applied like LoRA, which is cheaper than applying their Kronecker structure token by token.
+    ``lsr_A`` holds the in side Â (r × n), ``lsr_B`` the out side B̂ (m × r), as in LoRA. Both are formed in a forward
+    pass and then applied like LoRA, which is cheaper than applying their Kronecker structure token by token.
 
     Examples
     --------
@@ -128,7 +126,8 @@ class LsrLayer(AdaptedLayer):
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
         """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""
         right, left = self._sides(adapter)
-        return self.scaling[adapter] * left, right
+        scaling = self.scaling[adapter]
+        return left if scaling == 1.0 else scaling * left, right
 
     def _sides(self, adapter: str) -> tuple[Tensor, Tensor]:
         if adapter in self.tied:
@@ -144,50 +143,12 @@ class LsrLayer(AdaptedLayer):
         left, right = self.pair(adapter)
         return left @ right
 
-    def sides_in_use(self, names: Sequence[str] = ()) -> list[tuple[KroneckerFactors, torch.dtype | None]]:
-        """The sums that the next forward pass forms, of the active (or the named) adapters, and the dtype to form in.
-
-        A lone adapter of a plain linear layer is used in the layer's precision; elsewhere the factors' own counts.
-        """
-        if self.disable_adapters or self.merged:
-            return []
-        alone = None if names else self._alone()
-        dtype = self._formed_dtype() if alone is not None else None
-        sides = []
-        for adapter in names or self.active_adapters:
-            if self.has_adapter(adapter):
-                holder = self.tied.get(adapter, self)
-                sides += [(holder.lsr_A[adapter], dtype), (holder.lsr_B[adapter], dtype)]
-        return sides  # type: ignore[return-value]
-
-    def _formed_dtype(self) -> torch.dtype | None:
-        weight: Any = self.base_layer.weight
-        return None if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        adapter = self._alone() if not args and not kwargs else None
-        base: Any = self.base_layer
-        if adapter is None or x.dtype != base.weight.dtype:
-            return super().forward(x, *args, **kwargs)
-        right, left = self._sides(adapter)
-        dropout = self.lsr_dropout[adapter]
-        dropped = dropout(x) if self.training and isinstance(dropout, nn.Dropout) else None
-        return adapted_linear(x, base.weight, base.bias, right, left, self.scaling[adapter], dropped=dropped)
-
-    def _alone(self) -> str | None:
-        """The one active adapter, where nothing but a plain linear layer and its pair is to be computed."""
-        if self.disable_adapters or self.merged or self.quantization_backend is not None:
-            return None
-        active = [adapter for adapter in self.active_adapters if self.has_adapter(adapter)]
-        if len(active) != 1 or self.magnitude(active[0]) is not None or not is_plain_linear(self.base_layer):
-            return None
-        # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
-        return None if self.base_layer.weight.dtype == torch.float16 else active[0]
-
     def delta_output(self, adapter: str, x: Tensor) -> Tensor:
         left, right = self.pair(adapter)
         if x.is_floating_point():
-            x = self.lsr_dropout[adapter](self._cast_input_dtype(x, right.dtype))
+            # Gradients of the factors would underflow in float16, for which PEFT too computes in float32.
+            x = x if x.dtype == torch.bfloat16 else self._cast_input_dtype(x, right.dtype)
+            x = self.lsr_dropout[adapter](x) if self.training else x
             left, right = left.to(x.dtype), right.to(x.dtype)
         return self.geometry.pair_output(x, left, right)
 
@@ -197,10 +158,3 @@ class LsrLayer(AdaptedLayer):
 
 class LsrLinear(LsrLayer):
     """LSR adapters beside a linear layer."""
-
-
-def is_plain_linear(layer: nn.Module) -> bool:
-    """Whether calling a layer is ``torch.nn.functional.linear`` and nothing else: no subclass, hook or offloading."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
-    return plain and type(layer.weight) is nn.Parameter and not nn.utils.parametrize.is_parametrized(layer)

@@ -1,13 +1,10 @@
-"""The LSR model: PEFT's view of a base model with LSR adapters, whose Kronecker sums a pass forms together."""
+"""The LSR model: PEFT's view of a base model with LSR adapters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from peft import LoraModel
 from peft.tuners.tuners_utils import find_parameter_name_by_module
 from torch import nn
@@ -16,14 +13,10 @@ from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.combination import Combination, CombinedLayer
 from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
 from lsrdecomp.adapters.config import LsrConfig
-from lsrdecomp.adapters.kernels.grouping import Expandable, Grouping
 from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
 from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
-
-ATTRIBUTE = "_lsr_grouping"
-"""Where a base model with LSR layers has its `AdapterGrouping`."""
 
 
 class LsrModel(KroneckerTuner):
@@ -79,28 +72,6 @@ class LsrModel(KroneckerTuner):
             layer.tie(adapter_name, self.model.get_input_embeddings(), config.inference_mode)
         else:
             super()._add_to_layer(layer, adapter_name, config, current_key)
-
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
-        detach(model)
-        grouping = AdapterGrouping(model)
-        grouping.__enter__()
-        setattr(model, ATTRIBUTE, grouping)
-
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
-        bare: Any = super()._unload_and_optionally_merge(*args, **kwargs)
-        detach(bare)
-        return bare
-
-    @contextmanager
-    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        grouping: AdapterGrouping = getattr(self.model, ATTRIBUTE)
-        grouping.names = tuple(dict.fromkeys(kwargs.get("adapter_names") or ()))
-        try:
-            with grouping.kept(), super()._enable_peft_forward_hooks(*args, **kwargs):
-                yield
-        finally:
-            grouping.names = ()
 
     def add_weighted_adapter(
         self,
@@ -193,30 +164,6 @@ class LsrModel(KroneckerTuner):
         tie_targets(peft_config, self.model, tied_weight_keys)
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie
-
-
-class AdapterGrouping(Grouping):
-    """Forms the sums of the active adapters of a model's LSR layers, or of those that the rows of a batch name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.layers = [module for module in model.modules() if isinstance(module, LsrLayer)]
-        self.names: Sequence[str] = ()
-
-    def select(self) -> Iterator[tuple[Expandable, torch.dtype | None]]:
-        seen = set()
-        for layer in self.layers:
-            for side, dtype in layer.sides_in_use(self.names):
-                if side not in seen:  # tied layers share theirs
-                    seen.add(side)
-                    yield side, dtype
-
-
-def detach(model: nn.Module) -> None:
-    """Take the grouping off a base model, if it has one."""
-    grouping: AdapterGrouping | None = vars(model).pop(ATTRIBUTE, None)
-    if grouping is not None:
-        grouping.__exit__()
 
 
 def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.errors import AdapterNameError, UnsupportedLayerError
+from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.geometry import NOT_LINEAR
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, named_factors
 from lsrdecomp.checkpoints.packed_index import read_index, read_packed
@@ -173,14 +174,19 @@ class KroneckerTuner(BaseTuner):
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         adapter_names = kwargs.pop("adapter_names", None)
+        with formed_once(), self._named_rows(adapter_names, kwargs.get("num_beams") or 1):
+            yield
+
+    @contextmanager
+    def _named_rows(self, adapter_names: list[str] | None, beams: int) -> Iterator[None]:
+        """While open, the rows of a batch go through the adapters of these names."""
         if adapter_names is None:
             yield
             return
         if self.training:
             raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
         self._check_adapter_names(adapter_names)
-        beams = kwargs.get("num_beams")
-        repeated = [name for name in adapter_names for _ in range(beams or 1)]
+        repeated = [name for name in adapter_names for _ in range(beams)]
         handles = _pass_adapter_names(self, repeated)
         encoder = self.model.get_encoder() if hasattr(self.model, "get_encoder") else None
         if len(repeated) != len(adapter_names) and encoder not in (None, self.model):

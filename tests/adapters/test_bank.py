@@ -88,16 +88,15 @@ def test_rows_of_a_batch_name_their_adapters(bank, alone):
         torch.testing.assert_close(mixed[row], alone[name][row])
 
 
-def test_all_that_is_missing_is_formed_together(bank, monkeypatch):
+def test_only_what_is_missing_is_formed(bank, monkeypatch):
     from lsrdecomp.adapters import bank as module
 
     bank.activate("a")
-    calls = []
-    real = module.expand_all
-    monkeypatch.setattr(module, "expand_all", lambda lists: (calls.append(len(lists)), real(lists))[1])
+    calls, real = [], module.expand
+    monkeypatch.setattr(module, "expand", lambda factors: calls.append(factors) or real(factors))
     bank.load(["b", "c"])
     bank.load(["c", "b"])
-    assert calls == [8], "two sides of two layers of two adapters, in one call; nothing for what is ready"
+    assert len(calls) == 8, "two sides of two layers of two adapters; nothing for what is ready"
 
 
 def test_adapters_that_come_later_go_and_are_replaced(folders, alone):

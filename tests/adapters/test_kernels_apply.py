@@ -1,4 +1,4 @@
-"""Kronecker sums applied without being formed, and the choice between modes of a layer."""
+"""Kronecker sums applied without being formed, and when that pays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from lsrdecomp.adapters.kernels import apply, kronecker_pays, linear
+from lsrdecomp.adapters.kernels import apply, kronecker_pays
 from lsrdecomp.errors import ShapeError
 
 SIDE = st.integers(1, 5)
@@ -60,16 +60,6 @@ def test_sizes_that_disagree_are_named():
         apply([draw(1, 3, 2), draw(1, 3, 5)], draw(9))
     with pytest.raises(ShapeError, match=r"\(2, 3, 2\), \(1, 3, 5\)"):
         apply([draw(2, 3, 2), draw(1, 3, 5)], draw(10))
-
-
-@pytest.mark.parametrize(("device", "least"), [("cpu", 128), ("xpu", 128), ("cuda", 1)])
-def test_the_node_is_taken_from_the_measured_number_of_tokens_on(monkeypatch, device, least):
-    assert linear.blas_from_tokens(device) == least
-    monkeypatch.setattr(linear, "blas_from_tokens", lambda _: least)
-    weight, right, left = draw(4, 6), draw(2, 6), draw(4, 2).requires_grad_()
-    for tokens in {1, least - 1, least} - {0}:
-        y = linear.adapted_linear(draw(tokens, 6), weight, None, right, left)
-        assert (type(y.grad_fn).__name__ == "_AdaptedLinearBackward") == (tokens >= least)
 
 
 def test_a_direct_sum_pays_until_its_terms_fill_the_matrix():

@@ -138,25 +138,6 @@ def test_low_rank_as_a_shape_starts_like_lora():
     assert out.factor_1.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_plain_linear_layer_is_one_node_and_a_hooked_one_is_called(dropout):
-    layer, x = adapted("linear", lsr_dropout=dropout)
-    x = x.repeat(16, *[1] * (x.ndim - 1))  # for a handful of tokens composed operations are faster, and taken
-    layer.train()
-    results = []
-    for hooked in (False, True):
-        if hooked:
-            layer.base_layer.register_forward_hook(lambda module, args, output: output)
-        torch.manual_seed(3)
-        given = x.clone().requires_grad_()
-        y = layer(given)
-        assert (type(y.grad_fn).__name__ == "_AdaptedLinearBackward") is not hooked
-        factors = [factor for side in (layer.lsr_A, layer.lsr_B) for factor in side["default"].factors]
-        results.append((y, *torch.autograd.grad(y.square().sum(), (given, *factors))))
-    for one_node, called in zip(*results, strict=True):
-        torch.testing.assert_close(one_node, called)
-
-
 @pytest.mark.parametrize(
     "change",
     [

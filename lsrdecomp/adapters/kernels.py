@@ -22,11 +22,12 @@ def is_traced() -> bool:
 
 def without_autocast(kind: str) -> AbstractContextManager[object]:
     """A context without autocast on a kind of device; nothing where it is off, since entering takes microseconds."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING
+    # Autocast knows no meta device, on which models are loaded with little memory.
+    return torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else NOTHING
 
 
 def expand(factors: Sequence[Tensor]) -> Tensor:
-    """Form ``Σ_k F1[k] ⊗ F2[k] ⊗ … ⊗ Fd[k]``.
+    """Form ``Σ_k F1[k] ⊗ F2[k] ⊗ … ⊗ Fd[k]``, in the factors' own precision even under autocast.
 
     Rearranged, the sum is one matrix product (Van Loan and Pitsianis): the first half of the factors against the
     second half, contracted over the terms. Differentiable in every factor.
@@ -39,80 +40,27 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
     Returns
     -------
     Tensor
-        Shape (m_1···m_d, n_1···n_d), dtype of the factors. About 2 s m n operations, where m × n is that shape.
+        Shape (m_1···m_d, n_1···n_d), the longer side contiguous; dtype of the factors. About 2 s m n operations, where
+        m × n is that shape.
 
     Raises
     ------
     ShapeError
         If a factor has not three dimensions, or the numbers of terms differ.
     """
-    _term_count(factors)
-    return expand_stack([factor.unsqueeze(0) for factor in factors]).squeeze(0)
-
-
-def expand_stack(factors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Form the sums of many layers of one shape class at once: one matrix product and one copy for all of them.
-
-    Parameters
-    ----------
-    factors : sequence of Tensor
-        Factor ``i`` of all layers, shape (layers, s, m_i, n_i).
-    dtype : torch.dtype, optional
-        Of the result, by default that of the factors; the copy rounds, at no further cost.
-
-    Returns
-    -------
-    Tensor
-        Shape (layers, m_1···m_d, n_1···n_d); the longer side is the contiguous one.
-    """
-    if _is_tall(factors):
-        return expand_stack([factor.mT for factor in factors], dtype).mT
-    layers, terms = factors[0].shape[:2]
-    flat = [factor.reshape(layers, terms, -1) for factor in factors]
+    _check_terms(factors)
+    # 1. One row per entry of the outer factors' product, one column per entry of the inner factors'.
+    flat = [factor.flatten(1) for factor in factors]
     half = max(1, len(flat) // 2)
     outer, inner = reduce(_khatri_rao, flat[:half]), flat[half:]
-    rearranged = outer.mT @ reduce(_khatri_rao, inner) if inner else outer.sum(1)
-    order = len(factors)
-    sizes = [size for factor in factors for size in factor.shape[2:]]
-    interleaved = rearranged.reshape(layers, *sizes)  # (layers, m_1, n_1, m_2, n_2, ...)
-    rows, columns = math.prod(sizes[0::2]), math.prod(sizes[1::2])
-    separated = interleaved.permute(0, *range(1, 2 * order, 2), *range(2, 2 * order + 1, 2))
-    return _contiguous(separated, dtype or rearranged.dtype).reshape(layers, rows, columns)
-
-
-def contract_stack(gradient: Tensor, factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The adjoint of `expand_stack`: gradients of the factors from gradients of the formed matrices.
-
-    Parameters
-    ----------
-    gradient : Tensor
-        Shape (layers, m_1···m_d, n_1···n_d).
-    factors : sequence of Tensor
-        As for `expand_stack`.
-
-    Returns
-    -------
-    tuple of Tensor
-        One per factor, in its shape. About 4 s m n operations a layer for two factors.
-    """
-    if len(factors) != 2:
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            leaves = [factor.view_as(factor) if again else factor.detach() for factor in factors]
-            leaves = [leaf if leaf.requires_grad else leaf.requires_grad_() for leaf in leaves]
-            formed = expand_stack(leaves)
-        return torch.autograd.grad(formed, leaves, gradient.to(formed.dtype), create_graph=again)
-    if _is_tall(factors):
-        turned = contract_stack(gradient.mT, [factor.mT for factor in factors])
-        return tuple(part.mT.contiguous() for part in turned)
-    first, second = factors
-    layers, terms, m1, n1 = first.shape
-    m2, n2 = second.shape[2:]
-    blocks = gradient.reshape(layers, m1, m2, n1, n2).transpose(2, 3)
-    rearranged = _contiguous(blocks, first.dtype).reshape(layers, m1 * n1, m2 * n2)
-    outer = second.reshape(layers, terms, -1) @ rearranged.mT
-    inner = first.reshape(layers, terms, -1) @ rearranged
-    return outer.view(first.shape), inner.view(second.shape)
+    with without_autocast(outer.device.type):
+        rearranged = outer.mT @ reduce(_khatri_rao, inner) if inner else outer.sum(0)
+    # 2. Its axes are m_1, n_1, m_2, n_2, …: the rows' are brought together, and the columns'.
+    sizes = [size for factor in factors for size in factor.shape[1:]]
+    rows, columns = range(0, len(sizes), 2), range(1, len(sizes), 2)
+    m, n = math.prod(sizes[0::2]), math.prod(sizes[1::2])
+    axes = rearranged.reshape(sizes)
+    return axes.permute(*columns, *rows).reshape(n, m).mT if m > n else axes.permute(*rows, *columns).reshape(m, n)
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -137,7 +85,7 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
     ShapeError
         If the sizes do not fit together.
     """
-    terms = _term_count(factors)
+    terms = _check_terms(factors)
     columns = [factor.shape[2] for factor in factors]
     if x.shape[-1] != math.prod(columns):
         sizes = " x ".join(map(str, columns))
@@ -188,24 +136,16 @@ def _apply_two(first: Tensor, second: Tensor, blocks: Tensor) -> Tensor:
     return (half @ second.mT.flatten(0, 1)).view(n, a, c)
 
 
-def _is_tall(factors: Sequence[Tensor]) -> bool:
-    rows, columns = [factor.shape[2] for factor in factors], [factor.shape[3] for factor in factors]
-    return math.prod(rows) > math.prod(columns)
-
-
-def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded and laid out anew in one pass, where either is needed."""
-    return tensor.to(dtype, memory_format=torch.contiguous_format)
-
-
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:
-    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)  # (..., s, p), (..., s, q) -> (..., s, p q)
+    return (left.unsqueeze(-1) * right.unsqueeze(-2)).flatten(-2)  # (s, p), (s, q) -> (s, p q)
 
 
-def _term_count(factors: Sequence[Tensor]) -> int:
+def _check_terms(factors: Sequence[Tensor]) -> int:
+    """The number of terms, which all factors share."""
     if not factors:
         raise ShapeError("a Kronecker product has at least one factor")
-    shapes = [tuple(factor.shape) for factor in factors]
-    if any(len(shape) != 3 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ShapeError(f"factors must have shapes (s, m_i, n_i) with one s, got {', '.join(map(str, shapes))}")
-    return shapes[0][0]
+    terms = factors[0].shape[0]
+    if any(factor.ndim != 3 or factor.shape[0] != terms for factor in factors):
+        shapes = ", ".join(str(tuple(factor.shape)) for factor in factors)
+        raise ShapeError(f"factors must have shapes (s, m_i, n_i) with one s, got {shapes}")
+    return terms
