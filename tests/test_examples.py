@@ -35,14 +35,12 @@ WITHOUT = {
     },
     "lsrdecomp.checkpoints": {
         "GgufBase",
-        "check_same",
         "read_base",
-        "same_is_directory",
+        "same_form",
         "write_gguf",
         "write_lsr",
     },
     "lsrdecomp.compression": {
-        "single_file",
         "truncate",
     },
     "lsrdecomp.fleet": {

@@ -144,7 +144,7 @@ def compress(
         resize.resize_all(files, plans, out, storage, alpha, max_memory, force, dry_run, quiet)
         return
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
-    if out is not None and compression.single_file(out, checkpoint):
+    if out is not None and resize.single_file(out, checkpoint):
         used = [name for name, value in (("--base", base), ("--calibrated", calibrated), ("--report", report)) if value]
         if used:
             text = f"a LoRA file is cut without a model: leave {', '.join(used)} out, or name a directory"
@@ -283,14 +283,12 @@ def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
     if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
         return "Open it with PEFT after `import lsrdecomp.adapters`."
     try:
-        checkpoints.check_same(checkpoint)
+        directory = checkpoints.same_form(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{place}.safetensors" if to == "kohya" else f"{place}-lora")
         return f"As a plain LoRA: lsrdecomp export {quoted(place)} --to {to} --out {out}"
-    out = quoted(
-        f"{place}-{checkpoint.format}" if checkpoints.same_is_directory(checkpoint) else f"{place}.safetensors"
-    )
+    out = quoted(f"{place}-{checkpoint.format}" if directory else f"{place}.safetensors")
     scale = "" if alpha is None else f" --alpha {alpha:g}"
     again = f"lsrdecomp export {quoted(place)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
     return f"As a {checkpoint.format} LoRA again: {again}"

@@ -13,7 +13,7 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.sheet import Column, Sheet
 from lsrdecomp.compression.settings import Counter
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -31,6 +31,16 @@ def several(folder: Path) -> list[Path]:
         return []
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     return files if len(files) > 1 else []
+
+
+def single_file(out: Path, checkpoint: Checkpoint) -> bool:
+    """Whether ``out`` asks by its ending for one file; `UnsupportedError` if the source is a directory."""
+    if out.suffix != ".safetensors":
+        return False
+    if checkpoints.same_form(checkpoint) == "directory":
+        text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
+        raise UnsupportedError(text, path=checkpoint.path)
+    return True
 
 
 def resize(

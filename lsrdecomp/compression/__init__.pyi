@@ -14,7 +14,6 @@ from .settings import Resources as Resources
 from .settings import Search as Search
 from .settings import Step as Step
 from .truncate import Truncation as Truncation
-from .truncate import single_file as single_file
 from .truncate import truncate as truncate
 from .verify import LayerCheck as LayerCheck
 from .verify import Verification as Verification

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.checkpoints import Checkpoint, check_same, same_is_directory, write_pairs
+from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.solvers.svd.dense import tail_norms
 
@@ -129,7 +129,7 @@ def truncate(
     -----
     O((m + n) r²) a layer; between the two readings 2 r² + r numbers a layer wait, in memory or on disk.
     """
-    check_same(checkpoint)
+    same_form(checkpoint)
     if plan is not None and settings:
         raise BudgetError(f"a plan was given, and {' and '.join(settings)} beside it: one of the two")
     plan = plan or CompressionPlan(**settings)
@@ -154,33 +154,6 @@ def truncate(
     if not any(ranks):
         raise BudgetError("nothing of the adapter fits into this budget; allow more")
     return Truncation(checkpoint, plan, layers, ranks, storage)
-
-
-def single_file(out: Path, checkpoint: Checkpoint) -> bool:
-    """Whether ``out`` asks for one file, as the source is one.
-
-    Parameters
-    ----------
-    out : Path
-    checkpoint : Checkpoint
-        The source.
-
-    Returns
-    -------
-    bool
-        By the suffix of ``out``.
-
-    Raises
-    ------
-    UnsupportedError
-        If a file is asked for and the source is of a format that is a directory.
-    """
-    if out.suffix != ".safetensors":
-        return False
-    if same_is_directory(checkpoint):
-        text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"
-        raise UnsupportedError(text, path=checkpoint.path)
-    return True
 
 
 def _parameters(layers: Sequence[Layer], ranks: Sequence[int]) -> int:

@@ -30,12 +30,16 @@ MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
 Pairs = Iterable[tuple[str, Array, Array]]
 
 
-def check_same(like: Checkpoint) -> None:
-    """Refuse an adapter that `write_pairs` could not give back as it came.
+def same_form(like: Checkpoint) -> str:
+    """What an adapter is when `write_pairs` gives it back as it came: one file, or a directory with a config.
 
     Parameters
     ----------
     like : Checkpoint
+
+    Returns
+    -------
+    {"file", "directory"}
 
     Raises
     ------
@@ -50,20 +54,8 @@ def check_same(like: Checkpoint) -> None:
         raise UnsupportedError(f"{text}; write lora instead", path=like.path)
     if like.layers[0].up.name.startswith(f"{LISTED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
-
-
-def same_is_directory(like: Checkpoint) -> bool:
-    """Whether the format of an adapter is a directory with a config, not one file.
-
-    Parameters
-    ----------
-    like : Checkpoint
-
-    Returns
-    -------
-    bool
-    """
-    return like.format == "peft-lora" or (like.format == "mlx" and (like.weights.parent / CONFIG).is_file())
+    has_config = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
+    return "directory" if has_config or like.format == "peft-lora" else "file"
 
 
 def write_pairs(
@@ -136,21 +128,19 @@ def write_pairs(
         raise CheckpointError(f"no names {unknown(names, NAMES)}")
     extras = extras if extras is not None else (source.extras if source else {})
     like = source if names == "same" else None
-    if like is not None:
-        check_same(like)
-        if like.format == "peft-lora":
-            storage = storage or like.storage
-            return write_lora(
-                out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
-            )
-    elif names == "same":
+    directory = like is not None and same_form(like) == "directory"
+    if like is not None and like.format == "peft-lora":
+        storage = storage or like.storage
+        return write_lora(
+            out, source=like, layers=layers, storage=storage, extras=extras, force=force, provenance=provenance
+        )
+    if like is None and names == "same":
         raise CheckpointError("names 'same' are those of a source, and none was given")
-    elif extras and names == "diffusers":
+    if extras and names == "diffusers":
         first = next(iter(extras))
         text = f"{len(extras)} tensors beside the adapter (the first {first}): diffusers loads no file that holds such"
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
         raise UnsupportedError(f"{text}; {way_out}", path=out)
-    directory = like is not None and same_is_directory(like)
     if not directory and out.suffix != ".safetensors":
         raise CheckpointError("the name must end in .safetensors", path=out)
     inputs, new = (source.path, source.weights) if source else (), new_directory if directory else new_file

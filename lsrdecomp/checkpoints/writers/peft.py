@@ -33,7 +33,6 @@ def write_lora(
     storage: str = "float32",
     force: bool = False,
     profile: str = "peft",
-    rank: int | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a PEFT LoRA directory with ``ΔW = B @ A``: lora_alpha = r everywhere, so the scale must be in B already.
@@ -54,9 +53,8 @@ def write_lora(
         ``"peft"``. ``"server"``: r = lora_alpha = the largest rank, each layer at its own rank; servers that scale by
         lora_alpha / r of the config alone read that right, and by its patterns PEFT does. ``"lorax"``: one rank for all
         layers, padded with zeros up to one of 1, 8, 16, 32, 64, 128, 256, 320, 512, no patterns, for servers that stack
-        the layers of a type. Servers hold no other tensors, so extras are refused by name under both.
-    rank : int, optional
-        Pad every layer to this rank. Without it the lorax profile gathers all layers first, to see the largest.
+        the layers of a type; all layers are gathered first, to see the largest. Servers hold
+        no other tensors, so extras are refused by name under both.
 
     Returns
     -------
@@ -95,7 +93,8 @@ def write_lora(
     if profile != "peft" and stacks.targets:
         text = "experts are stored stacked (target_parameters), which servers read otherwise"
         raise UnsupportedError(f"{text}: use profile 'peft'", path=out)
-    if profile == "lorax" and rank is None:
+    rank = None
+    if profile == "lorax":
         layers = list(layers)
         rank = _server_rank(max((down.shape[0] for _, _, down in layers), default=1), out)
     with (
