@@ -20,6 +20,9 @@ from lsrdecomp.targets.base import Target
 DENSE_SVD_LIMIT = 64
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
 
+GRAM_LIMIT = 192
+"""Up to this many a few eigenvectors of the Gram matrix are the fastest."""
+
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
     "svd": SVD,
@@ -51,15 +54,18 @@ def named_solver(solver: Any) -> Solver:
 def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = None) -> Solver:
     """The solver that `decompose` takes when none is given.
 
-    Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, above that block
-    Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Its error may
-    exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
-    squares, with the penalty of the storage type. Factors of 1×1 do not count.
+    Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, the Gram matrix
+    up to `GRAM_LIMIT`, above that block Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix
+    where that is cheaper. Their error may exceed the optimum by a thousandth; the record states by how much. Any other
+    number of factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not count.
     """
     shape = shape.essential
     if shape.order != 2:
         return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
-    return SVD() if min(shape.sizes) <= DENSE_SVD_LIMIT else BlockGolubKahan()
+    side = min(shape.sizes)
+    if side > GRAM_LIMIT:
+        return BlockGolubKahan()
+    return SVD() if side <= DENSE_SVD_LIMIT else Gram(tolerance=1e-3)
 
 
 def with_start(solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape) -> Solver:

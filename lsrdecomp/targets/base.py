@@ -168,7 +168,8 @@ class RearrangedLowRank:
     def formed(self) -> Array:
         xp = namespace(self.left, self.right)
         (m, p, r), (n, q, _) = self.left.shape, self.right.shape
-        entries = xp.reshape(self.left, (m * p, r)) @ xp.matrix_transpose(xp.reshape(self.right, (n * q, r)))
+        left, right = as_double(self.left), as_double(self.right)  # a product in single precision would round entries
+        entries = xp.reshape(left, (m * p, r)) @ xp.matrix_transpose(xp.reshape(right, (n * q, r)))
         return xp.reshape(xp.permute_dims(xp.reshape(entries, (m, p, n, q)), (0, 2, 1, 3)), (m * n, p * q))
 
 

@@ -38,7 +38,7 @@ class RearrangedPair:
         return conjugate(self.right) @ (adjoint(self.left) @ y)
 
     def formed(self) -> Array:
-        return self.left @ namespace(self.left).matrix_transpose(self.right)
+        return as_double(self.left) @ namespace(self.left).matrix_transpose(as_double(self.right))
 
 
 @dataclass(frozen=True, eq=False)

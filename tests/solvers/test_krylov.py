@@ -388,3 +388,17 @@ def test_exact_terms_of_other_targets_in_single_precision_end_at_rounding_too(ki
         "sparse": (csr_array(np.kron(np.eye(12, 10, dtype=np.float32), right[0])), "12x10, 10x11"),
     }[kind]
     assert decompose(target, shape, rank=3).relative_error < 1e-12
+
+
+@pytest.mark.parametrize("base", [0.9, 0.3, 0.1])
+@pytest.mark.parametrize("remainder", [0.0, 1e-13, 1e-6])
+def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder, monkeypatch, rng):
+    """Squares lose half the digits; the couplings of the terms to the residual say that nothing was lost."""
+    shape = KroneckerShape(((8, 8), (9, 8)))
+    left, right = (np.linalg.qr(rng.standard_normal((side, 64)))[0] for side in shape.sizes)
+    matrix = inverse_rearrange((left * np.maximum(base ** np.arange(64.0), remainder)) @ right.T, shape)
+    monkeypatch.setattr("lsrdecomp.solvers.svd.gram.SVD", None)
+    solution = Gram(tolerance=1e-3).solve(Dense(matrix), shape, rank=5)
+    optimum = Dense(matrix).residual_norm(SVD().solve(Dense(matrix), shape, rank=5).approximation)
+    assert solution.relative_error * np.linalg.norm(matrix) <= optimum * (1.0 + solution.optimality_gap) + 1e-14
+    assert solution.optimality_gap <= 1e-3

@@ -34,7 +34,7 @@ from lsrdecomp.solvers.svd.batch import (
     rayleigh_ritz,
     truncated_svds,
 )
-from lsrdecomp.solvers.svd.dense import as_matrix
+from lsrdecomp.solvers.svd.dense import as_matrix, least_error
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.targets.base import Dense
 
@@ -230,8 +230,8 @@ class BatchedKrylov(MatrixSolver):
 
         The errors are measured from residual entries. No singular value of a projection is above that of R, so the
         optimum is at least what the space holds beyond the terms; and where the terms stand apart from the error, it is
-        less than the error by no more than what couples them to the residual (see `Certificate`): the gap is a bound,
-        but for rounding. A flat remainder needs the second, for no space holds much of it.
+        less than the error by no more than `least_error` says: the gap is a bound, but for rounding. A flat remainder
+        needs the second, for no space holds much of it.
         """
         xp = namespace(operators)
         picked = xp.asarray(chosen, dtype=xp.int64, device=device(operators))
@@ -246,12 +246,8 @@ class BatchedKrylov(MatrixSolver):
         rest, theta = rows - (u * values[:, None, :]) @ vh, to_numpy(sigma)
         errors, coupled = (to_numpy(xp.linalg.vector_norm(x, axis=(1, 2))) for x in (rest, rest @ adjoint(vh)))
         rounding = 64.0 * unit_roundoff(operators.dtype)
-        # By Ky Fan, as in `Certificate`: other terms capture at most ‖C‖²θ²/(θ² − error²) more, C = (I − UUᴴ) R V.
-        last = theta[:, rank - 1] ** 2
-        with np.errstate(divide="ignore", invalid="ignore"):
-            gained = (coupled**2 + rounding**2) * last / (last - errors**2)
-        apart = np.where(last > errors**2, errors**2 - gained, 0.0)
-        optima = np.sqrt(np.maximum(np.sum(theta[:, rank:] ** 2, axis=1), apart))
+        seen = np.linalg.norm(theta[:, rank:], axis=1)
+        optima = np.maximum(seen, least_error(theta[:, rank - 1], errors, coupled))
         sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
         values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
         sums = as_sums(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype), shape)

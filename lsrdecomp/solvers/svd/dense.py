@@ -16,6 +16,9 @@ from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.targets.base import Rearranged, Target
 
+ROUNDING = 64.0 * unit_roundoff("float64")
+"""An error, for ‖R‖ = 1, that is within the rounding of the products."""
+
 
 @dataclass(frozen=True, slots=True)
 class SVD(MatrixSolver):
@@ -108,6 +111,23 @@ def tail_norms(sigma: Array) -> list[float]:
     largest = float(values.max(initial=0.0)) or 1.0
     tails = largest * np.sqrt(np.cumsum((values[::-1] / largest) ** 2))
     return [*tails[::-1].tolist(), 0.0]
+
+
+def least_error(last: Any, error: Any, coupled: Any) -> Any:
+    """A bound below the error of any s terms, for ‖R‖ = 1, from that of s terms at hand; 0 where there is none.
+
+    Let U Θ Vᴴ be these, with Rᴴ U = V Θ, θ the last of Θ, and C = (I − UUᴴ) R V. By Ky Fan other terms capture at most
+    ‖C‖²θ²/(θ² − τ²) more, where τ < θ is the norm of what is left, at most the error; see `Certificate`.
+
+    Parameters
+    ----------
+    last, error, coupled : floats or arrays of one shape
+        θ, ‖R − U Θ Vᴴ‖ and ‖C‖, of many matrices at once.
+    """
+    last, error = np.square(last), np.square(error)
+    apart = np.where(last > error, last - error, np.inf)
+    squared = error - (np.square(coupled) + ROUNDING**2) * last / apart
+    return np.sqrt(np.maximum(np.where(last > error, squared, 0.0), 0.0))
 
 
 def chosen_rank(tails: list[float], rank: int | None, atol: float | None) -> tuple[int, Status]:
