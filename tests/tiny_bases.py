@@ -19,10 +19,10 @@ TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) 
 def make_model(kind, labels=3, layers=2):
     torch.manual_seed(0)
     if kind == "SEQ_CLS":
-        sizes = {"hidden_size": 24, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
+        sizes = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
         config = transformers.BertConfig(**sizes, vocab_size=32, num_labels=labels, initializer_range=0.3)
         return transformers.BertForSequenceClassification(config), ["query", "value"]
-    config = transformers.GPT2Config(n_embd=24, n_layer=layers, n_head=2, vocab_size=32, n_positions=32)
+    config = transformers.GPT2Config(n_embd=16, n_layer=layers, n_head=2, vocab_size=32, n_positions=32)
     config.initializer_range = 0.3
     return transformers.GPT2LMHeadModel(config), ["c_attn"]
 

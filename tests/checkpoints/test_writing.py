@@ -231,7 +231,7 @@ def write_for_ever(out: Path, started: Path) -> None:
         started.touch()
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, pytest.param(250, marks=pytest.mark.slow)])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_state(tmp_path: Path, kills: int) -> None:
     out, started = tmp_path / "place" / "out", tmp_path / "started"
     chance = random.Random(7)

@@ -83,11 +83,10 @@ def test_inspect_and_curve(tmp_path):
     done = lsr("inspect", DEMO, "--json", tmp_path / "i.json")
     assert "peft-lora, 12 layers, 73,728 parameters" in done.stdout
     assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
-    for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        out = tmp_path / f"curve.{ending}"
-        done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json", "--force")
-        assert done.returncode == 0
-        assert out.read_bytes().startswith(start)
+    out = tmp_path / "curve.svg"
+    done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json")
+    assert done.returncode == 0
+    assert out.read_bytes().startswith(b"<?xml")
     labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]
     assert labels[0] == "truncated SVD"
 
@@ -164,7 +163,7 @@ SOUND = {"barely-trained-roberta-r4", "tiny-gpt2-rank-gt-dim"}
 def test_odd_directories_work_or_are_refused_with_nothing_left(shared, tmp_path):
     for folder in sorted((shared / "odd").iterdir()):
         out = tmp_path / folder.name
-        done = lsr("compress", folder, "--out", out, "--rtol", "0.5")
+        done = lsr("compress", folder, "--out", out, "--separation-rank", 1)
         if folder.name in SOUND:
             assert done.returncode == 0, done.stderr
             continue
