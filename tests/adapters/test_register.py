@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
 import sys
 import tomllib
 from enum import Enum
 from pathlib import Path
 
+import processes
 import pytest
 from adapters_support import write_lsr_directory
 from peft import PeftConfig
@@ -22,21 +22,22 @@ from lsrdecomp.adapters import LsrConfig, LsrModel
 from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.errors import LsrError
 
-FRESH = """
-import sys
-import lsrdecomp
-from peft import PeftConfig
-assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("lsrdecomp")]
-lsrdecomp.open_checkpoint(sys.argv[1])
-try:
-    PeftConfig.from_pretrained(sys.argv[1])
-except KeyError as unknown:
-    assert unknown.args == ("LSR",)
-else:
-    raise AssertionError("PEFT knows LSR by itself")
-import lsrdecomp.adapters
-print(type(PeftConfig.from_pretrained(sys.argv[1])).__name__)
-"""
+
+def without_the_import(folder):
+    """What a process sees that has imported neither PEFT nor this package."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("peft", "lsrdecomp")]:
+        del sys.modules[name]
+    import lsrdecomp
+
+    lsrdecomp.open_checkpoint(folder)
+    from peft import PeftConfig
+
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("lsrdecomp")]
+    with pytest.raises(KeyError, match="LSR"):
+        PeftConfig.from_pretrained(folder)
+    import lsrdecomp.adapters
+
+    assert type(PeftConfig.from_pretrained(folder)).__name__ == "LsrConfig"
 
 
 def test_the_enum_member_is_a_real_one():
@@ -81,8 +82,9 @@ def test_a_member_is_added_to_any_string_enum():
 
 def test_a_fresh_process_needs_the_import_and_nothing_else_teaches_peft(tmp_path):
     write_lsr_directory(tmp_path, {"lin": ((2, 2), (1, 2), (2, 2))})
-    run = subprocess.run([sys.executable, "-c", FRESH, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert run.stdout.strip() == "LsrConfig", run.stderr
+    process = processes.start(without_the_import, str(tmp_path))
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_packages_of_methods_are_told_of_every_kind():

@@ -39,17 +39,18 @@ def behaviour(folder, written, size=6):
     return compare_answers(*pair, batches(pair[0], TEXTS, size=size, max_length=16, seed=0))
 
 
-def logits(folder, written, text):
-    """Of one text alone, without padding, from weights that ΔW was added to."""
-    merged = load_base(folder / "base", folder / written)
-    tokens = merged.tokenizer([text], return_tensors="pt")["input_ids"]
+def logits(folder, written):
+    """Of each text alone, without padding, from weights that ΔW was added to."""
+    opened = load_base(folder / "base", folder / written)
+    merged = opened.model.merge_and_unload()
+    tokens = [opened.tokenizer([text], return_tensors="pt")["input_ids"] for text, _ in TEXTS]
     with torch.no_grad():
-        return merged.model.merge_and_unload()(input_ids=tokens).logits.double()
+        return [merged(input_ids=each).logits.double() for each in tokens]
 
 
 def test_kl_and_agreement_of_a_classifier_are_those_of_merged_weights(classifier):
     found = behaviour(classifier, "lsr")
-    old, new = (torch.cat([logits(classifier, name, text) for text, _ in TEXTS]) for name in ("lora", "lsr"))
+    old, new = (torch.cat(logits(classifier, name)) for name in ("lora", "lsr"))
     expected = torch.nn.functional.kl_div(new.log_softmax(-1), old.log_softmax(-1), log_target=True, reduction="sum")
     assert (found.examples, found.answers, found.unit, found.throughout) == (20, 20, "example", None)
     assert found.kl == pytest.approx(float(expected) / 20, rel=1e-4)
@@ -59,8 +60,8 @@ def test_kl_and_agreement_of_a_classifier_are_those_of_merged_weights(classifier
 def test_a_language_model_answers_once_for_every_token_that_has_a_next_one(language_model):
     found = behaviour(language_model, "lsr")
     total, same, count, whole = 0.0, 0, 0, 0
-    for text, _ in TEXTS:
-        old, new = (logits(language_model, name, text)[0, :-1].log_softmax(-1) for name in ("lora", "lsr"))
+    for answers in zip(*(logits(language_model, name) for name in ("lora", "lsr")), strict=True):
+        old, new = (each[0, :-1].log_softmax(-1) for each in answers)
         total += float((old.exp() * (old - new)).sum())
         alike = old.argmax(-1) == new.argmax(-1)
         same, count, whole = same + int(alike.sum()), count + len(old), whole + int(alike.all())
@@ -97,7 +98,7 @@ def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(class
 def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
     folder = make(tmp_path, "SEQ_CLS", labels=1)
     found = behaviour(folder, "lsr")
-    old, new = (torch.cat([logits(folder, name, text) for text, _ in TEXTS]) for name in ("lora", "lsr"))
+    old, new = (torch.cat(logits(folder, name)) for name in ("lora", "lsr"))
     assert found.kl == pytest.approx(float((old - new).square().mean()) / 2, rel=1e-4)
     assert found.agreement is None
 

@@ -235,7 +235,9 @@ def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monk
 
 def test_keep_on_the_command_line(folder, lines, tmp_path):
     out, page, facts = tmp_path / "out", tmp_path / "page.html", tmp_path / "facts.json"
-    done = command(folder, lines, "--keep", 0.7, "--storage", "float16", "--out", out, "--report", page, "--json", facts)
+    done = command(
+        folder, lines, "--keep", 0.7, "--storage", "float16", "--out", out, "--report", page, "--json", facts
+    )
     assert done.exit_code == 0, done.output
     promise = json.loads(facts.read_text())["promise"]
     assert promise["kept"] >= 0.7

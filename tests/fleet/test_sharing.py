@@ -10,6 +10,7 @@ from shutil import copytree
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -125,6 +126,8 @@ def test_where_the_first_fails_the_next_leads(folder: Path, tmp_path: Path) -> N
 def test_a_fleet_counts_errors_in_the_norm_of_its_statistics(tmp_path: Path) -> None:
     for name in ("first", "second"):
         copytree(str(DEMO / "demo_adapter"), tmp_path / "in" / name)
+        weights = tmp_path / "in" / name / "adapter_model.safetensors"
+        save_file({key: value for key, value in load_file(weights).items() if "layer.3." in key}, weights)
     plan, statistics = CompressionPlan(ratio=48.0), Path(str(DEMO / "demo_statistics"))
     alone = compress(open_checkpoint(tmp_path / "in" / "first"), plan, statistics=read_statistics(statistics))
     runner = Recorded()
