@@ -30,7 +30,8 @@ def together(count, function, *arguments):
 def command(*arguments):
     """Run the console command as this process."""
     done = lsr(*arguments)
-    print(done.stderr)
+    print(done.stdout)
+    print(done.stderr, file=sys.stderr)
     raise SystemExit(done.returncode)
 
 

@@ -261,7 +261,8 @@ def test_a_refusal_says_where_what_was_measured_waits(folder, lines, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
-def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines, tmp_path):
+def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr("lsrdecomp.fidelity.fidelity.LITTLE", 1.1)  # whatever so few parameters keep here
     done = command(folder, lines, "--params", 40, "--out", tmp_path / "out")
     assert done.exit_code == 1
     assert "keeps only" in done.stderr

@@ -349,19 +349,20 @@ def test_judging_by_definition():
     assert judge(TASKS["SST-2"], np.array([[np.nan, 0.0]]), np.array([0])).loss is None
 
 
-def test_the_verb(place, tmp_path):
+def test_the_verb_in_a_process_of_its_own(place, tmp_path, capfd):
     config = tmp_path / "run.toml"
     config.write_text(f'model = "{place.model}"\ntask = "embedded"\ndata = "{place.data}"\nsteps = 9\ndevice = "cpu"\n')
-    done = lsr(
-        "finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2, "--out", tmp_path / "out"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr  # a line a minute may stand there, on a busy machine
-    assert "lora: 1,024 parameters and 650 in the head" in done.stdout
-    assert "majority" in done.stdout
+    order = ("finetune", "--config", config, "--method", "lora", "--option", "r=2", "--steps", 2)
+    verb = processes.start(processes.command, *order, "--out", tmp_path / "out")
+    verb.join()
+    printed, errors = capfd.readouterr()
+    assert verb.exitcode == 0, errors
+    assert "Traceback" not in errors  # a line a minute may stand there, on a busy machine
+    assert "lora: 1,024 parameters and 650 in the head" in printed
+    assert "majority" in printed
     record = read_record(tmp_path / "out")
     assert (record.steps, dict(record.settings.options)) == (2, {"r": 2})
-    assert f"{record.dev.metrics['accuracy']:.4f}" in done.stdout
+    assert f"{record.dev.metrics['accuracy']:.4f}" in printed
 
 
 def test_the_verb_refuses_in_one_line(tmp_path):
