@@ -267,7 +267,7 @@ def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines
     assert done.exit_code == 1
     assert "keeps only" in done.stderr
     assert (tmp_path / "out").exists()
-    done = command(folder, lines, "--ratio", 20, "--out", tmp_path / "asked")
+    done = command(folder, lines, "--ratio", 8, "--out", tmp_path / "asked")
     assert done.exit_code == 0, done.output  # it was asked for by ratio
 
 
