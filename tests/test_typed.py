@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
+
+from lsrdecomp.compression.plan import CompressionPlan, PlanKeywords
+from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings, MeasuredKeywords, MeasuredSettings
 
 pytest.importorskip("mypy")
 
@@ -20,7 +24,9 @@ rank: int = result.separation_rank
 error: float = result.relative_error
 needed: int = lsr.error_curve(np.eye(16)).rank_for(1e-6)
 reveal_type(result.relative_error)
-lsr.compress("my-lora/", ratio=10).save("small/")
+lsr.compress("my-lora/", ratio=10, storage="float16", device="cuda").save("small/")
+kept: float = lsr.compress("my-lora/", base="smollm2", data="texts.txt", keep=0.95, held_out=64).promise.kept
+lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", steps=60, rate=1e-3)
 """
 WRONG = """
 import numpy as np
@@ -28,6 +34,9 @@ import numpy as np
 import lsrdecomp as lsr
 
 rank: str = lsr.decompose(np.eye(16), lsr.KroneckerShape(((4, 4), (4, 4))), rtol=1e-6).separation_rank
+lsr.compress("my-lora/", ration=10)
+lsr.compress("my-lora/", ratio="ten")
+lsr.distil("small/", base="smollm2", data="texts.txt", teacher="my-lora/", step=60)
 """
 
 
@@ -45,6 +54,26 @@ def test_a_program_of_a_user_passes_strict_checking_and_a_wrong_one_does_not(tmp
         check=False,
     )
     said = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert [line.split(":")[:2] for line in said] == [["wrong.py", "6"]], done.stdout
-    assert said[0].endswith("[assignment]")
+    kinds = {(line.split(":")[1], line.rpartition(" ")[2]) for line in said if line.startswith("wrong.py")}
+    wanted = {("6", "[assignment]"), ("7", "[call-overload]"), ("8", "[call-overload]"), ("9", "[call-arg]")}
+    assert wanted <= kinds, done.stdout
+    assert {line for line, _ in kinds} == {"6", "7", "8", "9"}
+    assert all(line.startswith("wrong.py") for line in said), done.stdout
     assert 'right.py:13: note: Revealed type is "float"' in done.stdout or "builtins.float" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("keywords", "tables"),
+    [
+        (PlanKeywords, (CompressionPlan,)),
+        (MeasuredKeywords, (CompressionPlan, MeasuredSettings)),
+        (DistilKeywords, (DistilSettings,)),
+    ],
+)
+def test_what_type_checkers_see_as_keywords_is_every_setting_with_its_type(keywords, tables):
+    """Storage stands in the signatures themselves: for each, what is usual is another."""
+    hints = [get_type_hints(table) for table in tables]
+    settings = {name: own[name] for table, own in zip(tables, hints, strict=True) for name in table.fields}
+    settings.pop("storage", None)
+    assert get_type_hints(keywords) == settings
+    assert keywords.__total__ is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.fields import OPTION, Also, Check, Settings, settings
@@ -154,6 +154,19 @@ class CompressionPlan(Settings):
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class PlanKeywords(TypedDict, total=False):
+    """The fields of a `CompressionPlan` as keyword arguments, for type checkers and editors; storage is one anyway."""
+
+    rtol: float | None
+    separation_rank: int | None
+    parameters: float | None
+    ratio: float | None
+    bytes: int | None
+    kl: float | None
+    inner_shape: tuple[int, ...] | None
+    max_rank: int | None
 
 
 def share_of_effect(kl: float, effect: float) -> float:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lsrdecomp.arrays import to_numpy
 from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.plan import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.solvers.svd.dense import tail_norms
@@ -93,7 +93,7 @@ def truncate(
     *,
     storage: str | None = None,
     on_layer: Callable[[str], Any] | None = None,
-    **settings: Any,
+    **settings: Unpack[PlanKeywords],
 ) -> Truncation:
     """Cut every layer to the rank that one threshold over all singular values gives it.
 

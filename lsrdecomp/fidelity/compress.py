@@ -11,19 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
-from lsrdecomp.compression.plan import GOALS, CompressionPlan, share_of_effect
+from lsrdecomp.compression.plan import GOALS, CompressionPlan, PlanKeywords, share_of_effect
 from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.settings import OnStep, Resources, Search, Step
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
-from lsrdecomp.fidelity.settings import MeasuredSettings
+from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def compress(
     workers: int = 1,
     journal: Journal | None = None,
     on_step: OnStep | None = None,
-    **settings: Any,
+    device: str | None = None,
+    **settings: Unpack[PlanKeywords],
 ) -> Compression: ...
 
 
@@ -62,7 +63,7 @@ def compress(
     workers: int = 1,
     journal: Journal | None = None,
     on_step: OnStep | None = None,
-    **settings: Any,
+    **settings: Unpack[MeasuredKeywords],
 ) -> MeasuredCompression: ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -16,7 +16,7 @@ from lsrdecomp.compression.settings import OnStep
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import check_pair, publish
-from lsrdecomp.fidelity.settings import DistilSettings
+from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def distil(
     out: str | Path | None = None,
     force: bool = False,
     on_step: OnStep | None = None,
-    **settings: Any,
+    **settings: Unpack[DistilKeywords],
 ) -> Distilled:
     """Train the numbers of a compressed adapter on the LoRA's own answers, and keep the better of old and new.
 

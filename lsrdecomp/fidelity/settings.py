@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypedDict
 
+from lsrdecomp.compression.plan import PlanKeywords
 from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, Check, Settings, one_of, settings, whole
 
 SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")
@@ -79,3 +80,35 @@ class DistilSettings(EvaluatorSettings):
         str | None, OPTION, READ, Also("statistics"), "Statistics, for codes solved in the Fisher norm."
     ] = None
     micro: Annotated[int | None, OPTION, whole(1), "Of the examples of a step, so many at a time."] = None
+
+
+# -- the same as keyword arguments, for type checkers and editors; a test compares the two ---------------------------
+
+
+class EvaluatorKeywords(TypedDict, total=False):
+    """The fields of `EvaluatorSettings`."""
+
+    held_out: int
+    batch: int | None
+    max_length: int | None
+    truncate: bool
+    dtype: str
+    device: str | None
+    seed: int
+
+
+class MeasuredKeywords(EvaluatorKeywords, PlanKeywords, total=False):
+    """The fields of `MeasuredSettings`, and of the plan that may stand beside them."""
+
+    keep: float | None
+    distil: int
+    passes: int | None
+
+
+class DistilKeywords(EvaluatorKeywords, total=False):
+    """The fields of `DistilSettings`."""
+
+    steps: int
+    rate: float | None
+    calibrated: str | None
+    micro: int | None
