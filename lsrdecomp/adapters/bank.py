@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.adapters.packed import PackedAdapter, Pair, pack
+from lsrdecomp.adapters.packed import PackedAdapter, pack
 from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.records import LsrLayer
@@ -116,7 +116,7 @@ class AdapterBank:
         self._packed_by_name.pop(name, None)
         slot = self._ready.pop(name, None)
         if slot is not None and self._model is not None:
-            self._fill({slot: {}})
+            self._fill({slot: ()})
         used = {each.layout for each in self._packed_by_name.values()}
         self._layouts = {layout: layout for layout in self._layouts if layout in used}
 
@@ -151,12 +151,8 @@ class AdapterBank:
             free.append(self._ready.popitem(last=False)[1])
         placed = dict(zip(missing, free, strict=False))
         if placed:
-            self._fill(
-                {
-                    slot: self._packed_by_name[name].pairs(name, self._words, next(self.base.parameters()).device)
-                    for name, slot in placed.items()
-                }
-            )
+            packed = {slot: self._packed_by_name[name].open(name, self._words) for name, slot in placed.items()}
+            self._fill({slot: adapter.layers for slot, adapter in packed.items()})
             self._ready.update(placed)
         return [self._ready.get(name, name) for name in names]
 
@@ -169,7 +165,7 @@ class AdapterBank:
 
     def _ensure_slots(self) -> None:
         if self._model is None:
-            self._fill({_slot(slot): {} for slot in range(self.slots)})
+            self._fill({_slot(slot): () for slot in range(self.slots)})
 
     def _unload(self) -> None:
         """Back to the bare base: the next `load` makes slots for all layers that are targeted by then."""
@@ -189,7 +185,7 @@ class AdapterBank:
         layers: tuple[LsrLayer, ...] = checkpoint.layers
         for layer in layers:
             self._check(layer, folder)
-        return pack(bundle, layers, self._words), {layer.name for layer in layers}
+        return pack(bundle, self._words), {layer.name for layer in layers}
 
     def _check(self, layer: LsrLayer, folder: Path) -> None:
         shape = self.shapes.get(layer.name)
@@ -202,20 +198,21 @@ class AdapterBank:
             raise CheckpointError(f"{layer.name} is {ours}, but {theirs} in the base model", path=folder)
 
     @torch.no_grad()
-    def _fill(self, slots: dict[str, dict[str, Pair]]) -> None:
+    def _fill(self, slots: dict[str, Sequence[LsrLayer]]) -> None:
         """Form what goes into these slots and put it there; a layer that is left out gets rank 0."""
         tuner: Any = self.model.base_model.model
-        dtype = next(parameter.dtype for parameter in self.base.parameters() if parameter.is_floating_point())
-        wide = torch.promote_types(dtype, torch.float32)
-        for slot, pairs in slots.items():
+        first = next(parameter for parameter in self.base.parameters() if parameter.is_floating_point())
+        wide = torch.promote_types(first.dtype, torch.float32)
+        for slot, layers in slots.items():
+            by_name = {layer.name: layer for layer in layers}
             for name in self._targets:
                 out, into = self.shapes[name]
                 left, right = torch.empty(out, 0), torch.empty(0, into)
-                if name in pairs:
-                    *sides, scale = pairs[name]
-                    left, right = (expand([factor.to(wide) for factor in side]) for side in sides)
-                    left = scale * left
-                _put(tuner.get_submodule(name), slot, left.to(dtype), right.to(dtype))
+                if name in by_name:
+                    sides = by_name[name].load()
+                    left, right = (expand([torch.from_numpy(f).to(first.device, wide) for f in side]) for side in sides)
+                    left = by_name[name].scale * left
+                _put(tuner.get_submodule(name), slot, left.to(first.dtype), right.to(first.dtype))
 
 
 def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from lsrdecomp.adapters.factors import KroneckerFactors
 from lsrdecomp.checkpoints.writing import new_file
@@ -31,49 +31,29 @@ class Progress(TrainerCallback):
             self.on_step(state.global_step, state.max_steps)
 
 
-class Clock(TrainerCallback):
-    """Seconds of training with its reading of batches, but without judging, logging and saving; carried from one start
-    of a run to the next through a file.
-
-    Parameters
-    ----------
-    file : Path
-        Where the seconds until each saved checkpoint are kept.
+class Clock(TrainerCallback, ExportableState):
+    """Seconds of training with its reading of batches, but without judging, logging and saving; checkpoints hold them,
+    so that a resumed run counts on.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self) -> None:
         self.seconds = 0.0
         self.steps: list[float] = []
         self._since = 0.0
 
-    def resume(self, step: int) -> None:
-        """Go on from a checkpoint."""
-        if self.file.exists():
-            self.seconds = json.loads(self.file.read_text()).get(str(step), 0.0)
-
-    @property
-    def step_seconds(self) -> float:
-        """The median step; 0 if there was none."""
-        return statistics.median(self.steps) if self.steps else 0.0
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"seconds": self.seconds}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since = time.perf_counter()
 
-    on_evaluate = on_log = on_train_begin  # what lies between two steps is not theirs
+    on_evaluate = on_log = on_save = on_train_begin  # what lies between two steps is not theirs
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         now = time.perf_counter()
         self.steps.append(now - self._since)
         self.seconds += self.steps[-1]
         self._since = now
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            before = json.loads(self.file.read_text()) if self.file.exists() else {}
-            with new_file(self.file, force=True) as part:
-                part.write_text(json.dumps({**before, str(state.global_step): self.seconds}))
-        self._since = time.perf_counter()
 
 
 class StopWhenLost(TrainerCallback):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,6 @@ from lsrdecomp.training.trainer import (
 )
 
 START = "start"
-CLOCK = "clock.json"
 TRAINER_STATE = "trainer_state.json"  # transformers writes it last into a checkpoint
 DEFAULT_EPOCHS = 3
 
@@ -112,7 +112,6 @@ def finetune(
             record.write(run)
             for directory in (CHECKPOINTS, START):
                 shutil.rmtree(run / directory, ignore_errors=True)
-            (run / CLOCK).unlink(missing_ok=True)
             os.replace(run, out.absolute())
         state.wait_for_everyone()
     return record
@@ -211,9 +210,9 @@ def _train(
     sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
     steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
     args = training_arguments(settings, run, steps, sampler.batches)
-    clock, layers = Clock(run / CLOCK), LayerLog(run / LAYER_LOG)
+    layers = LayerLog(run / LAYER_LOG)
     callbacks: list[TrainerCallback] = [layers] if settings.log_every else []
-    callbacks += [clock, StopWhenLost()]  # the clock after what takes time
+    callbacks += [Clock(), StopWhenLost()]  # the clock after what takes time
     if on_step is not None:
         callbacks.append(Progress(on_step))
     if settings.patience is not None:
@@ -229,16 +228,14 @@ def _train(
     trainer.remove_callback(PrinterCallback)
     start = dataset.judge_dev(trainer) if settings.measure_start else None
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
-    if last is not None:
-        step = int(last.name.split("-")[1])
-        clock.resume(step)
-        if trainer.is_world_process_zero():
-            layers.resume(step)
+    if last is not None and trainer.is_world_process_zero():
+        layers.resume(int(last.name.split("-")[1]))
     set_seed(settings.seed)  # what was judged before must not move the dropout
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     peak = _peak_bytes()
+    clock = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Clock))  # resuming makes anew
     dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
     samples = dataset.samples(trainer)
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
@@ -266,7 +263,7 @@ def _train(
             if "loss" in entry
         ),
         wall_seconds=clock.seconds,
-        step_seconds=clock.step_seconds,
+        step_seconds=statistics.median(clock.steps) if clock.steps else 0.0,
         peak_bytes=peak,
         device=trainer.args.device.type,
         processes=trainer.args.world_size,

@@ -211,7 +211,6 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": False,
-        "restore_callback_states_from_checkpoint": True,
     }
     try:
         return judging_arguments(
@@ -231,6 +230,7 @@ def training_arguments(settings: FinetuneSettings, run: Path, steps: int, epoch:
             save_strategy="steps" if often else "no",
             save_steps=often or 500,
             save_total_limit=2,
+            restore_callback_states_from_checkpoint=True,
             **(stopping if settings.patience is not None else {}),
         )
     except (ValueError, ImportError) as error:

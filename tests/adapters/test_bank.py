@@ -127,7 +127,7 @@ def test_only_numbers_are_held_and_equal_layouts_once(folders):
     for name in range(1, 10):
         bank.add(str(name), folders / "ab"[name % 2 : name % 2 + 1])
     assert bank.nbytes - first == 9 * numbers
-    assert first - numbers < 200
+    assert first - numbers < 600, "the layout, compressed"
     for name in range(10):
         bank.remove(str(name))
     assert bank.nbytes == 0
