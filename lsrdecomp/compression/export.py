@@ -122,8 +122,8 @@ def export_lora(
             provenance=record,
         )
     if to == "gguf":
+        storage = {"float16": "f16", "float32": "f32"}.get(storage or "float16", storage or "f16")
         model = _base(checkpoint, base)
-        storage = _gguf_storage(storage)
         return write_gguf(
             out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
         )
@@ -151,10 +151,6 @@ def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:
             raise UnsupportedError(f"{text}; export with the profile server", path=checkpoint.path)
         m, n = next(iter(like))
         yield name, np.zeros((m, 1), np.float32), np.zeros((1, n), np.float32)
-
-
-def _gguf_storage(storage: str | None) -> str:
-    return {None: "f16", "float16": "f16", "float32": "f32"}.get(storage, str(storage))
 
 
 def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:

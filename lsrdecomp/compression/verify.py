@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,25 +126,22 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
-    for layer in _named_when_done(source.layers, on_layer):
-        pair = layer_pair(source, layer)
-        if layer.name not in present and layer.name in dropped:
-            size, lost = math.hypot(size, pair.norm), math.hypot(lost, pair.norm)
-            lost_share = 1.0 if pair.norm > 0.0 else 0.0
-            checks.append(LayerCheck(layer.name, 0, pair.norm, lost_share, recorded.get(layer.name)))
-            continue
-        other = present.get(layer.name) or written.layer(layer.name)
-        if (other.out_features, other.in_features) != pair.shape:
-            raise CheckpointError(
-                f"{other.out_features} x {other.in_features}, but {pair.shape[0]} x {pair.shape[1]} in {source.path}",
-                path=written.path,
-                tensor=layer.name,
-            )
-        error = pair.residual_norm(layer_product(other))
+    for layer in source.layers:
+        pair, left_out = layer_pair(source, layer), layer.name not in present and layer.name in dropped
+        error, parameters = pair.norm, 0
+        if not left_out:
+            other = present.get(layer.name) or written.layer(layer.name)
+            if (other.out_features, other.in_features) != pair.shape:
+                size_there = f"{pair.shape[0]} x {pair.shape[1]} in {source.path}"
+                text = f"{other.out_features} x {other.in_features}, but {size_there}"
+                raise CheckpointError(text, path=written.path, tensor=layer.name)
+            error, parameters = pair.residual_norm(layer_product(other)), other.parameters
         size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
-        before = None if exported else recorded.get(layer.name)
-        checks.append(LayerCheck(layer.name, other.parameters, pair.norm, relative, before))
+        before = None if exported and not left_out else recorded.get(layer.name)
+        checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, before))
+        if on_layer is not None:
+            on_layer(layer.name)
     changed = changed_files(written.weights.parent)
     altered = "sha256" in record and record["sha256"] != data_sha256(written.weights)
     moved = record.get("rounding")
@@ -170,14 +167,6 @@ def _source_names(source: Checkpoint, written: Checkpoint, record: dict[str, Any
             names |= {new: old for new, old in flat.items() if new is not None}
         names = {new: old for new, old in names.items() if old in {layer.name for layer in source.layers}}
     return names
-
-
-def _named_when_done(layers: Sequence[Any], on_layer: Callable[[str], Any] | None) -> Iterator[Any]:
-    """The layers one by one, each named when the next is asked for."""
-    for layer in layers:
-        yield layer
-        if on_layer is not None:
-            on_layer(layer.name)
 
 
 def _agree(measured: float, recorded: float | None, rounding: float = 0.0) -> bool:

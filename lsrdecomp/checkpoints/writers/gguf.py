@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lsrdecomp.checkpoints.config import Config
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
@@ -97,18 +98,15 @@ def read_base(path: str | Path) -> GgufBase:
     kind = str(raw.get("model_type"))
     if kind not in ARCHITECTURES:
         raise _unknown(kind, config)
-    names = {"blocks": ("num_hidden_layers", "n_layer"), "heads": ("num_attention_heads", "n_head")}
-    names |= {"width": ("hidden_size", "n_embd")}
-    numbers: dict[str, Any] = {
-        key: next((raw[name] for name in options if name in raw), None) for key, options in names.items()
-    }
-    for key, options in names.items():
-        if type(numbers[key]) is not int or numbers[key] < 1:
-            raise CheckpointError(
-                f"{options[0]} is {ascii(numbers[key])[:40]}, expected a positive integer", path=config
-            )
-    keys = raw.get("num_key_value_heads") or numbers["heads"]
-    return GgufBase(config, ARCHITECTURES[kind], numbers["blocks"], numbers["heads"], int(keys), numbers["width"])
+    sizes = Config(raw, config)
+
+    def size(name: str, older: str) -> int:
+        return sizes.integer(older if name not in raw and older in raw else name)
+
+    heads = size("num_attention_heads", "n_head")
+    keys = heads if raw.get("num_key_value_heads") is None else sizes.integer("num_key_value_heads")
+    blocks, width = size("num_hidden_layers", "n_layer"), size("hidden_size", "n_embd")
+    return GgufBase(config, ARCHITECTURES[kind], blocks, heads, keys, width)
 
 
 def write_gguf(
@@ -157,7 +155,7 @@ def write_gguf(
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
         raise UnsupportedError(f"{text}; {way_out}", path=out)
     source_layers = {layer.name: layer for layer in source.layers} if source else {}
-    name_of, written = gguf_name_of(base), 0
+    name_of, empty = gguf_name_of(base), True
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         writer = gguf.GGUFWriter(part, base.architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
@@ -176,8 +174,8 @@ def write_gguf(
                     writer.add_tensor(key, gguf.quants.quantize(stored.astype(np.float32), eight), raw_dtype=eight)
                 else:
                     writer.add_tensor(key, stored)
-            written += 1
-        if not written:
+            empty = False
+        if empty:
             raise CheckpointError("no layers to write", path=out)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
