@@ -3,7 +3,7 @@
 from lsrdecomp.adapters.adapted import rescale
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.direct import DirectConfig, KronAConfig
-from lsrdecomp.adapters.exchange import from_lora, save_pretrained, to_lora
+from lsrdecomp.adapters.exchange import save_pretrained, to_lora
 from lsrdecomp.adapters.factors import formed_once
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.loraplus import loraplus_groups
@@ -16,7 +16,6 @@ __all__ = [
     "LsrLayer",
     "LsrModel",
     "formed_once",
-    "from_lora",
     "loraplus_groups",
     "rescale",
     "save_pretrained",

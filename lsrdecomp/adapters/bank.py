@@ -8,24 +8,49 @@ slot takes the one least recently used.
 from __future__ import annotations
 
 import copy
+import json
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.adapters.packed import PackedAdapter, pack
-from lsrdecomp.checkpoints.format import open_bundle
+from lsrdecomp.checkpoints.format import Bundle, open_bundle
 from lsrdecomp.checkpoints.readers import lsr
-from lsrdecomp.checkpoints.records import LsrLayer
+from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer
+from lsrdecomp.checkpoints.tensors import DTYPES, StoredTensor
 from lsrdecomp.errors import CheckpointError, LsrError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedAdapter:
+    """One adapter: its tensors as stored, and its config and their names, compressed; equal layouts are held once."""
+
+    layout: bytes
+    numbers: NDArray[np.uint8]
+
+    def open(self, name: str, words: bytes) -> Checkpoint:
+        """What `pack` took up, its tensors in memory; errors call it ``name``."""
+        config, tensors = json.loads(zlib.decompressobj(zdict=words).decompress(self.layout))
+        path, start, stored = Path(name), 0, {}
+        for key, dtype, shape in tensors:
+            size = prod(shape) * DTYPES[dtype].itemsize
+            array = self.numbers[start : start + size].copy().view(DTYPES[dtype]).reshape(shape)
+            stored[key] = StoredTensor(key, tuple(shape), dtype, path, partial(np.asarray, array))
+            start += size
+        return lsr.read(Bundle(path, path, stored, {}, config))
 
 
 class AdapterBank:
@@ -231,3 +256,14 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
     if isinstance(module, Conv1D):
         return module.weight.shape[1], module.weight.shape[0]
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
+
+
+def pack(bundle: Bundle, words: bytes) -> PackedAdapter:
+    """An LSR directory in few bytes; ``words``, the names of the base's layers, are what zlib begins with."""
+    tensors = list(bundle.tensors.values())
+    layout = [bundle.config, [[tensor.name, tensor.dtype, tensor.shape] for tensor in tensors]]
+    packer = zlib.compressobj(9, zdict=words)
+    packed = packer.compress(json.dumps(layout, separators=(",", ":")).encode()) + packer.flush()
+    return PackedAdapter(
+        packed, np.concatenate([np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors])
+    )

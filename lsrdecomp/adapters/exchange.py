@@ -1,4 +1,4 @@
-"""Exact exchange with PEFT's LoRA: an LSR pair, expanded, is a LoRA pair, and a LoRA pair is an LSR shape."""
+"""LSR as PEFT's LoRA, exactly: an LSR pair, formed, is a LoRA pair."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
@@ -18,9 +17,8 @@ from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
-from lsrdecomp.errors import ShapeError, UnsupportedError
+from lsrdecomp.errors import ShapeError
 
-PREFIX = "base_model.model."
 # Settings that LoRA and LSR share under one name.
 COMMON = (
     "task_type",
@@ -194,75 +192,3 @@ def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:
         shape = (1, -1, *[1] * (len(geometry.weight_shape) - 2)) if isinstance(geometry, ConvGeometry) else (-1,)
         tensors["lora_magnitude_vector"] = magnitude.reshape(shape)
     return {key: value.detach().clone().contiguous() for key, value in tensors.items()}
-
-
-def from_lora(config: LoraConfig, tensors: Mapping[str, Tensor]) -> tuple[LsrConfig, dict[str, Tensor]]:
-    """An LSR adapter that computes exactly what a PEFT LoRA adapter of linear layers and embeddings computes.
-
-    ``A`` and ``B`` become first factors of the shape ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)`` with one term. PEFT's data-driven
-    starts (PiSSA, EVA, CorDA, …) thereby become starts for LSR; compress the LoRA to get real Kronecker factors.
-
-    Raises
-    ------
-    UnsupportedError
-        Naming the option or tensor, if the adapter is more than plain LoRA or DoRA of such layers.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from peft import LoraConfig
-    >>> halves = {"lora_A": torch.ones(4, 64), "lora_B": torch.ones(64, 4)}
-    >>> lora = {f"base_model.model.0.{name}.weight": half for name, half in halves.items()}
-    >>> config, tensors = from_lora(LoraConfig(r=4, target_modules=["0"]), lora)
-    >>> for name, tensor in tensors.items():
-    ...     print(name.removeprefix("base_model.model."), tuple(tensor.shape))
-    0.lsr_A.factor_1 (1, 4, 64)
-    0.lsr_A.factor_2 (1, 1, 1)
-    0.lsr_B.factor_1 (1, 64, 4)
-    0.lsr_B.factor_2 (1, 1, 1)
-    """
-    for name in ("alora_invocation_tokens", "lora_bias", "use_bdlora", "kasa_config", "target_parameters"):
-        if getattr(config, name, None):
-            raise UnsupportedError(f"LSR cannot express LoRA's {name}={getattr(config, name)!r}")
-    written: dict[str, Tensor] = {}
-    shapes: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        module, part = split_key(key)
-        if part in ("lora_A.weight", "lora_embedding_A", "lora_B.weight", "lora_embedding_B"):
-            if tensor.ndim != 2:
-                raise UnsupportedError(f"expected a matrix, got shape {tuple(tensor.shape)}", tensor=key)
-            side = "A" if part.removesuffix(".weight").endswith("A") else "B"
-            size = tensor.shape[1] if side == "A" else tensor.shape[0]
-            shapes.setdefault(module, {})["into" if side == "A" else "out"] = [size, 1]
-            shapes[module]["inner"] = [tensor.shape[0] if side == "A" else tensor.shape[1], 1]
-            written |= one_term(f"{PREFIX}{module}.lsr_{side}", tensor, tensor.new_ones(1, 1))
-        elif part == "lora_magnitude_vector":
-            written[f"{PREFIX}{module}.lsr_magnitude_vector"] = tensor.flatten()
-        elif "lora_" in part:
-            raise UnsupportedError("not a tensor of plain LoRA or DoRA", tensor=key)
-        else:
-            written[key] = tensor
-    lsr = LsrConfig(
-        **{name: getattr(config, name) for name in COMMON},
-        r=config.r,
-        lsr_alpha=config.lora_alpha,
-        separation_rank=1,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        lsr_dropout=config.lora_dropout,
-        bias="lsr_only" if config.bias == "lora_only" else config.bias,
-        rank_pattern=dict(config.rank_pattern or {}),
-        alpha_pattern=dict(config.alpha_pattern or {}),
-        shape_pattern={f"^{name}": shape for name, shape in shapes.items()},
-    )
-    return lsr, written
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """Module and adapter part of a PEFT key; the part is empty for tensors that are no adapter's."""
-    match = re.fullmatch(rf"{re.escape(PREFIX)}(.+?)\.(lora_.+)", key)
-    return (match[1], match[2]) if match else (key, "")
-
-
-def one_term(stem: str, *factors: Tensor) -> dict[str, Tensor]:
-    return {f"{stem}.factor_{index}": factor.unsqueeze(0) for index, factor in enumerate(factors, start=1)}

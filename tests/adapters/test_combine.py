@@ -14,7 +14,7 @@ from peft.utils import merge_utils
 from test_options import tiny_llama
 from torch import nn
 
-from lsrdecomp.adapters import DirectConfig, KronAConfig, LsrConfig, LsrLayer, from_lora
+from lsrdecomp.adapters import DirectConfig, KronAConfig, LsrConfig, LsrLayer
 from lsrdecomp.adapters.combination import KINDS, SIDEWISE, SPECTRAL
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.precision import unit_roundoff
@@ -81,6 +81,19 @@ def every_other(tensor: torch.Tensor, density: float, rescale: bool) -> torch.Te
     return tensor * mask.reshape(tensor.shape) / density
 
 
+def as_lsr(config: LoraConfig, state: dict[str, torch.Tensor]) -> tuple[LsrConfig, dict[str, torch.Tensor]]:
+    """The same adapter as one term of the shape ``(m×r ⊗ 1×1)(r×n ⊗ 1×1)``."""
+    tensors, shapes = {}, {}
+    for key, tensor in state.items():
+        module, side = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key).groups()
+        matrix = tensor.flatten(1)
+        stem, sizes = f"base_model.model.{module}.lsr_{side}", shapes.setdefault(f"^{module}", {"inner": [config.r, 1]})
+        sizes |= {"into": [matrix.shape[1], 1]} if side == "A" else {"out": [matrix.shape[0], 1]}
+        tensors |= {f"{stem}.factor_1": matrix.unsqueeze(0), f"{stem}.factor_2": torch.ones(1, 1, 1)}
+    settings = {"r": config.r, "lsr_alpha": config.lora_alpha, "separation_rank": 1, "shape_pattern": shapes}
+    return LsrConfig(target_modules=TARGETS, **settings), tensors
+
+
 @pytest.mark.parametrize(
     ("kind", "rank"), [(kind, r) for kind in KINDS for r in (4, 3) if r == 4 or kind not in SIDEWISE]
 )
@@ -96,8 +109,7 @@ def test_every_kind_gives_what_lora_gives(kind, rank, monkeypatch):
     mine = None
     for name, config in configs.items():
         state = get_peft_model_state_dict(lora, adapter_name=name)
-        flat = {key: value.flatten(1) if value.ndim > 2 else value for key, value in state.items()}
-        theirs, tensors = from_lora(config, flat)
+        theirs, tensors = as_lsr(config, state)
         if mine is None:
             mine = get_peft_model(Layers(), theirs, adapter_name=name)
         else:

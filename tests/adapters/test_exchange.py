@@ -6,19 +6,17 @@ import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
 from peft import (
-    LoraConfig,
     PeftModel,
     convert_to_lora,
     get_peft_model,
-    get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
 from torch import nn
 
-from lsrdecomp.adapters import LsrConfig, from_lora, rescale, save_pretrained, to_lora
+from lsrdecomp.adapters import LsrConfig, rescale, save_pretrained, to_lora
 from lsrdecomp.adapters.config import write_card
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
-from lsrdecomp.errors import ShapeError, UnsupportedError
+from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
 
 TARGETS = ["query", "word_embeddings", "dense"]
@@ -118,37 +116,6 @@ def test_peft_refuses_to_convert_dora_rather_than_drop_it():
     assert not model.supports_lora_conversion()
     with pytest.raises(TypeError, match="do not support LoRA conversion"):
         convert_to_lora(model, rank=2)
-
-
-@pytest.mark.parametrize("use_dora", [False, True])
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_lora_as_lsr_computes_the_same(use_dora, use_rslora):
-    config = LoraConfig(
-        target_modules=TARGETS, r=4, use_dora=use_dora, use_rslora=use_rslora, rank_pattern={"query": 3}
-    )
-    model = randomised(get_peft_model(tiny_bert(), config))
-    lsr, tensors = from_lora(config, get_peft_model_state_dict(model))
-    again = reopened(tiny_bert(), lsr, tensors)
-    assert_same(outputs(again), outputs(model))
-    lora, back = to_lora(again)
-    assert_same(outputs(reopened(tiny_bert(), lora, back)), outputs(model))
-
-
-def test_a_pissa_start_becomes_an_lsr_start():
-    model = get_peft_model(tiny_bert(), LoraConfig(target_modules=["query"], r=4, init_lora_weights="pissa"))
-    lsr, tensors = from_lora(model.peft_config["default"], get_peft_model_state_dict(model))
-    expected = outputs(model.eval())
-    residual = model.unload()
-    assert_same(outputs(reopened(residual, lsr, tensors)), expected)
-    assert_same(expected, outputs(tiny_bert()))
-
-
-@pytest.mark.parametrize("options", [{"lora_bias": True}, {"target_parameters": ["a.weight"]}])
-def test_what_lsr_cannot_express_is_named(options):
-    with pytest.raises(UnsupportedError, match=next(iter(options))):
-        from_lora(LoraConfig(**options), {})
-    with pytest.raises(UnsupportedError, match="lora_E"):
-        from_lora(LoraConfig(), {"base_model.model.q.lora_E": torch.zeros(2, 2)})
 
 
 SECOND = {
