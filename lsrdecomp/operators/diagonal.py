@@ -16,6 +16,7 @@ import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.errors import MatrixError
+from lsrdecomp.kronecker.rearrange import apply_sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.single import deviation
 
@@ -103,13 +104,7 @@ def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonaliz
 
 def along(factors: tuple[np.ndarray, ...], x: np.ndarray) -> np.ndarray:
     """(⊗ F_i) x for x of shape (n,) or (n, b): one product of matrices a factor."""
-    after = x.size // x.shape[0]
-    state = np.asarray(x)
-    for factor in reversed(factors):
-        m, n = factor.shape
-        state = factor @ state.reshape(-1, n, after)
-        after *= m
-    return state.reshape((after // (x.size // x.shape[0]), *x.shape[1:]))
+    return np.asarray(apply_sum_of_kroneckers([factor[None] for factor in factors], None, np.asarray(x)))
 
 
 def _common_basis(stack: np.ndarray, unitary: bool) -> tuple[np.ndarray, np.ndarray, bool] | None:

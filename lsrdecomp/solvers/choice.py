@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -15,13 +16,16 @@ from lsrdecomp.solvers.cp.als import ALS
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
-from lsrdecomp.targets.base import Target
+from lsrdecomp.targets.base import Dense, Target
 
-DENSE_SVD_LIMIT = 64
+DENSE_SVD_LIMIT = 32
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
 
 GRAM_LIMIT = 192
-"""Up to this many a few eigenvectors of the Gram matrix are the fastest."""
+"""Up to this many a few eigenvectors of the Gram matrix are the fastest, of a matrix in memory."""
+
+GRAM_ENTRIES = 2**20
+"""Entries of such a matrix, which is copied for it."""
 
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
@@ -55,17 +59,19 @@ def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = N
     """The solver that `decompose` takes when none is given.
 
     Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, the Gram matrix
-    up to `GRAM_LIMIT`, above that block Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix
-    where that is cheaper. Their error may exceed the optimum by a thousandth; the record states by how much. Any other
-    number of factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not count.
+    of an array up to `GRAM_LIMIT`, else block Golub–Kahan, which never forms a low-rank target and turns to the Gram
+    matrix where that is cheaper. Their error may exceed the optimum by a thousandth; the record states by how much. Any
+    other number of factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not
+    count.
     """
     shape = shape.essential
     if shape.order != 2:
         return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
-    side = min(shape.sizes)
-    if side > GRAM_LIMIT:
-        return BlockGolubKahan()
-    return SVD() if side <= DENSE_SVD_LIMIT else Gram(tolerance=1e-3)
+    if min(shape.sizes) <= DENSE_SVD_LIMIT:
+        return SVD()
+    if isinstance(target, Dense) and min(shape.sizes) <= GRAM_LIMIT and math.prod(target.shape) <= GRAM_ENTRIES:
+        return Gram(tolerance=1e-3)
+    return BlockGolubKahan()
 
 
 def with_start(solver: Solver, seed: int | None, init: SeparatedMatrix | None, shape: KroneckerShape) -> Solver:

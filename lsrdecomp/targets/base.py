@@ -90,8 +90,8 @@ class Dense:
     def __post_init__(self) -> None:
         matrix = as_floating(self.matrix)
         require_matrix(matrix)
-        require_finite(matrix)
         object.__setattr__(self, "matrix", matrix)
+        self.norm  # noqa: B018 - refuses entries that are not finite
 
     @property
     def shape(self) -> tuple[int, int]:

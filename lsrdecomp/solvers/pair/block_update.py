@@ -79,8 +79,11 @@ class Side:
         for i in range(self.shape.order):
             if i in fixed:
                 continue
+            # Block 1: what the present sum lacks along this block, and what its λ costs.
             right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
+            # Block 2: its minimum: of a small one by its normal matrix, without a weight row by row, else by a few
+            # conjugate gradient steps.
             small = is_small(self.weight, self.shape, i, int(stacks[i].shape[2]))
             seen, inside = self._seen(stacks, i, gram, small), None
             if small:
@@ -93,6 +96,7 @@ class Side:
                 normal = self._normal(stacks, gram_tensor, i)
                 apply = seen.apply if seen else self._operator(stacks, i, gram)
                 stacks[i] = self._conjugate_gradients(stacks[i], i, normal, penalty, right_hand, apply)
+            # Block 3: of the last one VᵀX, which the other side asks for next.
             if seen and i == self.shape.order - 1:
                 inside = seen.inside(stacks[i])
         return balanced_terms(stacks), inside

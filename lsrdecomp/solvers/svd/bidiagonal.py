@@ -83,6 +83,7 @@ class Bidiagonal:
     def step(self) -> None:
         """One product with R, one with Rᴴ, each reorthogonalised against all earlier blocks."""
         xp = namespace(self.following)
+        # Bidiagonal 1: R W = U C + (new block of U) T, C and T the new columns of B.
         if self._image is None:
             self.reach()
         assert self._image is not None
@@ -90,6 +91,7 @@ class Bidiagonal:
         below = np.zeros((self.block, self.size), self.small.dtype)
         self.small = np.block([[self.small, along], [below, triangle]])
         self.left = xp.concat((self.left, new), axis=1)
+        # Bidiagonal 2: W joins V; Rᴴ times the new block, orthogonal to V, is the next W with its coupling N.
         self.right = xp.concat((self.right, self.following), axis=1)
         self.following, _, last = extend(self.right, self.operator.rmatmat(new) / self.norm, self._random)
         self.coupling = np.concatenate((below.astype(last.dtype), last), axis=1)
