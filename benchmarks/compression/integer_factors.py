@@ -27,7 +27,7 @@ from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
 from lsrdecomp.compression.settings import Search
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
 SEARCH = Search(low_rank=False)

@@ -14,7 +14,7 @@ from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search import Fitted, search_layers
 from lsrdecomp.compression.settings import OnStep, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 

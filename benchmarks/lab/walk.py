@@ -22,6 +22,8 @@ from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any
 
+from lsrdecomp import compress
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -70,8 +72,6 @@ def walk(work: Callable[[], Any], root: Path) -> list[Opened]:
 
 def compress_demo() -> None:
     """The work of the walk: what `lsrdecomp demo` makes, without its statistics, written to a directory."""
-    from lsrdecomp import compress
-
     with as_file(files("lsrdecomp.cli") / "demo_adapter") as adapter, TemporaryDirectory() as folder:
         compress(adapter, ratio=48).save(Path(folder) / "lsr")
 

@@ -356,7 +356,7 @@ def leading(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from lsrdecomp import KroneckerShape
     from lsrdecomp.solvers import BatchedKrylov
-    from lsrdecomp.solvers.svd.leading import leading_triples
+    from lsrdecomp.solvers.pair.initialization import leading_triples
 
     rng, rows = np.random.default_rng(options.seed), []
     loose = BatchedKrylov(tolerance=1e-2, columns=8, max_steps=3)

@@ -31,7 +31,7 @@ from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.bit_packing import Codes, pack, packed_size, unpack
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
 NUMBERS = f"{PREFIX}lsr_numbers"

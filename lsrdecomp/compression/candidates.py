@@ -28,7 +28,7 @@ from lsrdecomp.compression.quantize import (
 )
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
-from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
+from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.precision import precision
 from lsrdecomp.solvers.base import PairSolution

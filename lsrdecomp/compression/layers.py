@@ -20,11 +20,9 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.errors import BudgetError, CheckpointError
-from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
-from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.solvers.pair.leading_norm import leading_norms
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weighted import weighted_gauge, weighted_norm, weighted_residual_norm
+from lsrdecomp.targets.weighted import leading_norms, weighted_gauge, weighted_norm, weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
 T = TypeVar("T")

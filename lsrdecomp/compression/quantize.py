@@ -26,8 +26,7 @@ from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.number_formats import FORMATS
 from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.precision import INTEGERS, PRECISIONS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank

@@ -20,7 +20,7 @@ from lsrdecomp.compression.candidates import Materialized
 from lsrdecomp.compression.layers import Layer, stored_factors
 from lsrdecomp.compression.plan import GOALS, CompressionPlan
 from lsrdecomp.formats.quantized import CodedProduct
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.precision import precision
 
 REPORT = "compression.json"

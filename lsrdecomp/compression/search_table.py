@@ -35,7 +35,7 @@ from lsrdecomp.compression.shapes import Configuration, Request, parameters
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 
 PLAIN = (Structure.DROP, Structure.LOW_RANK, Structure.KEEP)
 """What truncated SVD alone can do."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import mul
 
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, divisors, splits
 
 Configuration = tuple[ProductShape, tuple[int, int]]

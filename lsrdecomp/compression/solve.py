@@ -15,11 +15,9 @@ from lsrdecomp.arrays import placed
 from lsrdecomp.checkpoints.journal import Journal, Result, content_key
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.descent import descend
-from lsrdecomp.solvers.pair.problem import PairProblem, PairState
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState, descend
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights

@@ -27,8 +27,7 @@ from lsrdecomp.compression.layers import LayerStatistics
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 
 TEACHER_SHARE = 0.2
 """Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""

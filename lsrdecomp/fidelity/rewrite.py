@@ -26,7 +26,7 @@ from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_j
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.formats.bit_packing import Codes, packed_size
-from lsrdecomp.kronecker.product import SeparatedProduct, low_rank_product
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
 
 COMPONENT_BYTES = 3

@@ -9,8 +9,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from lsrdecomp.errors import BudgetError, ShapeError
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.targets.base import LowRank, Target
 from lsrdecomp.targets.weights import NormWeights

@@ -20,7 +20,7 @@ from lsrdecomp.compression.plan import Budget, CompressionPlan
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.compression.shapes import parameters, shape_grid
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

@@ -71,8 +71,8 @@ def test_the_peak_does_not_grow_with_the_number_of_layers(adapters, tmp_path, mo
 def test_the_peak_is_a_small_multiple_of_the_largest_layer(tmp_path, monkeypatch, plan, layers):
     """Sizes in proportion to a layer of a 70B model: blocks of rows are short beside it, Krylov spaces narrow."""
     monkeypatch.setattr("lsrdecomp.arrays.ROW_ENTRIES", 2**12)
-    monkeypatch.setattr("lsrdecomp.solvers.svd.leading.NARROW", 64)
-    monkeypatch.setattr("lsrdecomp.solvers.svd.leading.SMALL", 2**12)
+    monkeypatch.setattr("lsrdecomp.solvers.pair.initialization.NARROW", 64)
+    monkeypatch.setattr("lsrdecomp.solvers.pair.initialization.SMALL", 2**12)
     m, n, r = 4096, 2048, 16
     adapter = directory(tmp_path / "adapter", pair("layers.0.q", m, n, r), r=r)
     assert peak(adapter, tmp_path / "out", plan) < layers * 8 * r * (m + n) + 2**18

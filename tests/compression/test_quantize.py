@@ -27,8 +27,7 @@ from lsrdecomp.compression.search import search_layers
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.bit_packing import pack, unpack
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

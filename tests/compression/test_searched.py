@@ -23,11 +23,10 @@ from lsrdecomp.compression.settings import Resources, Search, Step
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.solvers.pair.descent import descend
-from lsrdecomp.solvers.pair.leading_norm import leading_norms
-from lsrdecomp.solvers.pair.problem import PairProblem
+from lsrdecomp.solvers.pair.problem import PairProblem, descend
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
 from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.weighted import leading_norms
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 M, N, RANK, COUNT = 24, 36, 4, 3

@@ -9,8 +9,8 @@ import pytest
 
 from lsrdecomp import arrays
 from lsrdecomp.arrays import to_numpy, triangular_factor
-from lsrdecomp.solvers.svd import leading
-from lsrdecomp.solvers.svd.leading import leading_triples
+from lsrdecomp.solvers.pair import initialization
+from lsrdecomp.solvers.pair.initialization import leading_triples
 
 
 def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.ndarray) -> np.ndarray:
@@ -25,9 +25,9 @@ def spectrum(rng: np.random.Generator, batch: int, p: int, q: int, sigma: np.nda
 def test_every_way_finds_the_best_truncation(
     way: str, p: int, q: int, terms: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leading, "SMALL", 2**17 if way == "whole" else 1)
-    monkeypatch.setattr(leading, "NARROW", 8 if way == "krylov" else 512)
-    monkeypatch.setattr(leading, "OVERSAMPLING", 8 if way == "iteration" else 60)
+    monkeypatch.setattr(initialization, "SMALL", 2**17 if way == "whole" else 1)
+    monkeypatch.setattr(initialization, "NARROW", 8 if way == "krylov" else 512)
+    monkeypatch.setattr(initialization, "OVERSAMPLING", 8 if way == "iteration" else 60)
     rank, matrices = 5, spectrum(rng, 2, p, q, 0.8 ** np.arange(terms))
     u, sigma, vh = (to_numpy(part) for part in leading_triples(xp.asarray(matrices), rank))
     assert (u.shape, sigma.shape, vh.shape) == ((2, p, rank), (2, rank), (2, rank, q))

@@ -8,8 +8,7 @@ import pytest
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.batched_terms import summed
 from lsrdecomp.solvers.pair.block_update import Side
-from lsrdecomp.solvers.pair.normal_equations import moved_first, normal_matrix
-from lsrdecomp.solvers.pair.partial_traces import PartialTraces
+from lsrdecomp.solvers.pair.normal_equations import PartialTraces, moved_first, normal_matrix
 from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
 from lsrdecomp.solvers.pair.stacking import WeightedTargets

@@ -8,7 +8,7 @@ from oracles import close
 
 from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.kronecker.separated import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.targets import base
 from lsrdecomp.targets.base import Dense

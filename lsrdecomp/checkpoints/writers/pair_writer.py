@@ -15,7 +15,7 @@ from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter
 from lsrdecomp.checkpoints.writing import cast
 from lsrdecomp.errors import CheckpointError, ShapeError
-from lsrdecomp.kronecker.product import low_rank_product
+from lsrdecomp.kronecker.separated import low_rank_product
 from lsrdecomp.targets.base import LowRank
 
 

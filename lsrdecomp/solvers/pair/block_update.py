@@ -25,8 +25,7 @@ from lsrdecomp.solvers.batched_terms import (
     mttkrp,
     summed,
 )
-from lsrdecomp.solvers.pair.normal_equations import is_small, moved_first, normal_matrix
-from lsrdecomp.solvers.pair.partial_traces import PartialTraces, inverse
+from lsrdecomp.solvers.pair.normal_equations import PartialTraces, inverse, is_small, moved_first, normal_matrix
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
 from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
 

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from lsrdecomp.arrays import Array
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.base import PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.progress import SolveProgress

@@ -8,13 +8,11 @@ from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, is_complex, namespace, placed
 from lsrdecomp.errors import PrecisionError, ShapeError
-from lsrdecomp.kronecker.product import SeparatedProduct
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.base import Event, PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.batched_terms import safe_ratio
-from lsrdecomp.solvers.pair.descent import steps
-from lsrdecomp.solvers.pair.problem import PairProblem, PairState
+from lsrdecomp.solvers.pair.problem import PairProblem, PairState, steps
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.targets.base import LowRank

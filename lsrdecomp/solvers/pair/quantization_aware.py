@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
 from lsrdecomp.formats.bit_packing import Codes
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import safe_ratio
 from lsrdecomp.solvers.pair.initialization import as_factors

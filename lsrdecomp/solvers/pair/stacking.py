@@ -8,11 +8,11 @@ from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, check_device, namespace, placed, zero_padded
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.product import SeparatedProduct
+from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
-from lsrdecomp.solvers.pair.partial_traces import PartialTraces
+from lsrdecomp.solvers.pair.normal_equations import PartialTraces
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import pair_norms
 from lsrdecomp.targets.weights import Dense, Diagonal, Identity, LowRankPlusIdentity, NormWeights, Weight
