@@ -138,10 +138,11 @@ def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     return [LowRank(parameters=rank * step, squared_error=tails[rank] ** 2, rank=rank) for rank in ranks]
 
 
-def water_filled_candidates(layer: Layer) -> list[LowRank]:
-    """SVD with bits spread over its components, from the smallest useful size to eight bits each."""
+def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
+    """SVD with bits spread over its components, from the smallest useful size to eight bits each or ``most`` bytes."""
     filled = water_fill(layer, *layer_svd(layer))
     counts = sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))}) if filled else []
+    counts = [n for n in counts if sum(filled[n - 1]) * sum(layer.shape) <= 8.0 * most]
     return [_coded_candidate(layer, svd_code(layer, filled[n - 1]), filled[n - 1]) for n in counts]
 
 

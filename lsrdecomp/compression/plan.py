@@ -43,6 +43,12 @@ class Budget:
         return self.bytes is not None
 
     @property
+    def most_parameters(self) -> float:
+        """Numbers that it pays for at most: where bytes are counted, of four bits each."""
+        most = self.parameters if self.bytes is None else 2.0 * self.bytes
+        return math.inf if most is None else most
+
+    @property
     def bounds_error(self) -> bool:
         """Whether the error is bounded; it is then measured on rounded factors before it is compared."""
         return self.squared_error is not None or self.layer_rtol is not None

@@ -41,9 +41,6 @@ from lsrdecomp.compression.shapes import (
 from lsrdecomp.compression.solve import Effort, Task, product_of
 from lsrdecomp.kronecker.shape import ProductShape
 
-SHARE = 8.0
-"""Most parameters of a layer on the grid, in units of what the budget gives a layer on average."""
-
 EXPECTED_REFINEMENT = 0.7
 """Share of its loss that refining usually leaves of a product: what is chosen is chosen for what it may become, against
 truncated SVD, which is as good as it can be from the start. On a language model's layers it leaves .4 to .9."""
@@ -138,7 +135,7 @@ def search_layers(
     True
     """
     table = SearchTable(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
-    limits = [math.inf if budget.parameters is None else budget.parameters for budget in budgets]
+    limits = [budget.most_parameters for budget in budgets]
     limit = max(limits, default=math.inf)
     refines_grid = limit < math.inf and len(limits) == 1 and not table.search.shapes
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
@@ -167,7 +164,7 @@ def search_layers(
 def _grid(table: SearchTable, indices: Sequence[int], limit: float, *, coarse: bool) -> list[Request]:
     """The grid for layers of one size, as far as a budget of so many parameters could want it."""
     first, ranks, search = table.layers[indices[0]], [table.layers[i].rank for i in indices], table.search
-    most = min(max(ranks) * sum(first.shape) / 2, limit, SHARE * limit * first.parameters / table.parameters)
+    most = min(max(ranks) * sum(first.shape) / 2, table.most(first, limit))
     if coarse:
         return coarse_grid(first.shape, search.orders, most)
     return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)

@@ -40,6 +40,9 @@ from lsrdecomp.kronecker.separated import SeparatedProduct
 PLAIN = (Structure.DROP, Structure.LOW_RANK, Structure.KEEP)
 """What truncated SVD alone can do."""
 
+SHARE = 8.0
+"""Most that a layer is given, in units of what the budget gives a layer on average."""
+
 NEAR = 1.15
 """Candidates this factor above the convex hull of a layer's errors are still tried in integers."""
 
@@ -138,12 +141,16 @@ class SearchTable:
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
-        self._coded: dict[tuple[int, bool], list[Entry]] = {}  # low rank in few bits, where integers are asked for
+        self._coded: dict[tuple[int, float], list[Entry]] = {}  # low rank in few bits, where integers are asked for
 
     @property
     def parameters(self) -> int:
         """Numbers in the LoRA."""
         return sum(layer.parameters for layer in self.layers)
+
+    def most(self, layer: Layer, limit: float) -> float:
+        """Of so much for all layers, the most that one could want."""
+        return min(limit, SHARE * limit * layer.parameters / self.parameters)
 
     def products(self, i: int) -> list[Lsr]:
         """The LSR products in the row of a layer."""
@@ -166,7 +173,7 @@ class SearchTable:
                 if draw.allows(candidate):
                     yield entry, draw.as_refined(candidate)
         if integers:
-            coded = self._coded_low_rank(i, draw.budget.counts_bytes)
+            coded = self._coded_low_rank(i, draw.budget)
             yield from ((entry, entry.exact) for entry in coded if draw.allows(entry.exact))
 
     def _worth_trying(self, i: int, draw: Draw, near_hull: bool) -> list[Entry]:
@@ -187,18 +194,23 @@ class SearchTable:
             corners = Options.of(sizes, errors).hull()
             limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
             falling = [e for e, limit in zip(falling, limits, strict=True) if e.exact.squared_error <= limit]
+            most = self.most(self.layers[i], draw.budget.most_parameters)
+            falling = [e for e in falling if e.exact.parameters <= most]
         if draw.trusted and not self.whole_norm[i]:
             falling = [entry for entry in falling if entry.product.refined]
         return [*(entry for entry in self.rows[i] if not entry.is_lsr), *falling]
 
-    def _coded_low_rank(self, i: int, counts_bytes: bool) -> list[Entry]:
+    def _coded_low_rank(self, i: int, budget: Budget) -> list[Entry]:
         """Low rank in integers: bits spread over the components where they cost something, else as fine as allowed."""
-        if (i, counts_bytes) not in self._coded:
-            layer, most = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
-            spread = water_filled_candidates(layer) if counts_bytes else equal_bits_candidates(layer, most)
+        layer, width = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
+        most = math.inf if budget.bytes is None else 2.0 ** math.ceil(math.log2(self.most(layer, budget.bytes + 1.0)))
+        if (i, most) not in self._coded:
+            spread = (
+                water_filled_candidates(layer, most) if budget.counts_bytes else equal_bits_candidates(layer, width)
+            )
             coded = [*spread, *unrotated_candidates(layer)]
-            self._coded[i, counts_bytes] = [Entry(candidate) for candidate in coded if max(candidate.bits) <= most]
-        return self._coded[i, counts_bytes]
+            self._coded[i, most] = [Entry(candidate) for candidate in coded if max(candidate.bits) <= width]
+        return self._coded[i, most]
 
     def allocated(self, draw: Draw) -> Allocation:
         """The candidate that each layer takes under a draw; truncated SVD alone, in that norm, is never better.

@@ -151,7 +151,7 @@ def compress(
     if plan is None and keep is None:
         plan = CompressionPlan(**of_plan, storage=storage)
     chosen = None if base is None else MeasuredSettings(**of_base)
-    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.norms + (chosen.distil > 0))
+    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
     resources = Resources(workers, of_base.get("device"), journal, steps or on_step)
     if base is None or chosen is None or steps is None:
         of_base.pop("device", None)
@@ -289,7 +289,7 @@ def _measured(
     # 2. Fit: a search in the norm around the LoRA, and then in that around what came of it: errors add up along the
     #    network. How large exactly a form must be is asked in the last norm alone.
     best: CompressedForm | None = None
-    for turn in range(1, settings.norms + 1):
+    for turn in range(1, settings.passes + 1):
         if best is not None:
             steps.begin("calibrating with the compressed adapter")
             forms.statistics = evaluator.statistics(journal, best.path)
@@ -300,7 +300,7 @@ def _measured(
             goal = FormOfSize(forms, searches, plan)
         else:
             goal = SmallestForm(forms, searches, checkpoint, keep or 0.0, form)
-        if turn < settings.norms:
+        if turn < settings.passes:
             new = goal.first()
         elif settings.distil:
             steps.begin("training")

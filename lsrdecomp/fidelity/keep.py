@@ -104,8 +104,8 @@ class SmallestForm:
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
         file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
-        least = max(self.whole / SMALLEST, EMPTY + 1.0) if self.counts_bytes else self.whole / SMALLEST
-        self.searched = searches([self._plan(max(self.whole / LARGEST, least)), self._plan(least)])
+        largest = max(self.whole / LARGEST, EMPTY + 1.0) if self.counts_bytes else self.whole / LARGEST
+        self.searched = searches([self._plan(largest)])
         self.by_size: dict[float, CompressedForm] = {}  # untrained
 
     def first(self) -> CompressedForm:

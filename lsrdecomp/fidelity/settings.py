@@ -43,8 +43,8 @@ class MeasuredSettings(EvaluatorSettings):
 
     Examples
     --------
-    >>> MeasuredSettings(keep=0.9).norms
-    2
+    >>> MeasuredSettings(keep=0.9).distil
+    0
     """
 
     keep: Annotated[
@@ -52,16 +52,8 @@ class MeasuredSettings(EvaluatorSettings):
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
     passes: Annotated[
-        int | None,
-        OPTION,
-        whole(1),
-        "With --base: 2 measures the norm anew around the compressed form; absent, 2; 1 with --keep and --distil.",
-    ] = None
-
-    @property
-    def norms(self) -> int:
-        """Passes: where a size is free, training brings what a second norm would."""
-        return self.passes or (1 if self.distil and self.keep is not None else 2)
+        int, OPTION, whole(1), "With --base: 2 searches again in the norm around the form that came of the first."
+    ] = 1
 
 
 @settings
