@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from lsrdecomp.calibration.questions import Batch, answer_mask
 
 FEW = 4096
 """Classes up to which answers are kept as logits."""
+GENERATED = 16
+"""Prompts that are completed side by side."""
 TRIED = 8
 """Answers by which it is seen whether a model's logits are what its output layer makes of its rows."""
 
@@ -149,3 +151,46 @@ def _only(layer: nn.Module, wanted: Tensor, first: int | None = None) -> Iterato
         yield read
     finally:
         handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside."""
+    was = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    *,
+    new_tokens: int,
+    autocast: bool = False,
+    batch: int = GENERATED,
+) -> list[str]:
+    """What the model says to each prompt, by greedy decoding, without special tokens."""
+    device = next(model.parameters()).device
+    order, said = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), [""] * len(prompts)
+    with evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+        for start in range(0, len(order), batch):
+            chosen = order[start : start + batch]
+            read = tokenizer([prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt")
+            read = {name: read[name].to(device) for name in ("input_ids", "attention_mask")}
+            written = model.generate(
+                **read,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            texts = tokenizer.batch_decode(written[:, read["input_ids"].shape[1] :], skip_special_tokens=True)
+            for i, text in zip(chosen, texts, strict=True):
+                said[i] = text.strip()
+    return said

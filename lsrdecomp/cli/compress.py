@@ -44,6 +44,8 @@ FLAGS = {
     "bytes": "--bytes",
     "separation_rank": "--separation-rank",
 }
+SHOWN = 2
+"""Examples in a report that a measured form answers differently, where no other number is asked for."""
 WRECK = 0.7
 """Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
 
@@ -131,6 +133,8 @@ def compress(
     chosen = {name: value for name, value in options.items() if value is not None}
     of_base = {name: chosen.pop(name) for name in MeasuredSettings.fields if name in chosen}
     plans = _plans(chosen, of_base, base, data)
+    if report is not None:
+        of_base.setdefault("examples", SHOWN)
     if out is None and not dry_run:
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     if len(plans) > 1 and (report is not None or str(json) == "-"):

@@ -18,6 +18,8 @@ def words(result: Compression | MeasuredCompression) -> Iterator[str]:
     if promise is not None:
         forms = f"{_tried(tried)} " if len(tried) > 1 else ""
         yield f"{forms}It {promise.sentence()}."
+        for each in getattr(result, "differing", ()):
+            yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
 
 
 def _tried(tried: Sequence[Measurement]) -> str:

@@ -74,6 +74,7 @@ def html_report(
         promise=_promise(compression),
         tiles=_tiles(compression, unit),
         shares=shares,
+        differing=getattr(compression, "differing", ()),
         svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
         columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
         rows=_rows(compression.layers, functional),

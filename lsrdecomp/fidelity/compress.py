@@ -21,7 +21,7 @@ from lsrdecomp.compression.plan import GOALS, CompressionPlan, PlanKeywords, sha
 from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.settings import OnStep, Resources, Search, Step
 from lsrdecomp.errors import BudgetError, LsrError
-from lsrdecomp.fidelity.fidelity import Fidelity, Measurement
+from lsrdecomp.fidelity.fidelity import Answered, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
@@ -208,6 +208,7 @@ class MeasuredCompression:
     facts: dict[str, Any]
     _folder: TemporaryDirectory[str]
     tried: tuple[Measurement, ...] = ()  # every form that was measured, in that order
+    differing: tuple[Answered, ...] = ()  # examples that the form answers differently; in no file but the report
 
     def __repr__(self) -> str:
         """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
@@ -312,6 +313,8 @@ def _measured(
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
+    answered = evaluator.answered(best.path) if settings.examples else []
+    differing = [each for each in answered if each.form != each.lora]
     fidelity = evaluator.fidelity(
         evaluator.measure_held_out(best.path, best.behaviour),
         best.path,
@@ -320,5 +323,8 @@ def _measured(
         distilled=best.steps,
         measurements=len(forms.measurements),
         asked=keep,
+        answered=len(answered),
+        alike=len(answered) - len(differing),
     )
-    return MeasuredCompression(best.compression, fidelity, written, best.facts, folder, forms.measurements)
+    shown = tuple(differing[: settings.examples])
+    return MeasuredCompression(best.compression, fidelity, written, best.facts, folder, forms.measurements, shown)

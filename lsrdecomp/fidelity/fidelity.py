@@ -30,6 +30,15 @@ class Measurement:
         return f"{size_text(self.bytes)} {' → '.join('–' if s is None else f'{100 * s:.1f}' for s in shares)} %"
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What the LoRA and a form of it answer to one text: a class, or a completion decoded greedily."""
+
+    question: str
+    lora: str
+    form: str
+
+
 UNITS = ((1, "kB"), (2, "MB"), (3, "GB"))
 LITTLE = 0.5
 """A form that keeps less than this share is not what anybody wants without having asked for its size."""
@@ -52,6 +61,8 @@ class Fidelity(Behaviour):
         Forms that were measured until this one was chosen.
     asked : float, optional
         The least share that was asked for.
+    answered, alike : int
+        Held-out examples that were answered in words, and those where the form says what the LoRA does.
 
     Examples
     --------
@@ -74,6 +85,8 @@ class Fidelity(Behaviour):
     distilled: int = 0
     measurements: int = 1
     asked: float | None = None
+    answered: int = 0
+    alike: int = 0
 
     @classmethod
     def of(cls, behaviour: Behaviour, **facts: Any) -> Fidelity:
@@ -104,6 +117,8 @@ class Fidelity(Behaviour):
         same = "" if self.agreement is None else f"; likeliest {what} the same for {100 * self.agreement:.0f} %"
         if self.throughout is not None:
             same += f", all along in {100 * self.throughout:.0f} % of the examples"
+        if self.answered:
+            same += f"; the same answer to {self.alike} of {self.answered} examples"
         head = f" (each with a head of {size_text(self.head_bytes)})" if self.head_bytes else ""
         trained = [f"distilled for {self.distilled} steps"] if self.distilled else []
         return [

@@ -51,6 +51,9 @@ class MeasuredSettings(EvaluatorSettings):
         float | None, OPTION, SHARE_TO_KEEP, "With --base: the smallest form that keeps this share, such as 0.95."
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
+    examples: Annotated[
+        int, OPTION, whole(0), "With --base: show so many held-out examples that the form answers differently."
+    ] = 0
     passes: Annotated[
         int, OPTION, whole(1), "With --base: 2 searches again in the norm around the form that came of the first."
     ] = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -22,7 +22,7 @@ from transformers import Trainer
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from lsrdecomp.calibration.answers import ask
+from lsrdecomp.calibration.answers import ask, evaluating, generate
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
@@ -183,7 +183,7 @@ def judge_tokens(
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
     base = Base("", model, None, Head.causal_lm, ())
-    with _evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+    with evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             (inputs,) = token_batches([rows[i] for i in chosen], size=batch, seed=None, pad=pad, device=device)
@@ -196,49 +196,6 @@ def judge_tokens(
                 right[i] = bool(part.all())
     loss = total / count
     return Scores({}, hits / count, loss if np.isfinite(loss) else None, len(rows)), right
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside."""
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
-
-
-@torch.no_grad()
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[str],
-    *,
-    new_tokens: int,
-    autocast: bool,
-    batch: int = EVALUATION_BATCH,
-) -> list[str]:
-    """What the model says to each prompt, by greedy decoding, without special tokens."""
-    device = next(model.parameters()).device
-    order, said = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), [""] * len(prompts)
-    with _evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
-        for start in range(0, len(order), batch):
-            chosen = order[start : start + batch]
-            read = tokenizer([prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt")
-            read = {name: read[name].to(device) for name in ("input_ids", "attention_mask")}
-            written = model.generate(
-                **read,
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-            texts = tokenizer.batch_decode(written[:, read["input_ids"].shape[1] :], skip_special_tokens=True)
-            for i, text in zip(chosen, texts, strict=True):
-                said[i] = text.strip()
-    return said
 
 
 def judge_language(model: nn.Module, data: LanguageDataset) -> Scores:

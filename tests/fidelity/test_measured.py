@@ -366,3 +366,17 @@ def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(fol
         assert len(lsr.compress(lora, plan, **settings, journal=journal).tried) == 2
     assert len(calls) == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_examples_that_are_answered_differently_are_shown_and_counted(folder, lines, tmp_path):
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    done = command(folder, lines, "--params", 40, "--out", out, "--report", page, "--examples", 3)
+    promise = json.loads((out / "compression.json").read_text())["promise"]
+    assert promise["answered"] == 12  # all that are held out
+    assert promise["alike"] == round(12 * promise["agreement"])
+    assert f"the same answer to {promise['alike']} of 12 examples" in " ".join(done.stdout.split())
+    differing = min(3, 12 - promise["alike"])
+    assert done.stdout.count("LoRA: LABEL_") == done.stdout.count("form: LABEL_") == differing
+    assert page.read_text().count("<dt>this adapter</dt>") == differing
+    for text, _ in TEXTS:  # what people wrote stays with them
+        assert text not in (out / "compression.json").read_text()

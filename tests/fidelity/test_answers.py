@@ -1,0 +1,28 @@
+"""What a form answers in words: completions of the prompts that are held out, by greedy decoding."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from tiny_bases import make  # noqa: E402
+
+from lsrdecomp.calibration.dataset import PromptExample  # noqa: E402
+from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
+from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
+
+WORDS = random.Random(0)
+
+
+def test_prompts_are_completed_by_both_and_plain_texts_by_none(tmp_path):
+    folder = make(tmp_path, "CAUSAL_LM")
+    texts = [PromptExample(f"w{i % 30} w{i // 30}", f" w{WORDS.randrange(30)} w1", f"line {i}") for i in range(48)]
+    evaluator = Evaluator(folder / "base", folder / "lora", texts, EvaluatorSettings(batch=8))
+    same = evaluator.answered(folder / "lora")
+    assert [each.question for each in same] == [text.prompt for text in evaluator.held_out]
+    assert all(each.lora == each.form for each in same)
+    assert any(each.lora for each in same)
+    evaluator.held_out = [("w1 w2", None)]
+    assert evaluator.answered(folder / "lora") == []
