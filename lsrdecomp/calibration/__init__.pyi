@@ -6,4 +6,3 @@ from .calibrate import calibrate as calibrate
 from .dataset import DataError as DataError
 from .dataset import read_jsonl as read_jsonl
 from .divergence import compare_answers as compare_answers
-from .divergence import divergence as divergence

@@ -140,32 +140,6 @@ def compare_answers(
     return Reference(source, batches, on_batch=on_batch).compare(written)
 
 
-def divergence(old: Tensor, new: Tensor, head: Head) -> float:
-    """Σ KL(old ‖ new) over all answers.
-
-    Parameters
-    ----------
-    old, new : Tensor, shape (answers, classes)
-        Logits of any dtype; sums are taken in double precision.
-    head : Head
-        What the logits mean; of a regression the sum is of half the squared differences.
-
-    Returns
-    -------
-    float
-        In nats.
-
-    Examples
-    --------
-    >>> from lsrdecomp.calibration.fisher import Head
-    >>> old = torch.log(torch.tensor([[0.5, 0.5], [0.9, 0.1]]))
-    >>> new = torch.log(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))  # wrong about the second answer alone
-    >>> round(divergence(old, new, Head.classification), 3)
-    0.368
-    """
-    return float(divergences(old, new, head).sum())
-
-
 def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
     """KL(old ‖ new) of every answer of logits (answers, classes), in nats: (answers,), in double precision on the CPU.
 

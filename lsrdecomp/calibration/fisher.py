@@ -152,31 +152,11 @@ def _hook(record: Record, name: str) -> Any:
     return hook
 
 
-def sampled_log_likelihood(
-    logits: Tensor, head: Head, generator: torch.Generator, mask: Tensor | None = None
-) -> tuple[Tensor, int]:
-    """Σ log p(y) for answers y drawn from the model itself, and the number of answers.
-
-    Parameters
-    ----------
-    logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
-    head : Head
-    generator : torch.Generator
-        On the CPU; draws are the same on every device up to rounding of the probabilities.
-    mask : Tensor, shape (examples, tokens), optional
-        Real tokens; positions without one (or, for a causal model, without a next one) give no answer.
-
-    Raises
-    ------
-    ShapeError
-        If the logits do not have the shape of the head.
-    """
-    answers = answer_logits(logits, head, mask)
-    return sampled_answers(answers, head, generator), len(answers)
-
-
 def sampled_answers(logits: Tensor, head: Head, generator: torch.Generator) -> Tensor:
-    """Σ log p(y) as above, of the logits (answers, classes) of the answers alone."""
+    """Σ log p(y) for answers y drawn from the model itself, whose logits are (answers, classes).
+
+    Draws are made on the CPU, the same on every device up to rounding of the probabilities.
+    """
     if head is Head.regression:
         noise = torch.randn(logits.shape, generator=generator).to(logits.device)
         return -(noise + logits.detach() - logits).square().sum() / 2
@@ -186,7 +166,14 @@ def sampled_answers(logits: Tensor, head: Head, generator: torch.Generator) -> T
 
 
 def answer_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Tensor:
-    """The logits of every answer the model gives, (answers, classes) in float32; arguments as above.
+    """The logits of every answer the model gives, (answers, classes) in float32.
+
+    Parameters
+    ----------
+    logits : Tensor, shape (examples, classes), (examples, 1) or (examples, tokens, classes)
+    head : Head
+    mask : Tensor, shape (examples, tokens), optional
+        Real tokens; positions without one (or, for a causal model, without a next one) give no answer.
 
     Raises
     ------

@@ -29,7 +29,6 @@ from lsrdecomp.fields import takes
 if TYPE_CHECKING:
     from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.forms import CompressedForm
-    from lsrdecomp.fidelity.keep import Goal
 
 
 @overload
@@ -271,7 +270,7 @@ def _measured(
     try:
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
-        from lsrdecomp.fidelity.keep import FormOfSize, SmallestForm
+        from lsrdecomp.fidelity.keep import SmallestForm
     except ImportError as error:
         raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
@@ -295,20 +294,20 @@ def _measured(
             steps.begin("calibrating with the compressed adapter")
             forms.statistics = evaluator.statistics(journal, best.path)
         steps.begin("searching" if turn == 1 else "searching again")
-        searches = partial(search, statistics=forms.statistics)
-        goal: Goal
+        last = turn == settings.passes
         if plan is not None:
-            goal = FormOfSize(forms, searches, plan)
+            new = forms.untrained(search([plan], statistics=forms.statistics).compress(plan))
+            if last and settings.distil:
+                steps.begin("training")
+                new = forms.distilled(new)
+            better = best is None or new.behaviour.kl < best.behaviour.kl
         else:
-            goal = SmallestForm(forms, searches, checkpoint, keep or 0.0, form)
-        if turn < settings.passes:
-            new = goal.first()
-        elif settings.distil:
-            steps.begin("training")
-            new = goal.trained()
-        else:
-            new = goal.untrained()
-        best = new if best is None or goal.is_better(new, best) else best
+            goal = SmallestForm(forms, partial(search, statistics=forms.statistics), checkpoint, keep or 0.0, form)
+            if last and settings.distil:
+                steps.begin("training")
+            new = goal.first() if not last else goal.trained() if settings.distil else goal.untrained()
+            better = best is None or goal.is_better(new, best)
+        best = new if better else best
     assert best is not None
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")

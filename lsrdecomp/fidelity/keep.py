@@ -1,7 +1,6 @@
 """The smallest form that keeps a share of what the adapter does, by measuring few of the many that one search offers.
 
-`smallest` is the search over sizes; `SmallestForm` gives it forms, untrained and then trained; `FormOfSize` is what
-stands in their place where a size was asked for.
+`smallest` is the search over sizes; `SmallestForm` gives it forms, untrained and then trained.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -57,36 +55,6 @@ TINY = 1e-12
 Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
 
 
-class Goal(Protocol):
-    """What is asked for, under one norm: one search."""
-
-    def first(self) -> CompressedForm:
-        """A form near it, around which the next norm is measured."""
-
-    def untrained(self) -> CompressedForm:
-        """The form that meets it without training."""
-
-    def trained(self) -> CompressedForm:
-        """The form that meets it with training, or without where that is as good."""
-
-    def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
-        """Whether one form meets it better than another."""
-
-
-class FormOfSize:
-    """The form of one plan."""
-
-    def __init__(self, forms: CompressedFormCache, searches: Searches, plan: CompressionPlan) -> None:
-        self.forms = forms
-        self.untrained = self.first = cache(lambda: forms.untrained(searches([plan]).compress(plan)))
-
-    def trained(self) -> CompressedForm:
-        return self.forms.distilled(self.untrained())
-
-    def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
-        return new.behaviour.kl < old.behaviour.kl
-
-
 class SmallestForm:
     """The smallest form that keeps enough, of those that one search offers; numbers count, or bytes with ``auto``."""
 
@@ -109,9 +77,11 @@ class SmallestForm:
         self.by_size: dict[float, CompressedForm] = {}  # untrained
 
     def first(self) -> CompressedForm:
+        """A form near it, around which the next norm is measured."""
         return self._losing(SAFETY * (1.0 - self.keep), measurements=1)
 
     def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
+        """Whether one form is smaller than another, or keeps enough where that does not."""
         return not self._keeping([old]) or (bool(self._keeping([new])) and self._size(new) < self._size(old))
 
     def untrained(self) -> CompressedForm:

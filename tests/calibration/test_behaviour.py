@@ -16,7 +16,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
-from lsrdecomp.calibration.divergence import compare_answers, divergence, without_delta  # noqa: E402
+from lsrdecomp.calibration.divergence import compare_answers, divergences, without_delta  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
@@ -92,7 +92,7 @@ def test_the_effect_is_the_divergence_from_the_base_with_the_adapters_head(class
                 module.lora_B["default"].weight.zero_()
         torch.testing.assert_close(plain, base.model(**batch).logits)
     found = behaviour(classifier, "lsr")
-    assert found.effect == pytest.approx(divergence(adapted, plain, Head.classification) / 20, rel=1e-4)
+    assert found.effect == pytest.approx(float(divergences(adapted, plain, Head.classification).sum()) / 20, rel=1e-4)
 
 
 def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
@@ -106,9 +106,9 @@ def test_a_regression_differs_by_half_the_squared_difference(tmp_path):
 def test_many_classes_are_counted_in_parts(monkeypatch):
     torch.manual_seed(0)
     old, new = torch.randn(2, 11, 7)
-    whole = divergence(old, new, Head.classification)
-    monkeypatch.setattr(sys.modules[divergence.__module__], "ENTRIES", 15)
-    assert divergence(old, new, Head.classification) == pytest.approx(whole, rel=1e-12)
+    whole = float(divergences(old, new, Head.classification).sum())
+    monkeypatch.setattr(sys.modules[divergences.__module__], "ENTRIES", 15)
+    assert float(divergences(old, new, Head.classification).sum()) == pytest.approx(whole, rel=1e-12)
 
 
 def test_two_adapters_share_the_weights_of_the_base_but_not_its_heads(classifier):
