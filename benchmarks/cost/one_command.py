@@ -1,12 +1,13 @@
 """What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME | --examples] [--seed 0]
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME | --norms] [--seed 0]
 
 `benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
 The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a line. Each command
 runs in a process of its own with one thread; what it wrote is weighed, and its promise read from compression.json.
-Rows are added to the file as they come, each with the commit that ran. ``--examples`` asks how many examples the norm
-needs: forms of two sizes in the norm of 64, 128 and 256 prompts, each measured on the same held-out prompts.
+Rows are added to the file as they come, each with the commit that ran. ``--norms`` asks how the norm is to be measured:
+a form of one size in the norm with the LoRA at its full strength and at less, by 64 prompts and by more, each measured
+on the same held-out prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from benchmarks import RESULTS
 from lsrdecomp.compression.settings import Step
 
 PROMPTS, SENTENCES = 400, 600
-EXAMPLES, SIZES = (64, 128, 256), (9000, 4000)
+NORMS, SIZE = ((1.0, 64), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
+"""Strength of the LoRA and examples; bytes of the form."""
 COMMANDS = {
     "smollm2 keep .9": ["--keep", "0.9"],
     "smollm2 keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
     parser.add_argument("--only", choices=COMMANDS)
-    parser.add_argument("--examples", action="store_true")
+    parser.add_argument("--norms", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
     parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -56,10 +58,10 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(timed_command(arguments.child)))
         return
-    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": [], "examples": []}
-    rows, examples = record["rows"], record["examples"]
-    if arguments.examples:
-        examples += by_examples(arguments)
+    record = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+    rows, norms = record["rows"], record.get("norms", [])
+    if arguments.norms:
+        norms = by_norm(arguments)
     else:
         for name in COMMANDS if arguments.only is None else [arguments.only]:
             with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +69,7 @@ def main() -> None:
             print(json.dumps(row, indent=1), flush=True)
             rows = [old for old in rows if (old["name"], old["seed"]) != (row["name"], row["seed"])]
             rows.append(row)
-    record |= facts() | {"rows": rows, "examples": examples}
+    record |= facts() | {"rows": rows, "norms": norms}
     arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -82,8 +84,8 @@ def commit() -> str:
     return said.stdout.strip()
 
 
-def by_examples(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of examples and size of the weight file."""
+def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each strength and number of examples."""
     import torch
 
     from lsrdecomp.calibration.dataset import read_jsonl
@@ -99,21 +101,19 @@ def by_examples(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
         data.write_text("\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8")
         evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_jsonl(data))
-        checkpoint = open_checkpoint(arguments.lora)
-        for count in EXAMPLES:
-            since = time.process_time()
-            with patch.object(evaluate, "SAMPLES_OF_TOKENS", count):
-                statistics = evaluator.statistics(Journal(Path(folder)))
+        checkpoint, plan = open_checkpoint(arguments.lora), CompressionPlan(bytes=SIZE, storage="auto")
+        for strength, count in NORMS:
+            since, name = time.process_time(), f"{strength}-{count}"
+            with patch.multiple(evaluate, SAMPLES_OF_TOKENS=count, STRENGTH=strength):
+                statistics = evaluator.statistics(Journal(Path(folder) / f"journal-{name}"))
             seconds = round(time.process_time() - since, 1)
-            plans = [CompressionPlan(bytes=size, storage="auto") for size in SIZES]
-            searched = search_adapter(checkpoint, plans, statistics=statistics)
-            for plan in plans:
-                out = searched.compress(plan).save(Path(folder) / f"{count}-{plan.bytes}")
-                behaviour = evaluator.measure(out)
-                row = {"examples": count, "bytes": plan.bytes, "calibration_seconds": seconds, "commit": commit()}
-                row |= {"kept": behaviour.kept, "standard_error": behaviour.standard_error}
-                rows.append(row | {"seed": arguments.seed})
-                print(rows[-1], flush=True)
+            out = search_adapter(checkpoint, [plan], statistics=statistics).compress(plan).save(Path(folder) / name)
+            behaviour = evaluator.measure(out)
+            row: dict[str, Any] = {"strength": strength, "examples": count, "bytes": SIZE}
+            row |= {"calibration_seconds": seconds}
+            row |= {"kept": behaviour.kept, "standard_error": behaviour.standard_error}
+            rows.append(row | {"seed": arguments.seed, "commit": commit()})
+            print(rows[-1], flush=True)
     return rows
 
 
