@@ -36,7 +36,16 @@ def ask(base: Base, batch: Batch) -> Answers:
 
     Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
     """
-    return _answers(base, batch)[0]
+    inputs, wanted = _wanted(base, batch)
+    examples, layer = len(next(iter(inputs.values()))), output_layer(base)
+    if layer is None or wanted is None:
+        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
+        counted = base.head in (Head.tokens, Head.causal_lm, Head.seq2seq) and wanted is not None
+        counts = wanted.sum(1) if counted and wanted is not None else torch.full((examples,), len(logits) // examples)
+        return Answers(logits, counts.cpu())
+    with _only(layer, wanted):
+        logits = base.model(**model_inputs(inputs)).logits.float()
+    return Answers(logits, wanted.sum(1).cpu())
 
 
 def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor]]:
@@ -47,13 +56,13 @@ def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor
     more after its output layer than that, it is asked again.
     """
     with torch.no_grad():
-        answers, read = _answers(base, batch)
-        logits, layer = answers.logits, output_layer(base)
-        if logits.shape[-1] <= FEW:
-            return answers, lambda: logits
-        if read is not None and layer is not None and torch.equal(layer(read).float(), logits):
-            return answers, lambda: _applied(layer, read)
-        return answers, lambda: _again(base, batch)
+        pieces = ask_in_pieces(base, batch)
+        answers = Answers(pieces.logits(pieces.rows), pieces.counts)
+    if answers.logits.shape[-1] <= FEW:
+        return answers, lambda: answers.logits
+    if pieces.rows is answers.logits:
+        return answers, torch.no_grad()(lambda: ask(base, batch).logits)
+    return answers, torch.no_grad()(lambda: pieces.logits(pieces.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +99,12 @@ def ask_in_pieces(base: Base, batch: Batch, *, whole: bool = False) -> Pieces:
     return Pieces(answers.logits, answers.counts, lambda rows: rows)
 
 
-def _applied(layer: nn.Module, read: Tensor) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = layer(read).float()
-    return logits
-
-
-def _again(base: Base, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        return _answers(base, batch)[0].logits
-
-
 def output_layer(base: Base) -> nn.Module | None:
     """The layer that makes logits of tokens; None where there is none such."""
     if base.head is not Head.causal_lm:
         return None
     layer: Any = getattr(base.model, "get_output_embeddings", lambda: None)()
     return layer if isinstance(layer, nn.Module) else None
-
-
-def _answers(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]:
-    """The answers, and what the output layer read for them if it read only that."""
-    inputs, wanted = _wanted(base, batch)
-    examples, layer = len(next(iter(inputs.values()))), output_layer(base)
-    if layer is None or wanted is None:
-        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
-        counted = base.head in (Head.tokens, Head.causal_lm, Head.seq2seq) and wanted is not None
-        counts = wanted.sum(1) if counted and wanted is not None else torch.full((examples,), len(logits) // examples)
-        return Answers(logits, counts.cpu()), None
-    with _only(layer, wanted) as read:
-        logits = base.model(**model_inputs(inputs)).logits.float()
-    return Answers(logits, wanted.sum(1).cpu()), read[0].detach()
 
 
 def _wanted(base: Base, batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:

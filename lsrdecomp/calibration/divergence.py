@@ -72,18 +72,18 @@ class Reference:
         """KL(source ‖ no ΔW), nats per answer."""
         return float(self.effects.sum()) / int(self.counts.sum())
 
-    def compare(self, written: Base, *, first: int | None = None) -> Behaviour:
-        """Let another adapter answer the same batches, or the ``first`` batches of them; errors as `losses`."""
-        return self._behaviour(*self.losses(written, first=first))
+    def compare(self, written: Base) -> Behaviour:
+        """Let another adapter answer the same batches; errors as `losses`."""
+        return self._behaviour(*self.losses(written))
 
-    def losses(self, written: Base, *, first: int | None = None) -> tuple[Tensor, Tensor]:
+    def losses(self, written: Base) -> tuple[Tensor, Tensor]:
         """Σ KL(source ‖ written) over the answers of each example, and how many of them are the same: (examples,) each.
 
         Raises `ShapeError` if the models do not answer alike.
         """
         lost, agreeing = [], []
         with torch.no_grad():
-            for batch, recall, counts in self._parts[:first]:
+            for batch, recall, counts in self._parts:
                 old, new = recall(), ask(written, batch).logits
                 if old.shape != new.shape:
                     raise ShapeError(f"answers of shape {tuple(new.shape)} against {tuple(old.shape)}")
@@ -93,8 +93,7 @@ class Reference:
         return torch.cat(lost), torch.cat(agreeing)
 
     def _behaviour(self, lost: Tensor, agreeing: Tensor) -> Behaviour:
-        examples = len(lost)
-        counts, effects = self.counts[:examples].cpu(), self.effects[:examples]
+        examples, counts, effects = len(lost), self.counts.cpu(), self.effects
         answers, tokens = int(counts.sum()), self.head in TOKEN_HEADS
         return Behaviour(
             examples=examples,

@@ -43,12 +43,6 @@ def test_many_forms_are_compared_with_one_set_of_answers(pair):
     assert kept.compare(written).effect == kept.effect
 
 
-def test_the_first_batches_alone_are_those_of_a_smaller_reference(pair):
-    source, written = pair
-    whole, part = Reference(source, rounds(source)), Reference(source, rounds(source)[:2])
-    assert whole.compare(written, first=2) == part.compare(written)
-
-
 def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
     source, written = pair
     one, other = (Reference(source, rounds(source, size)).compare(written) for size in (20, 3))
