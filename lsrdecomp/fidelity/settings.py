@@ -97,7 +97,8 @@ class MeasuredKeywords(EvaluatorKeywords, PlanKeywords, total=False):
 
     keep: float | None
     distil: int
-    passes: int | None
+    examples: int
+    passes: int
 
 
 class DistilKeywords(EvaluatorKeywords, total=False):
