@@ -56,9 +56,6 @@ class AdaptedLayer(nn.Module, Mergeable):
         """What ΔW of one adapter adds to the layer's output."""
         raise NotImplementedError
 
-    def has_adapter(self, adapter: str) -> bool:
-        return adapter in self.scaling
-
     def set_initial_scale(self, adapter: str, scale: float) -> None:
         """The scale that an adapter's settings give it, which the methods below multiply or come back to."""
         self.scaling[adapter] = self.initial_scaling[adapter] = scale

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from peft.config import PeftConfig
 from peft.utils.other import get_pattern_key
 from peft.utils.peft_types import PeftType
-from safetensors import safe_open
 
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
@@ -34,8 +33,6 @@ import lsrdecomp.adapters
 ```
 
 Then `PeftModel.from_pretrained(base_model, "<this folder>")` works as usual; pass `is_trainable=True` to train on.
-
-{facts}
 """
 
 
@@ -323,24 +320,9 @@ def find(pattern: Mapping[str, T], name: str) -> T | None:
 
 def write_card(folder: str | Path, kind: str) -> None:
     """Put our section into the README.md of a saved adapter of PEFT type ``kind``, in place of an earlier one."""
-    folder = Path(folder)
-    section = CARD.format(
-        heading=HEADING, kind=kind, facts=size_facts(folder / "adapter_model.safetensors", f"{kind.lower()}_")
-    )
-    path = folder / "README.md"
+    section = CARD.format(heading=HEADING, kind=kind)
+    path = Path(folder) / "README.md"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # The earlier section ends where the next heading of its level begins.
     text = re.sub(rf"{re.escape(HEADING)}\n.*?(?=^#{{1,2}} |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
     path.write_text(f"{text.rstrip()}\n\n{section}" if text.strip() else section, encoding="utf-8")
-
-
-def size_facts(path: Path, prefix: str) -> str:
-    """How many numbers the adapter holds, in how many layers and bytes."""
-    numbers, layers = 0, set()
-    with safe_open(path, framework="numpy") as file:
-        for key in file.keys():  # noqa: SIM118 the file handle is no mapping
-            module, separator, _ = key.partition(f".{prefix}")
-            if separator:
-                numbers += math.prod(file.get_slice(key).get_shape())
-                layers.add(module)
-    return f"- {numbers:,} adapter parameters in {len(layers)} layers, {path.stat().st_size:,} bytes"

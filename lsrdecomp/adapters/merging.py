@@ -28,7 +28,7 @@ class Mergeable(BaseTunerLayer):
     scaling: dict[str, float]
 
     def has_adapter(self, adapter: str) -> bool:
-        raise NotImplementedError
+        return adapter in self.scaling
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         raise NotImplementedError
@@ -78,30 +78,33 @@ class Mergeable(BaseTunerLayer):
         lost = {}
         for adapter in check_adapters_to_merge(self, adapter_names):
             if self.has_adapter(adapter) and not self.merged_elsewhere(adapter):
-                update, _ = self._update(adapter, stored)
-                self.set_base_weight((stored.to(update) + update).to(stored.dtype))
-                share = self._surviving_share(update, stored.to(update))
+                share, refused, _ = self._add(adapter, stored)
                 self.set_base_weight(stored)
-                if self._refused(adapter, share, update, stored):
+                if refused:
                     lost[adapter] = share
         return lost
 
     def _merge_one(self, adapter: str, safe_merge: bool) -> None:
         stored = self.get_base_weight()
-        update, scale = self._update(adapter, stored)
-        wide = stored.to(update)
-        merged = (wide + update).to(stored.dtype)
-        if safe_merge and not torch.isfinite(merged).all():
-            raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
-        self.set_base_weight(merged)
-        share = self._surviving_share(update, wide)
-        if self._refused(adapter, share, update, stored):
+        share, refused, scale = self._add(adapter, stored, safe_merge)
+        if refused:
             self.set_base_weight(stored)
             raise self.share_error(adapter, share)
         self.merge_shares[adapter] = share
         self._merged_scaling[adapter] = self.scaling[adapter]
         if scale is not None:
             self._merged_scales[adapter] = scale
+
+    def _add(self, adapter: str, stored: Tensor, safe: bool = False) -> tuple[float, bool, Tensor | None]:
+        """Set the weight to the merged one: the share that survived, whether that is too little, and DoRA's scale."""
+        update, scale = self._update(adapter, stored)
+        wide = stored.to(update)
+        merged = (wide + update).to(stored.dtype)
+        if safe and not torch.isfinite(merged).all():
+            raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
+        self.set_base_weight(merged)
+        share = surviving_share(wide, self.get_base_weight().to(update), update)
+        return share, self._refused(adapter, share, update, stored), scale
 
     def _check_mergeable(self) -> None:
         backend = self.quantization_backend
@@ -164,9 +167,6 @@ class Mergeable(BaseTunerLayer):
             return True
         # PEFT starts DoRA's magnitudes in the weight's precision. What lies within their rounding is no update.
         return float(update.norm()) > 2 * torch.finfo(stored.dtype).eps * float(stored.float().norm())
-
-    def _surviving_share(self, update: Tensor, before: Tensor) -> float:
-        return surviving_share(before, self.get_base_weight().to(update), update)
 
     def share_error(self, adapter: str, share: float, name: str = "") -> MergeError:
         where = f"{name}: " if name else ""

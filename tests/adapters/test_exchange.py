@@ -185,8 +185,6 @@ def test_saving_writes_a_card_and_the_lora_beside(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert card.count("import lsrdecomp.adapters") == 1
     assert "library_name: peft" in card
-    numbers = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert f"{numbers:,} adapter parameters in 2 layers" in card
     again = PeftModel.from_pretrained(tiny_bert(), tmp_path / "lora").eval()
     assert again.peft_config["default"].peft_type == "LORA"
     assert_same(outputs(again), expected)
