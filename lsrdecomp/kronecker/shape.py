@@ -176,9 +176,9 @@ class KroneckerShape:
     @property
     def essential_factors(self) -> tuple[int, ...]:
         """Which factors are not 1×1, which changes nothing; two are left, of as many as there are."""
-        kept = [i for i, size in enumerate(self.sizes) if size > 1]
+        large = [i for i, size in enumerate(self.sizes) if size > 1]
         spare = [i for i, size in enumerate(self.sizes) if size == 1]
-        return tuple(sorted(kept + spare[: max(0, min(2, self.order) - len(kept))]))
+        return tuple(sorted(large + spare[: max(0, min(2, self.order) - len(large))]))
 
     @property
     def essential(self) -> KroneckerShape:

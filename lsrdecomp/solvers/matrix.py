@@ -81,6 +81,6 @@ def without_unit_factors(matrix: SeparatedMatrix) -> SeparatedMatrix:
 def with_unit_factors(matrix: SeparatedMatrix, shape: KroneckerShape) -> SeparatedMatrix:
     """The inverse of `without_unit_factors`, for a shape of which ``matrix`` has the essential one."""
     xp, essential = namespace(*matrix.factors), shape.essential_factors
-    one = xp.ones((matrix.separation_rank, 1, 1), dtype=matrix.dtype, device=device(matrix.factors[0]))
-    factors = (matrix.factors[essential.index(i)] if i in essential else one for i in range(shape.order))
+    unit = xp.ones((matrix.separation_rank, 1, 1), dtype=matrix.dtype, device=device(matrix.factors[0]))
+    factors = (matrix.factors[essential.index(i)] if i in essential else unit for i in range(shape.order))
     return SeparatedMatrix(matrix.weights, tuple(factors))

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lsrdecomp.arrays import Array
+from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.errors import ShapeError
+from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.base import PairSolution, Status, Sweep, pair_terms
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.solvers.svd.dense import as_separated, rearranged_svd
-from lsrdecomp.targets.base import Dense, LowRank
+from lsrdecomp.solvers.svd.dense import as_separated
+from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_norm, weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
@@ -111,7 +112,9 @@ class Truncations:
 
 
 def _spectrum(side: Array, shape: KroneckerShape) -> Triples:
-    return rearranged_svd(Dense(side).rearranged(shape))
+    matrix = as_double(rearrange(side, shape))
+    u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
+    return u, sigma, vh
 
 
 def _terms(spectrum: Triples, shape: KroneckerShape, rank: int) -> SeparatedMatrix:

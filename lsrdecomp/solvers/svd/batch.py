@@ -53,17 +53,17 @@ def truncated_svds(
     sums = as_sums(u[:, :, :most], sigma[:, :most], vh[:, :most, :], shape)
     values = to_numpy(sigma).astype(np.float64)
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    terms, ends, norms, told = np.sum(values[:, :most] > floors[:, None], axis=1), [], [], []
+    terms, ends, norms, expected = np.sum(values[:, :most] > floors[:, None], axis=1), [], [], []
     for i, spectrum in enumerate(values):
         tails = tail_norms(spectrum)
         enough, status = chosen_rank(tails, most, atol)
         terms[i] = min(int(terms[i]), enough)
         ends.append(status)
         norms.append(tails[0] or 1.0)
-        told.append(tails[enough] / norms[i])
-    progress.note(max(told), objective=max(told) ** 2)
-    kept = np.where(np.arange(most) < terms[:, None], values[:, :most], 0.0) / np.asarray(norms)[:, None]
-    errors = residual_norms(operators, np.asarray(norms), u[:, :, :most], kept, vh[:, :most, :])
+        expected.append(tails[enough] / norms[i])
+    progress.note(max(expected), objective=max(expected) ** 2)
+    weights = np.where(np.arange(most) < terms[:, None], values[:, :most], 0.0) / np.asarray(norms)[:, None]
+    errors = residual_norms(operators, np.asarray(norms), u[:, :, :most], weights, vh[:, :most, :])
     record = progress.sweeps[-1:]
     return [
         Solution(x if k == most else x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded, float(error))

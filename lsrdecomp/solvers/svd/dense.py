@@ -14,7 +14,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.targets.base import Rearranged, Target
+from lsrdecomp.targets.base import Target
 
 ROUNDING = 64.0 * unit_roundoff("float64")
 """An error, for ‖R‖ = 1, that is within the rounding of the products."""
@@ -65,13 +65,6 @@ class SVD(MatrixSolver):
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         return Solution(as_separated(u, sigma, vh, shape, enough), status, progress.sweeps, 0.0, ErrorKind.bounded)
-
-
-def rearranged_svd(operator: Rearranged) -> tuple[Array, Array, Array]:
-    """Full thin SVD (U, σ, Vᴴ) of a rearranged target, formed, in double precision."""
-    matrix = as_double(operator.formed())
-    u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
-    return u, sigma, vh
 
 
 def _without_rounding(matrix: Any, sigma: Array, vh: Array, rank: int) -> tuple[Array, Array, Array]:

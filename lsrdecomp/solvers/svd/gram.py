@@ -89,8 +89,8 @@ class Gram(MatrixSolver):
                 triple = (left, sigma * norm, vh) if wide else (adjoint(vh), sigma * norm, adjoint(left))
                 progress.note(error)
                 gap = min(0.5 * loss / error**2, error / least - 1.0 if least else math.inf) if error else math.inf
-                known, kind = (gap, ErrorKind.bounded) if gap <= self.tolerance else (None, ErrorKind.estimated)
-                return Solution(as_separated(*triple, shape, s), status, progress.sweeps, known, kind, error)
+                bound, kind = (gap, ErrorKind.bounded) if gap <= self.tolerance else (None, ErrorKind.estimated)
+                return Solution(as_separated(*triple, shape, s), status, progress.sweeps, bound, kind, error)
             # Gram 4: squares that sink in rounding mix directions, which one more product with R and Rᴴ sorts.
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return problem.delegate_to(SVD())
