@@ -307,10 +307,10 @@ def takes(*tables: type[Settings]) -> Callable[[F], F]:
     return decorate
 
 
-def _refuse_others(function: str, names: Collection[str], known: Collection[str]) -> None:
+def _refuse_others(function: str, names: Collection[str], allowed: Collection[str]) -> None:
     for name in names:
-        if name not in known:
-            raise ArgumentError(f"{function} takes no {unknown(name, known)}")
+        if name not in allowed:
+            raise ArgumentError(f"{function} takes no {unknown(name, allowed)}")
 
 
 def _shown(value: Any) -> str:

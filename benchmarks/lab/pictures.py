@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lsrdecomp.plots.labels import TEXT, End, label_ends
-from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, dress, new_axes
+from lsrdecomp.plots.labels import TEXT, End, dress, label_ends, new_axes
+from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -65,27 +65,27 @@ def calibrate(
     except ImportError as error:
         raise LsrError(f"calibration runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():
-        found = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
-    rounds, _ = questions.batches(found, size=batch, seed=seed)
+        base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
+    rounds, _ = questions.batches(base_model, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         result = run(
-            found.model,
+            base_model.model,
             rounds,
-            modules=found.modules,
+            modules=base_model.modules,
             out=out,
             seed=seed,
             samples=samples,
-            head=found.head,
+            head=base_model.head,
             base=base,
-            adapter_base=found.adapter_base,
-            adapter=found.adapter_sha256,
+            adapter_base=base_model.adapter_base,
+            adapter=base_model.adapter_sha256,
             max_full=max_full,
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
             on_batch=lambda now: show(Step("calibrating", now.examples, now.samples, "examples")),
         )
-    typer.echo(f"Wrote {out}: statistics of {len(found.modules)} layers from {result.examples:,} examples.")
+    typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {result.examples:,} examples.")
     if result.effect is not None:
-        unit = "token" if found.head in TOKEN_HEADS else "example"
+        unit = "token" if base_model.head in TOKEN_HEADS else "example"
         typer.echo(f"Without the adapter the answers would differ by {result.effect:.4g} nats per {unit}.")

@@ -158,10 +158,10 @@ def compress(
     storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), chosen.get("bytes"))
     plans = [None if plan is None else plan.replace(storage=storage) for plan in plans]
     # 3. Where it is written.
-    places = _places(None if dry_run else out, plans)
-    for place in places:
-        if place is not None:
-            checkpoints.check_output(place, (adapter, *([] if calibrated is None else [calibrated])), force)
+    outputs = _places(None if dry_run else out, plans)
+    for output in outputs:
+        if output is not None:
+            checkpoints.check_output(output, (adapter, *([] if calibrated is None else [calibrated])), force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     # 4. The results: of a base measured, otherwise drawn from one search.
@@ -200,20 +200,20 @@ def compress(
             except BudgetError as error:  # what was drawn before it is written
                 refusal = error
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
-        for result, place in zip(results, places, strict=False):
+        for result, output in zip(results, outputs, strict=False):
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
                 figures = json if len(plans) == 1 else None
-                _write(result, checkpoint, place, report=report, json=figures, force=force, record=record, unit=unit)
-                if place is not None:
-                    tables.show(json, tables.file_sizes(checkpoint, place))
-                    _warn_of_growth(checkpoint, place)
-                    tables.show(json, f"Wrote {place}. {_next(checkpoint, place, alpha)}")
+                _write(result, checkpoint, output, report=report, json=figures, force=force, record=record, unit=unit)
+                if output is not None:
+                    tables.show(json, tables.file_sizes(checkpoint, output))
+                    _warn_of_growth(checkpoint, output)
+                    tables.show(json, f"Wrote {output}. {_next(checkpoint, output, alpha)}")
                 if report is not None:
                     tables.show(json, f"Wrote {report}.")
                 tables.show(json, *promise.words(result))
                 if calibrated is None and base is None:
-                    _warn_of_wreck(result, adapter, place)
+                    _warn_of_wreck(result, adapter, output)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
@@ -260,7 +260,7 @@ def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) 
 def _write(
     result: Any,
     checkpoint: Checkpoint,
-    place: Path | None,
+    output: Path | None,
     *,
     report: Path | None,
     json: Path | None,
@@ -272,29 +272,29 @@ def _write(
     curves = () if report is None else compression.adapter_curves(checkpoint)
     pages = {} if report is None else {report: compression.html_report(result, curves, unit=unit)}
     with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
-        if place is not None:
-            result.save(place, force=force, record=record)
+        if output is not None:
+            result.save(output, force=force, record=record)
         if report is not None:  # again, now with the sizes of the files
-            page = compression.html_report(result, curves, out=place, unit=unit)
+            page = compression.html_report(result, curves, out=output, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
 
 
-def _next(checkpoint: Checkpoint, place: Path, alpha: float | None) -> str:
+def _next(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
     if checkpoint.format == "peft-lora" and _of_experts(checkpoint) and not checkpoint.config.get("target_parameters"):
-        out = quoted(f"{place}-lora")
-        return f"For PEFT, which stacks experts: lsrdecomp export {quoted(place)} --profile lorax --out {out}"
+        out = quoted(f"{output}-lora")
+        return f"For PEFT, which stacks experts: lsrdecomp export {quoted(output)} --profile lorax --out {out}"
     if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
         return "Open it with PEFT after `import lsrdecomp.adapters`."
     try:
         directory = checkpoints.same_form(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
-        out = quoted(f"{place}.safetensors" if to == "kohya" else f"{place}-lora")
-        return f"As a plain LoRA: lsrdecomp export {quoted(place)} --to {to} --out {out}"
-    out = quoted(f"{place}-{checkpoint.format}" if directory else f"{place}.safetensors")
+        out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
+        return f"As a plain LoRA: lsrdecomp export {quoted(output)} --to {to} --out {out}"
+    out = quoted(f"{output}-{checkpoint.format}" if directory else f"{output}.safetensors")
     scale = "" if alpha is None else f" --alpha {alpha:g}"
-    again = f"lsrdecomp export {quoted(place)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
+    again = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
     return f"As a {checkpoint.format} LoRA again: {again}"
 
 
@@ -318,7 +318,7 @@ def _write_figures(results: list[Any], json: Path | None) -> None:
         tables.write_json(results[0].to_json(), json)
 
 
-def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
+def _warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
     total = result.totals
     if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
@@ -338,7 +338,7 @@ def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
     base = source.config.get("base_model_name_or_path") or "BASE"
     goal = next((name, value) for name, value in plan.to_json().items() if name in FLAGS)
     storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
-    again = quoted(adapter.with_name("small") if place is None else place.with_name(f"{place.name}-calibrated"))
+    again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-calibrated"))
     tables.say(
         "Measure what its layers do and compress by that:\n"
         f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(source.weights.parent)} --text TEXTS.txt "
@@ -348,9 +348,9 @@ def _warn_of_wreck(result: Any, adapter: Path, place: Path | None) -> None:
     )
 
 
-def _warn_of_growth(checkpoint: Checkpoint, place: Path) -> None:
+def _warn_of_growth(checkpoint: Checkpoint, output: Path) -> None:
     """A file that became larger than its source is what nobody asked for."""
-    before, after = (path.stat().st_size for path in (checkpoint.weights, place / checkpoints.WEIGHTS))
+    before, after = (path.stat().st_size for path in (checkpoint.weights, output / checkpoints.WEIGHTS))
     if after > before:
         text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
         tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")

@@ -61,14 +61,14 @@ class _Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._stage, self._begun, self._known = ("", 0), clock(), 0
+        self._stage, self._begun, self._done_at_start = ("", 0), clock(), 0
 
     def left(self, step: Step) -> str:
         """What is left of the stage, in words; what comes before the first count is no measure."""
         now = self._clock()
         if (step.stage, step.total) != self._stage or step.done == 0:
-            self._stage, self._begun, self._known = (step.stage, step.total), now, step.done
-        return time_left(step.done - self._known, step.total - self._known, now - self._begun)
+            self._stage, self._begun, self._done_at_start = (step.stage, step.total), now, step.done
+        return time_left(step.done - self._done_at_start, step.total - self._done_at_start, now - self._begun)
 
 
 class _Lines:

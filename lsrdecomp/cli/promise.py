@@ -29,10 +29,10 @@ def _tried(tried: Sequence[Measurement]) -> str:
     >>> print(_tried([Measurement(30_000, 7_400, 0.951), Measurement(12_100, 2_900, 0.87, 0.943, 60)]))
     2 forms were measured, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
     """
-    trained = [one for one in tried if one.steps]
+    trained = [measurement for measurement in tried if measurement.steps]
     if not trained:
         return f"{len(tried)} forms were measured."
-    steps = max(one.steps for one in trained)
+    steps = max(measurement.steps for measurement in trained)
     words = f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
     return f"{words}: {', '.join(map(str, trained))}."
 

@@ -271,8 +271,7 @@ def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> 
     for i, entry in enumerate(chosen):
         if entry.is_lsr:
             groups.setdefault((table.layers[i].kind, entry.product.shape), []).append(i)
-    least = len(table.layers) * SMALLEST
-    worthwhile = (item for item in groups.items() if len(item[1]) >= least)
+    worthwhile = (item for item in groups.items() if len(item[1]) >= len(table.layers) * SMALLEST)
     largest = sorted(worthwhile, key=lambda item: -len(item[1]))[:GROUPS]
     # 5.2 One term more for all of their layers, neighbouring shapes for a few.
     terms = [task for _, indices in largest for task in _more_terms(table, chosen, indices)]

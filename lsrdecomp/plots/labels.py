@@ -1,4 +1,4 @@
-"""Labels on the lines of a picture, where a legend would make the eye go back and forth."""
+"""What all pictures share: their axes, and labels on the lines, where a legend would make the eye go back and forth."""
 
 from __future__ import annotations
 
@@ -96,3 +96,39 @@ def _dense(pixels: Any) -> Any:
     length = np.concatenate(([0.0], np.cumsum(np.hypot(*np.diff(pixels, axis=0).T))))
     along = np.linspace(0.0, length[-1], max(2, int(length[-1] / 4.0)))
     return np.stack([np.interp(along, length, pixels[:, k]) for k in (0, 1)], axis=1)
+
+
+def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
+    """Axes of a figure of their own, which no window shows."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained").subplots()
+
+
+def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
+    """The one style: light grid, no box, labels with units."""
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if ax.get_xscale() == "linear":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        if axis.get_scale() == "log":
+            decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
+            axis.set_minor_formatter(NullFormatter())
+            if decades < 3.0:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)))
+            if axis is ax.xaxis or decades < 3.0:
+                axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
+
+
+def _count(value: float) -> str:
+    """500, 20k, 3M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            unit = 1e3 if letter == "k" else size
+            return f"{value / unit:g}{letter}"
+    return f"{value:,g}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
-from lsrdecomp.plots.labels import TEXT, End, label_ends
+from lsrdecomp.plots.labels import TEXT, End, dress, label_ends, new_axes
 from lsrdecomp.solvers.base import Sweep
 
 if TYPE_CHECKING:
@@ -356,35 +356,6 @@ def _reference(ax: Axes, limit: Limit) -> None:
         )
 
 
-def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
-    """The one style: light grid, no box, labels with units."""
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
-    ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
-    ax.spines[["top", "right"]].set_visible(False)
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    if ax.get_xscale() == "linear":
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
-        if axis.get_scale() == "log":
-            decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
-            axis.set_minor_formatter(NullFormatter())
-            if decades < 3.0:
-                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)))
-            if axis is ax.xaxis or decades < 3.0:
-                axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
-
-
-def _count(value: float) -> str:
-    """500, 20k, 3M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            unit = 1e3 if letter == "k" else size
-            return f"{value / unit:g}{letter}"
-    return f"{value:,g}"
-
-
 def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
     if against not in ("parameters", "ranks", "bytes"):
         raise ValueError(f"against: expected parameters, ranks or bytes, got {against!r}")
@@ -394,11 +365,5 @@ def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
 
 def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Points a log–log plot can show: errors above double rounding, counts above zero."""
-    kept = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > _LEAST]
-    return [a for a, _ in kept], [b for _, b in kept]
-
-
-def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained").subplots()
+    points = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > _LEAST]
+    return [a for a, _ in points], [b for _, b in points]
