@@ -151,7 +151,7 @@ def demo(
 ) -> None:
     """Compress the adapter that comes with the package 48 times, export it, measure both again, draw what is kept."""
     room = files("lsrdecomp.cli")
-    record = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
+    scores = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
         typer.echo(
             "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what"
@@ -169,13 +169,14 @@ def demo(
         typer.echo("Measured again from the files, both are what was recorded.\n")
         whole = checkpoint.adapter_parameters
         shares = {
-            label: {whole / row["ratio"]: row["share"] for row in record["rows"] if row["method"] == method}
+            label: {whole / row["ratio"]: row["share"] for row in scores["rows"] if row["method"] == method}
             for label, method in (("LSR", "lsr-kfac"), ("truncated SVD", "svd-kfac"))
         }
         ours, svd = (f"{100 * points[whole / 48]:.0f} %" for points in shares.values())
         typer.echo(
-            f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same norm {svd}: measured "
-            f"on the {record['examples']} reviews of {record['task']}.\nMeasured on texts of your own, without labels:\n"
+            f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same norm {svd}: "
+            f"measured on the {scores['examples']} reviews of {scores['task']}.\n"
+            "Measured on texts of your own, without labels:\n"
             f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} --ratio 48 \\\n"
             f"    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out {quoted(out / 'measured')}"
         )
