@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib
 import os
 from pathlib import Path
@@ -20,11 +19,6 @@ os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1]
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("default")
-
-
-def pytest_runtest_setup() -> None:
-    """A doctest leaves its last value among the builtins, and torch's compiler walks through all of these."""
-    vars(builtins).pop("_", None)
 
 
 LIBRARIES = ("numpy", "torch", "array_api_strict")

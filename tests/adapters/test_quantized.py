@@ -78,7 +78,7 @@ def test_it_trains_saves_and_reloads(folder, tmp_path, backend, use_dora):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < losses[0]
     expected = logits(model)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(opened(folder, backend), tmp_path)

@@ -99,7 +99,7 @@ def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.G
 
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [str(DEMO), "--out", str(out), "--layers", "3"]
+    command = [str(DEMO), "--out", str(out), "--layers", "2"]
     budgets.main(command)
     record = json.loads(out.read_text())
     found = record["adapters"]["demo_adapter"]
