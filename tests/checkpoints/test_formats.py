@@ -451,6 +451,12 @@ def test_lycoris_directories_of_peft_give_its_own_updates(tmp_path: Path, kind: 
         np.testing.assert_allclose(update, delta.reshape(delta.shape[0], -1), rtol=1e-4, atol=1e-5)
 
 
+def test_a_header_that_speaks_of_ranks_of_other_formats_is_no_crash(tmp_path: Path) -> None:
+    tensors = {"m.lokr_w1": normal(2, 3), "m.lokr_w2": normal(4, 5)}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"m:rank": "9"})
+    assert open_checkpoint(tmp_path).format == "lycoris"
+
+
 def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoKrConfig(r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True)

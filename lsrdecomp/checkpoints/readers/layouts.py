@@ -123,7 +123,7 @@ class Layout:
             raise CheckpointError("is held under two names", path=bundle.weights, tensor=twice)
         for layer in layers:
             rank = bundle.metadata.get(f"{layer.name}:rank", str(layer.rank))  # cloneofsimo's
-            if rank != str(layer.rank):
+            if rank != str(layer.rank) and isinstance(layer, LoraLayer):
                 text = f"rank {layer.rank} in shape {layer.down.shape}, but {rank[:20]!r} in the header"
                 raise layer.down.error(text)
         # Read 3: what stands for a config.
@@ -322,11 +322,13 @@ FIELDS = {
     *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout"),
     *("lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version"),
     *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
-    # of LoHa and LoKr; what use_effective_conv2d does shows in the shapes
-    *("alpha", "decompose_both", "decompose_factor", "init_weights", "module_dropout", "rank_dropout"),
-    *("rank_dropout_scale", "use_effective_conv2d"),
     *("target_modules", "target_parameters", "task_type", "trainable_token_indices", "use_rslora", "velora_config"),
 }
+OF_LYCORIS = {
+    *("alpha", "decompose_both", "decompose_factor", "init_weights", "module_dropout", "rank_dropout"),
+    *("rank_dropout_scale", "use_effective_conv2d"),
+}
+"""Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
 
 
 class Scales:
@@ -360,7 +362,8 @@ def check_supported(config: Config) -> tuple[str, ...]:
             "save again with path_initial_model_for_weight_conversion",
             path=config.path,
         )
-    unknown = sorted(field for field, value in config.raw.items() if value and field not in FIELDS)
+    fields = FIELDS if peft_type == "LORA" else FIELDS | OF_LYCORIS
+    unknown = sorted(field for field, value in config.raw.items() if value and field not in fields)
     switches = [field for field in unknown if field.startswith("use_")]
     if switches:
         text = f"{switches[0][:60]!r} is set, which this version does not know; such an adapter is not read"
