@@ -27,12 +27,13 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
     Layer,
+    dequantized,
     low_rank_candidates,
     lsr_candidate,
+    stored_product,
 )
 from lsrdecomp.compression.compress import SOLVER, solve_together
 from lsrdecomp.compression.layers import SpillCache, layer_pair
-from lsrdecomp.compression.quantize import dequantized, stored_product
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split

@@ -17,20 +17,20 @@ import numpy as np
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
-    dequantized,
     layer_svd,
     pair_code,
+    quantized_product,
     refitted_product,
     spectral_code,
-    stored_product,
     svd_code,
     water_fill,
 )
 from lsrdecomp.compression.shapes import Configuration
-from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
+from lsrdecomp.errors import PrecisionError
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
-from lsrdecomp.precision import precision
+from lsrdecomp.precision import PRECISIONS, precision
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.svd.dense import tail_norms
 
@@ -279,6 +279,26 @@ def _stored(layer: Layer, candidate: Candidate) -> SeparatedProduct | CodedProdu
         case _:
             return None
     return stored_product(product, candidate.storage)
+
+
+def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct | QuantizedProduct:
+    """The product in factors stored as float32, float16 or bfloat16, or in codes as int8 or int4.
+
+    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no more than its own
+    size. Raises `PrecisionError` for an unknown storage.
+    """
+    if storage in INTEGER_BITS:
+        return quantized_product(product, INTEGER_BITS[storage])
+    if storage not in PRECISIONS:
+        raise PrecisionError(f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}")
+    if product.left.order == 2:
+        product = product.canonical()
+    return product.round_to(storage)
+
+
+def dequantized(stored: SeparatedProduct | CodedProduct) -> SeparatedProduct:
+    """The numbers that codes stand for; a product in floating point as it is."""
+    return stored if isinstance(stored, SeparatedProduct) else stored.dequantized()
 
 
 def _float_bytes(candidate: Candidate, storage: str) -> int:

@@ -25,9 +25,9 @@ from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.bit_packing import Codes
 from lsrdecomp.formats.number_formats import FORMATS
 from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
-from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-from lsrdecomp.precision import INTEGERS, PRECISIONS
+from lsrdecomp.precision import INTEGERS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
@@ -44,26 +44,6 @@ Doubles = NDArray[np.float64]
 
 
 # -- products ---------------------------------------------------------------------------------------------------------
-
-
-def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct | QuantizedProduct:
-    """The product in factors stored as float32, float16 or bfloat16, or in codes as int8 or int4.
-
-    The form is canonical first where there is one (two factors), so that γ = 1 and rounding adds no more than its own
-    size. Raises `PrecisionError` for an unknown storage.
-    """
-    if storage in INTEGER_BITS:
-        return quantized_product(product, INTEGER_BITS[storage])
-    if storage not in PRECISIONS:
-        raise PrecisionError(f"{storage}: unknown storage; known: {', '.join([*PRECISIONS, *INTEGER_BITS])}")
-    if product.left.order == 2:
-        product = product.canonical()
-    return product.round_to(storage)
-
-
-def dequantized(stored: SeparatedProduct | CodedProduct) -> SeparatedProduct:
-    """The numbers that codes stand for; a product in floating point as it is."""
-    return stored if isinstance(stored, SeparatedProduct) else stored.dequantized()
 
 
 def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:

@@ -14,14 +14,9 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.provenance import CARD, provenance
 from lsrdecomp.checkpoints.writing import new_directory
+from lsrdecomp.compression.candidates import dequantized, stored_product
 from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
-from lsrdecomp.compression.quantize import (
-    dequantized,
-    quantized_product,
-    refitted_product,
-    spectral_code,
-    stored_product,
-)
+from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
 from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_json, totals
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity

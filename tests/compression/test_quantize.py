@@ -10,19 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import weighted_svd
 
-from lsrdecomp.compression.candidates import Layer, materialize, unrotated_candidates, water_filled_candidates
+from lsrdecomp.compression.candidates import (
+    Layer,
+    dequantized,
+    materialize,
+    stored_product,
+    unrotated_candidates,
+    water_filled_candidates,
+)
 from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.quantize import (
-    GAUSSIAN,
-    dequantized,
-    nearest_codes,
-    quantize,
-    spectral_code,
-    stored_product,
-    svd_code,
-    water_fill,
-)
+from lsrdecomp.compression.quantize import GAUSSIAN, nearest_codes, quantize, spectral_code, svd_code, water_fill
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
