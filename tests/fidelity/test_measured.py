@@ -342,6 +342,26 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
         assert twice.promise.kept == max(one.kept for one in twice.tried)
 
 
+def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(folder, tmp_path, monkeypatch):
+    seen, plain = [], evaluate.calibrate
+
+    def scales(model):
+        return [dict(module.scaling) for module in model.modules() if hasattr(module, "lora_A")]
+
+    def watched(model, *given, **named):
+        seen.append(scales(model))
+        return plain(model, *given, **named)
+
+    monkeypatch.setattr(evaluate, "calibrate", watched)
+    evaluator = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED)
+    whole = scales(evaluator.source.model)
+    evaluator.statistics(Journal(tmp_path / "journal"))
+    (less,) = seen
+    assert whole == scales(evaluator.source.model) != []
+    for strong, weak in zip(whole, less, strict=True):
+        assert weak == {name: pytest.approx(evaluate.STRENGTH * value) for name, value in strong.items()}
+
+
 def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(folder, tmp_path, monkeypatch):
     calls, plain, measure = [], evaluate.calibrate, Evaluator.measure
 
