@@ -87,6 +87,27 @@ def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict
     return [row for row in results["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
 
 
+def rivals(results: dict[str, Any]) -> Table:
+    """Other ways to say an adapter, each trained alike: share of the answers kept in so many bytes, the best first."""
+    names = {
+        "LSR": "LSR",
+        "SVD": "truncated SVD in bits, Fisher norm",
+        "XS": "cores in the base's singular vectors (LoRA-XS)",
+        "Fisher core": "cores in the base's Fisher eigenvectors",
+    }
+    rows = [
+        (
+            names.get(row["method"], row["method"]),
+            f"{row['bytes']:,}",
+            f"{row['before']:.3f}",
+            f"{row['kept']:.3f} ± {row['error']:.3f}",
+            f"{100 * row['agreement']:.0f} %",
+        )
+        for row in sorted(results["rows"], key=lambda row: (row["budget"], -row["kept"]))
+    ]
+    return ("", "bytes", "before training", "kept", "same token"), rows
+
+
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["structure"] == structure), key=lambda row: -float(row["budget"]))
 
@@ -134,5 +155,5 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-large-bytes": partial(by_bytes, **LARGE),
         "llm-large-distilled": partial(distilled, **LARGE),
     }.items()
-}
+} | {"llm-rivals": ("rivals.json", rivals)}
 """Name on a page: file of results, and what makes a table of it."""
