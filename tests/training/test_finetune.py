@@ -22,6 +22,7 @@ pytest.importorskip("sklearn")
 import processes  # noqa: E402
 from console import lsr  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
+from transformers import Trainer  # noqa: E402
 
 from lsrdecomp.calibration.dataset import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
@@ -206,6 +207,25 @@ def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
     assert first.best_step <= first.steps - 2 * 3 or first.steps == 24
     assert first.validation == other.validation
     assert (first.dev.examples, other.dev.examples) == (120, 20)
+
+
+def test_what_is_written_is_the_best_step_and_not_the_last(common, tmp_path, monkeypatch):
+    loop = Trainer.evaluation_loop
+
+    def worse_each_time(trainer, *given, **named):
+        output = loop(trainer, *given, **named)
+        output.metrics["eval_loss"] = float(trainer.state.global_step)
+        return output
+
+    monkeypatch.setattr(Trainer, "evaluation_loop", worse_each_time)
+    settings = common.replace(patience=2, evaluate_every=3, validation=0.2, log_every=3)
+    record = finetune(settings, tmp_path / "out")
+    assert (record.best_step, record.steps) == (3, 9)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "layers.jsonl").read_text().splitlines()]
+    written = open_checkpoint(tmp_path / "out" / "adapter")
+    for line in (line for line in lines if line["step"] == 3):
+        norm = np.linalg.norm(layer_product(written.layer(line["layer"])).to_matrix())
+        assert line["norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_training_goes_on_from_an_adapter_as_it_is(finished, common, tmp_path):
