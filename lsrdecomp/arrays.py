@@ -163,11 +163,15 @@ def require_finite(array: Array, name: str = "matrix") -> None:
         )
 
 
-def finite_norm(array: Array, name: str = "matrix") -> float:
-    """The Frobenius norm; raises `PrecisionError` for entries that are not finite, or where it overflows float64."""
+def finite_norm(array: Array, name: str = "matrix", *, made: bool = False) -> float:
+    """The Frobenius norm; raises `PrecisionError` for entries that are not finite, or where it overflows float64.
+
+    What was ``made`` from finite entries can be infinite by overflow alone.
+    """
     length = norm(array)
     if not math.isfinite(length):
-        require_finite(array, name)
+        if not made:
+            require_finite(array, name)
         raise PrecisionError(
             f"{name}: its Frobenius norm is above the largest float64, 1.8e308, though its entries are finite; "
             "divide the matrix by its largest entry"

@@ -28,8 +28,8 @@ import platform
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -134,7 +134,7 @@ def subject(arguments: argparse.Namespace) -> Subject:
             prompt_batches(source, some[: arguments.samples], size=8, seed=0, answers="all" if off else "completion")
         )
         settings: dict[str, Any] = {"modules": source.modules, "out": place, "seed": 0, "head": source.head, **about}
-        with without_delta(source.model) if off else _as_it_is():
+        with without_delta(source.model) if off else nullcontext():
             calibrate(source.model, questions, samples=min(len(some), arguments.samples), **settings)
     reference = Reference(source, prompt_batches(source, held, size=8, seed=0))
     lessons = []
@@ -144,11 +144,6 @@ def subject(arguments: argparse.Namespace) -> Subject:
     plain = copy.copy(source.model).unload()
     plain.requires_grad_(False)
     return Subject(arguments.base, arguments.lora, arguments.work, source, plain, lessons, texts, reference, *places)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 # What is compared.
@@ -161,15 +156,28 @@ def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int
         plan = CompressionPlan(bytes=budget, storage="auto")
         statistics = read_statistics(subject.statistics)
         compress(open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]).save(made)
-    shutil.rmtree(out, ignore_errors=True)
-    done = distil(
-        made, base=subject.base, data=subject.texts, teacher=subject.lora, out=out, steps=steps, batch=BATCH, seed=seed,
-        calibrated=subject.statistics, force=True,
-    )  # fmt: skip
-    before, after = (subject.reference.compare(load_base(subject.base, place)) for place in (made, out))
+    tried = {}
+    for rate in (None, ABSOLUTE[-1]):  # the best of `distil`'s own three, and the next; its own check texts choose
+        shutil.rmtree(out.with_name(f"{out.name}-{rate}"), ignore_errors=True)
+        done = distil(
+            made,
+            base=subject.base,
+            data=subject.texts,
+            teacher=subject.lora,
+            out=out.with_name(f"{out.name}-{rate}"),
+            steps=steps,
+            batch=BATCH,
+            seed=seed,
+            rate=rate,
+            calibrated=subject.statistics,
+            force=True,
+        )
+        tried[done.form.after.kept or 0.0] = done
+    done = tried[max(tried)]
+    before, after = (subject.reference.compare(load_base(subject.base, place)) for place in (made, done.directory))
     training = done.form.training
     return {
-        "bytes": bytes_to_open(out / WEIGHTS),
+        "bytes": bytes_to_open(done.directory / WEIGHTS),
         "before": before.kept,
         "kept": after.kept,
         "error": after.standard_error,

@@ -261,7 +261,7 @@ class LowRank:
 
     @cached_property
     def norm(self) -> float:
-        return finite_norm(self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix")
+        return finite_norm(self.triangles[0] @ adjoint(self.triangles[1]), "low-rank matrix", made=True)
 
     def balanced(self, rank: int | None = None) -> LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""

@@ -69,11 +69,11 @@ def test_another_device_finds_the_same(device, shape, ranks, kind, rng, monkeypa
 
 
 def test_arrays_are_placed_wherever_they_are_nested(rng):
-    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "kronecker").output, Identity(20)), 3, None)
+    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "dense").output, Identity(20)), 3, None)
     there = placed(value, "cpu")
-    assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.factors[0].matrix))
+    assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.matrix))
     assert (there[1].input, *there[2:]) == (Identity(20), 3, None)
-    assert isinstance(placed(there, None)[1].output.factors[0].matrix, np.ndarray)
+    assert isinstance(placed(there, None)[1].output.matrix, np.ndarray)
 
 
 @NO_CUDA

@@ -19,7 +19,7 @@ from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
-KINDS = ("frobenius", "diagonal", "low rank", "kronecker", "dense")
+KINDS = ("frobenius", "diagonal", "low rank", "dense")
 
 
 def in_int4(candidate: Lsr) -> Lsr:
