@@ -26,7 +26,7 @@ from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.weights import Identity, NormWeights
 
 WIDE = ProductShape((64, 48), (2, 2), (40, 50))  # its start goes through a Krylov space
-KINDS = ("frobenius", "dense", "diagonal", "low rank", "kronecker")
+KINDS = ("frobenius", "dense", "diagonal", "low rank")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
 
 
