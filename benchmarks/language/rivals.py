@@ -4,7 +4,8 @@
     ... --bytes 3000 1000 --seeds 0 --methods LSR SVD XS --work rivals-work [--out benchmarks/results/rivals.json]
 
 Every rival learns the LoRA's answers to the same lessons for the same number of steps, at the best of three or four
-learning rates, which a short trial chooses (of LSR and SVD the trials count as steps, of the others they do not). Then
+learning rates. A short trial chooses, whose steps are not counted; LSR and SVD are distilled twice, as `distil` chooses
+among its three rates and at the next one, and the texts it holds out choose. Then
 its numbers are rounded to four bits and it is judged on held-out texts that nothing else saw: 1 − KL / effect.
 
 - LSR, SVD: what `lsrdecomp compress --bytes --storage auto` and `distil` write; SVD is the search without Kronecker
