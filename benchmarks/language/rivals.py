@@ -1,12 +1,11 @@
 """Other ways to say an adapter in a few kilobytes, at equal bytes and equal training without labels.
 
     python -m benchmarks.language.rivals --lora LORA --data train.jsonl --held held.jsonl --other TEXTS.jsonl ...
-    ... --bytes 3000 1000 --seeds 0 --methods LSR SVD XS --work rivals-work [--out benchmarks/results/rivals.json]
+    ... --bytes 3000 --seeds 0 --rates 0.1 0.3 --methods LSR SVD XS --work rivals-work [--out rivals.json]
 
-Every rival learns the LoRA's answers to the same lessons for the same number of steps, at the best of three or four
-learning rates. A short trial chooses, whose steps are not counted; LSR and SVD are distilled twice, as `distil` chooses
-among its three rates and at the next one, and the texts it holds out choose. Then
-its numbers are rounded to four bits and it is judged on held-out texts that nothing else saw: 1 − KL / effect.
+Every rival learns the LoRA's answers to texts of the task for the same number of steps, once at each learning rate.
+Then its numbers are rounded to four bits and it is judged on held-out texts that nothing else saw: 1 − KL / effect.
+A row of the record is one training at one rate.
 
 - LSR, SVD: what `lsrdecomp compress --bytes --storage auto` and `distil` write; SVD is the search without Kronecker
   shapes, rank-one terms of the layers that gain most. Bytes are all that opens the directory.
@@ -16,18 +15,20 @@ its numbers are rounded to four bits and it is judged on held-out texts that not
 - VeRA, Uni-LoRA, TinyLoRA, VB-LoRA, FourierFT: PEFT's, from PEFT's own start, at the largest size that fits.
 
 Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a tensor; an index of which
-layers are used is not charged, nor are the shared eigenvectors. Rows are added as they come; a stopped run goes on.
+layers are used is not charged, nor are the shared eigenvectors. Rates are relative to the size of a tensor's numbers,
+as `distil` has them; PEFT's methods begin at nothing, so theirs are in plain numbers. Rows are added as they come; a
+stopped run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import platform
 import random
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -65,10 +66,8 @@ from lsrdecomp.training.record import commit
 CONFIG = 300
 """Bytes of an adapter_config.json that a rival cannot do without, as small as LSR's."""
 BATCH = 4
-TRIAL = 6
-"""Steps of the trial of a rate."""
-ABSOLUTE = (0.01, 0.03, 0.1, 0.3)
-"""Learning rates of PEFT's methods, in plain numbers."""
+WARM = 3
+"""Steps over which the rate rises."""
 SIDES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """Sides of a core."""
 COMPRESSED = {"LSR": Search(), "SVD": Search(orders=())}
@@ -81,7 +80,6 @@ class Rival:
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
-    rates: tuple[float, ...]
     relative: bool = True  # a step is in units of the root mean square of a tensor's numbers, as `distil` has it
 
     @property
@@ -150,40 +148,33 @@ def subject(arguments: argparse.Namespace) -> Subject:
 # What is compared.
 
 
-def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int) -> dict[str, Any]:
+def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float) -> dict[str, Any]:
     """LSR or SVD as a user makes it: compress, then distil on the lessons."""
-    made, out = (subject.work / f"{method}-{budget}{suffix}" for suffix in ("", f"-{seed}"))
+    made, out = (subject.work / f"{method}-{budget}{suffix}" for suffix in ("", f"-{seed}-{rate}"))
     if not made.exists():
         plan = CompressionPlan(bytes=budget, storage="auto")
         statistics = read_statistics(subject.statistics)
         compress(open_checkpoint(subject.lora), plan, statistics=statistics, search=COMPRESSED[method]).save(made)
-    tried = {}
-    for rate in (None, ABSOLUTE[-1]):  # the best of `distil`'s own three, and the next; its own check texts choose
-        shutil.rmtree(out.with_name(f"{out.name}-{rate}"), ignore_errors=True)
-        done = distil(
-            made,
-            base=subject.base,
-            data=subject.texts,
-            teacher=subject.lora,
-            out=out.with_name(f"{out.name}-{rate}"),
-            steps=steps,
-            batch=BATCH,
-            seed=seed,
-            rate=rate,
-            calibrated=subject.statistics,
-            force=True,
-        )
-        tried[done.form.after.kept or 0.0] = done
-    done = tried[max(tried)]
+    done = distil(
+        made,
+        base=subject.base,
+        data=subject.texts,
+        teacher=subject.lora,
+        out=out,
+        steps=steps,
+        batch=BATCH,
+        seed=seed,
+        rate=rate,
+        calibrated=subject.statistics,
+        force=True,
+    )
     before, after = (subject.reference.compare(load_base(subject.base, place)) for place in (made, done.directory))
-    training = done.form.training
     return {
         "bytes": bytes_to_open(done.directory / WEIGHTS),
         "before": before.kept,
         "kept": after.kept,
         "error": after.standard_error,
         "agreement": after.agreement,
-        "rate": None if training is None else training.rate,
     }
 
 
@@ -218,7 +209,7 @@ def cores(subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], b
         )
         parameters.append(nn.Parameter(torch.tensor(core, dtype=torch.float32)))
         model.get_submodule(name).register_forward_hook(_add(parameters[-1], u, v))
-    return Rival(model, parameters, (0.01, 0.03, 0.1, 0.3))
+    return Rival(model, parameters)
 
 
 def _add(core: nn.Parameter, u: Tensor, v: Tensor) -> Callable[..., Tensor]:
@@ -249,13 +240,7 @@ def eigenvectors(subject: Subject) -> dict[str, tuple[Doubles, Doubles]]:
     return {name: (whitened(weights.output), whitened(weights.input)) for name, weights in damped.items()}
 
 
-def from_peft(
-    subject: Subject,
-    config: Callable[[int, list[str]], PeftConfig],
-    budget: int,
-    seed: int,
-    rates: tuple[float, ...],
-) -> Rival:
+def from_peft(subject: Subject, config: Callable[[int, list[str]], PeftConfig], budget: int, seed: int) -> Rival:
     """PEFT's own method at the largest size that fits, on those layers that matter most if all are too many."""
     names = by_energy(subject)
     layers = len(names)
@@ -264,7 +249,7 @@ def from_peft(
         def rival(size: int, used: int = layers) -> Rival:
             torch.manual_seed(seed)
             model = get_peft_model(copy.deepcopy(subject.plain), config(size, names[:used]))
-            return Rival(model.eval(), [p for p in model.parameters() if p.requires_grad], rates, relative=False)
+            return Rival(model.eval(), [p for p in model.parameters() if p.requires_grad], relative=False)
 
         first, second = rival(1), rival(2)  # numbers are linear in what is set
         size = 1 + int(2 * (budget - first.bytes) / (second.numbers - first.numbers))
@@ -291,74 +276,54 @@ def by_energy(subject: Subject) -> list[str]:
     return sorted(energy, key=lambda name: -energy[name])
 
 
-PEFT: dict[str, tuple[Callable[[int, list[str]], PeftConfig], tuple[float, ...]]] = {
-    "VeRA": (lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False), ABSOLUTE),
-    "Uni-LoRA": (
-        lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names),
-        ABSOLUTE,
+PEFT: dict[str, Callable[[int, list[str]], PeftConfig]] = {
+    "VeRA": lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False),
+    "Uni-LoRA": lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names),
+    "TinyLoRA": lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names),
+    "VB-LoRA": lambda size, names: VBLoRAConfig(
+        r=1, num_vectors=max(2, size), vector_length=32, topk=1, target_modules=names
     ),
-    "TinyLoRA": (lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names), ABSOLUTE),
-    "VB-LoRA": (
-        lambda size, names: VBLoRAConfig(r=1, num_vectors=max(2, size), vector_length=32, topk=1, target_modules=names),
-        ABSOLUTE,
-    ),
-    "FourierFT": (lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names), (0.03, 0.1, 0.3, 1.0)),
+    "FourierFT": lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names),
 }
 
 
 # Training and judging.
 
 
-def learn(subject: Subject, rival: Rival, seed: int, steps: int) -> dict[str, Any]:
-    """Train on the LoRA's answers at the best of the rates, round, and judge."""
+def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) -> dict[str, Any]:
+    """Train on the LoRA's answers, round, and judge."""
     student = replace(subject.source, model=rival.model)
     order = random.Random(seed).sample(range(len(subject.lessons)), len(subject.lessons))
-    start = [parameter.detach().clone() for parameter in rival.parameters]
-    scales = [float(value.square().mean().sqrt()) if rival.relative else 1.0 for value in start]
+    scales = [float(p.detach().square().mean().sqrt()) if rival.relative else 1.0 for p in rival.parameters]
     before = subject.reference.compare(student).kept
-
-    def run(rate: float, count: int, total: int, warm: int) -> float:
-        with torch.no_grad():
-            for parameter, value in zip(rival.parameters, start, strict=True):
-                parameter.copy_(value)
-        groups = [
-            {"params": [p], "lr": rate * scale, "scale": scale}
-            for p, scale in zip(rival.parameters, scales, strict=True)
-        ]
-        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-        losses = []
-        for step in range(count):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["scale"] * min(1.0, (step + 1) / warm) * (1.0 - step / total)
-            batch, recall, answers = subject.lessons[order[step % len(order)]]
-            loss = soft_divergence(recall(), ask(student, batch).logits, student.head) / answers
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        return sum(losses[count // 2 :])
-
-    trials = {rate: run(rate, TRIAL, 10**9, 3) for rate in rival.rates}
-    best = min(trials, key=lambda rate: trials[rate] if math.isfinite(trials[rate]) else math.inf)
-    run(best, steps, steps, 3)
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "scale": scale} for p, scale in zip(rival.parameters, scales, strict=True)], weight_decay=0.0
+    )
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["scale"] * min(1.0, (step + 1) / WARM) * (1.0 - step / steps)
+        batch, recall, answers = subject.lessons[order[step % len(order)]]
+        loss = soft_divergence(recall(), ask(student, batch).logits, student.head) / answers
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
     trained = subject.reference.compare(student).kept
     rival.round()
     after = subject.reference.compare(student)
-    facts = {"bytes": rival.bytes, "numbers": rival.numbers, "before": before, "trained": trained, "rate": best}
+    facts = {"bytes": rival.bytes, "numbers": rival.numbers, "before": before, "trained": trained}
     return {**facts, "kept": after.kept, "error": after.standard_error, "agreement": after.agreement}
 
 
-def row(subject: Subject, method: str, budget: int, seed: int, steps: int) -> dict[str, Any]:
+def row(subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float) -> dict[str, Any]:
     if method in COMPRESSED:
-        return compressed(subject, method, budget, seed, steps)
+        return compressed(subject, method, budget, seed, steps, rate)
     if method == "XS":
         rival = cores(subject, singular_vectors(subject), budget)
     elif method == "Fisher core":
         rival = cores(subject, eigenvectors(subject), budget)
     else:
-        config, rates = PEFT[method]
-        rival = from_peft(subject, config, budget, seed, rates)
-    return learn(subject, rival, seed, steps)
+        rival = from_peft(subject, PEFT[method], budget, seed)
+    return learn(subject, rival, seed, steps, rate)
 
 
 METHODS = (*COMPRESSED, "XS", "Fisher core", *PEFT)
@@ -376,6 +341,7 @@ def main() -> None:
     )
     parser.add_argument("--bytes", type=int, nargs="+", default=[3000, 1000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1, 0.3, 1.0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--texts", type=int, default=240)
@@ -389,20 +355,19 @@ def main() -> None:
     names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
     record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
     opened = subject(arguments)
-    for seed in arguments.seeds:
-        for budget in arguments.bytes:
-            for method in arguments.methods:
-                key = {"task": arguments.task, "base": arguments.base, "method": method, "budget": budget, "seed": seed}
-                key |= {"steps": arguments.steps}
-                if any(all(each.get(name) == value for name, value in key.items()) for each in record["rows"]):
-                    continue
-                begin = time.process_time()
-                facts = row(opened, method, budget, seed, arguments.steps)
-                facts |= {"effect": opened.reference.effect, "examples": opened.reference.examples}
-                spent = round(time.process_time() - begin, 1)
-                record["rows"].append({**key, **facts, "cpu_seconds": spent, "commit": commit()})
-                print(record["rows"][-1], flush=True)
-                arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    runs = itertools.product(arguments.seeds, arguments.bytes, arguments.methods, arguments.rates)
+    for seed, budget, method, rate in runs:
+        key = {"task": arguments.task, "base": arguments.base, "method": method, "budget": budget, "seed": seed}
+        key |= {"steps": arguments.steps, "rate": rate}
+        if any(key.items() <= each.items() for each in record["rows"]):
+            continue
+        begin = time.process_time()
+        facts = row(opened, method, budget, seed, arguments.steps, rate)
+        facts |= {"effect": opened.reference.effect, "examples": opened.reference.examples}
+        spent = round(time.process_time() - begin, 1)
+        record["rows"].append({**key, **facts, "cpu_seconds": spent, "commit": commit()})
+        print(record["rows"][-1], flush=True)
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from benchmarks.language.rivals import CONFIG, Rival  # noqa: E402
 
 def test_numbers_are_counted_and_rounded_in_four_bits():
     values = [torch.linspace(-1.0, 2.0, 31), torch.linspace(-3.0, 3.0, 40).reshape(5, 8)]
-    rival = Rival(nn.Identity(), [nn.Parameter(value.clone()) for value in values], (0.1,))
+    rival = Rival(nn.Identity(), [nn.Parameter(value.clone()) for value in values])
     assert rival.numbers == 71
     assert rival.bytes == CONFIG + (16 + 2) + (20 + 2)
     rival.round()
