@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,17 @@ from lsrdecomp.adapters.kernels import expand, is_traced
 from lsrdecomp.kronecker.shape import KroneckerShape
 
 _formed: ContextVar[dict[KroneckerFactors, Tensor] | None] = ContextVar("formed", default=None)
+_latest: WeakKeyDictionary[KroneckerFactors, tuple[list[Tensor], Tensor]] = WeakKeyDictionary()
+"""Matrices formed without a graph on a CPU, and copies of the factors they were formed of."""
 
 
 @contextmanager
 def formed_once() -> Iterator[None]:
     """While open, a pair that is formed without a graph is formed once: for all tokens of an answer.
 
-    PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Nowhere else is a pair kept,
-    for parameters can be changed unseen: through ``.data``, or by another library's kernels.
+    PEFT's ``generate`` is within one; a decoding loop of your own opens it around itself. Elsewhere parameters can be
+    changed unseen, through ``.data`` or by another library's kernels: there a CPU forms a pair again once its factors
+    hold other numbers, and a GPU, which the comparison would hold up, in every pass.
 
     Examples
     --------
@@ -59,11 +63,22 @@ class KroneckerFactors(nn.Module):
 
     def matrix(self) -> Tensor:
         """The formed sum, in the factors' own precision even under autocast."""
-        if torch.is_grad_enabled() or is_traced() or (formed := _formed.get()) is None:
-            return expand(self.factors)
-        if self not in formed:
-            formed[self] = expand(self.factors)
-        return formed[self]
+        factors = self.factors
+        if torch.is_grad_enabled() or is_traced():
+            return expand(factors)
+        formed = _formed.get()
+        if formed is not None:
+            if self not in formed:
+                formed[self] = expand(factors)
+            return formed[self]
+        # A subclass of tensors may be sharded, or hold no numbers at all.
+        if any(type(factor) is not nn.Parameter or factor.device.type != "cpu" for factor in factors):
+            return expand(factors)
+        copies, matrix = _latest.get(self, ([], None))
+        if matrix is None or not all(map(_equal, copies, factors)):
+            matrix = expand(factors)
+            _latest[self] = [factor.clone() for factor in factors], matrix
+        return matrix
 
     @torch.no_grad()
     def initialize(self, std: float, zero: int | None = None) -> None:
@@ -89,6 +104,10 @@ class KroneckerFactors(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape}, separation_rank={self.separation_rank}"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def zero_factor(shape: KroneckerShape) -> int:

@@ -78,7 +78,8 @@ def _check_component(name: str, form: str, components: Iterable[str]) -> None:
         text = f"called by its position in the trainer's list of modules, and {form} files call layers by their names"
         raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")
     parts = ", ".join(f"{part}." for part in components)
-    raise UnsupportedError(f"{name}: {form} files hold layers of {parts} only; write lora instead")
+    text = f"{form} files hold layers of {parts} only"
+    raise UnsupportedError(f"{name}: {text}; write same, with the LoRA it was made from as --like (like=)")
 
 
 def flat_name(name: str, *, sdxl: bool) -> str | None:

@@ -25,7 +25,9 @@ from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.result import recorded_errors
-from lsrdecomp.errors import CheckpointError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
+
+FORMATS = ("lora", "same", "gguf", "kohya", "diffusers")
 
 
 def export_lora(
@@ -128,7 +130,7 @@ def export_lora(
             out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
         )
     if to not in ("same", "kohya", "diffusers"):
-        raise UnsupportedError(f"cannot write {to!r}; formats written: lora, same, gguf, kohya, diffusers")
+        raise UnsupportedError(f"cannot write {unknown(to, FORMATS)}")
     source = checkpoint
     if to == "same":
         source = checkpoint if like is None else like

@@ -147,8 +147,9 @@ def test_what_a_server_s_rules_recommend_can_be_typed(form, base, tmp_path):
 def test_what_a_refused_export_recommends_is_written(form, base, tmp_path):
     source = open_checkpoint(tmp_path / write(tmp_path, form), alpha=4 if form in OUTSIDE else None)
     small = open_checkpoint(compress(source, separation_rank=2, inner_shape=(2, 4)).save(tmp_path / "small"))
-    for to in ("kohya", "diffusers", "same"):
+    for to in ("kohya", "diffusers", "same", "lroa"):
         for other in recommended(lambda to=to: export_lora(small, tmp_path / f"{to}.safetensors", to=to, like=source)):
+            assert other != "lora" or to in ("same", "lroa") or "unet:0" in source.layers[0].name
             export_lora(small, tmp_path / f"{to}-{other}.safetensors", to=other, like=source)
 
 
@@ -157,5 +158,5 @@ def recommended(export):
     try:
         export()
     except UnsupportedError as error:
-        return re.search(r"write (\w+)", str(error)).groups()
+        return re.search(r"(?:write |did you mean ')(\w+)", str(error)).groups()
     return ()
