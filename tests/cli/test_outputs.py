@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, get_args, get_type_hints
 
@@ -48,6 +50,15 @@ def call(source: Path, **outputs: Path | bool | None) -> list[str]:
 @pytest.fixture
 def adapter(tmp_path) -> Path:
     return directory(tmp_path / "a")
+
+
+def test_a_file_that_is_read_is_missed_before_torch_is_loaded(adapter, tmp_path):
+    argv = ["compress", str(adapter), "--base", "b", "--data", "no.txt", "--keep", ".8", "--out", str(tmp_path / "o")]
+    code = f"import sys; sys.argv[1:] = {argv}; from lsrdecomp.cli.main import run\n"
+    code += "try:\n    run()\nfinally:\n    print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr == "lsrdecomp: no.txt: no such file or directory\n"
 
 
 def test_outputs_that_can_be_written_are_let_through(adapter, tmp_path):

@@ -128,8 +128,9 @@ def test_a_misspelt_goal_of_a_program_is_told_the_right_word(tmp_path, word, rig
 
 def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     put(tmp_path / "style.safetensors")
+    (tmp_path / "texts.txt").write_text("a text\n")
     for options, words in (
-        (("--base", "b", "--data", "d", "--ratio", 2), "cut without a model"),
+        (("--base", "b", "--data", "texts.txt", "--ratio", 2), "cut without a model"),
         (("--separation-rank", 2), "other goals need a directory"),
     ):
         done = lsr("compress", "style.safetensors", "--out", "o.safetensors", *options, cwd=tmp_path)
