@@ -242,7 +242,8 @@ def in_small_adapters():
         return short(lead, 3), f"{lead / hypot(ours['error'], theirs['error']):.1f}"
 
     (cores, some), (uni, more) = behind("Fisher core"), behind("Uni-LoRA")
-    yield f"ahead of Fisher cores by {cores}, {some} standard errors of the difference, and of Uni-LoRA by {uni}, {more}"
+    yield f"ahead of Fisher cores by {cores}, {some} standard errors of the difference"
+    yield f"and of Uni-LoRA by {uni}, {more}"
     lost = max(row["trained"] - row["kept"] for row in rows if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
 
