@@ -125,16 +125,15 @@ def subject(arguments: argparse.Namespace) -> Subject:
     held = read_jsonl(arguments.held)[: arguments.examples]
     others = [example for file in arguments.other for example in read_jsonl(file)[: arguments.samples]]
     about = {"base": arguments.base, "adapter_base": source.adapter_base, "adapter": source.adapter_sha256}
-    places = arguments.work / "statistics", arguments.work / "statistics-other"
-    for place, some, off in ((places[0], texts, False), (places[1], others, True)):
-        if (place / METADATA).exists():
+    statistics, other = arguments.work / "statistics", arguments.work / "statistics-other"
+    for out, examples, of_base in ((statistics, texts[: arguments.samples], False), (other, others, True)):
+        if (out / METADATA).exists():
             continue
-        questions = list(
-            prompt_batches(source, some[: arguments.samples], size=8, seed=0, answers="all" if off else "completion")
-        )
-        settings: dict[str, Any] = {"modules": source.modules, "out": place, "seed": 0, "head": source.head, **about}
-        with without_delta(source.model) if off else nullcontext():
-            calibrate(source.model, questions, samples=min(len(some), arguments.samples), **settings)
+        answers = "all" if of_base else "completion"
+        batches = list(prompt_batches(source, examples, size=8, seed=0, answers=answers))
+        settings: dict[str, Any] = {"modules": source.modules, "out": out, "seed": 0, "head": source.head, **about}
+        with without_delta(source.model) if of_base else nullcontext():
+            calibrate(source.model, batches, samples=len(examples), **settings)
     reference = Reference(source, prompt_batches(source, held, size=8, seed=0))
     lessons = []
     for batch in prompt_batches(source, texts, size=BATCH, seed=0):
@@ -142,7 +141,9 @@ def subject(arguments: argparse.Namespace) -> Subject:
         lessons.append((batch, recall, int(answers.counts.sum())))
     plain = copy.copy(source.model).unload()
     plain.requires_grad_(False)
-    return Subject(arguments.base, arguments.lora, arguments.work, source, plain, lessons, texts, reference, *places)
+    return Subject(
+        arguments.base, arguments.lora, arguments.work, source, plain, lessons, texts, reference, statistics, other
+    )
 
 
 # What is compared.
@@ -168,7 +169,7 @@ def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int
         calibrated=subject.statistics,
         force=True,
     )
-    before, after = (subject.reference.compare(load_base(subject.base, place)) for place in (made, done.directory))
+    before, after = (subject.reference.compare(load_base(subject.base, form)) for form in (made, done.directory))
     return {
         "bytes": bytes_to_open(done.directory / WEIGHTS),
         "before": before.kept,

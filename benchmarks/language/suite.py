@@ -7,8 +7,8 @@ A part is TASK/LORA; for each seed a LoRA is trained, statistics are measured, f
 search on the CPU) and judged as they come. At the end forms that the table [second] names are searched for again, in
 the norm measured with the first one active, and forms that the table [distilled] names are trained.
 Every stage leaves its files in --work and is never done again, so the same command goes on after a kill; with --limit
-no stage begins after so many seconds. At the end, or with --table at any time, what there is becomes --out: JSON,
-table and picture. --data holds the tasks' files as `benchmarks/language/tasks.py` reads them; --small asks for so
+no stage begins after so many seconds. At the end, or with --table at any time, what there is becomes --out: JSON
+and a table. --data holds the tasks' files as `benchmarks/language/tasks.py` reads them; --small asks for so
 little that it ends in minutes on one core.
 """
 
@@ -342,7 +342,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("suite", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     parser.add_argument("--data", type=Path, help="directory of the tasks' files; not needed once they are in --work")
-    parser.add_argument("--out", type=Path, help="stem of JSON, table and picture; benchmarks/results/SUITE if absent")
+    parser.add_argument("--out", type=Path, help="stem of JSON and table; benchmarks/results/SUITE if absent")
     parser.add_argument("--model", help="the base, in place of the suite's")
     parser.add_argument("--parts", type=lambda text: text.split(","), help="such as e2e/r8,sst2/r8; all if absent")
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")])
@@ -370,7 +370,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     write_json(stem.with_suffix(".json"), found)
     stem.with_suffix(".md").write_text(table.markdown(found), encoding="utf-8")
-    table.draw(found, stem)
     print(f"Wrote {stem}.json from {len(found['forms'])} forms of {len(found['loras'])} LoRAs.")
     return found
 

@@ -1,4 +1,4 @@
-"""The records of the language-model suite as figures over seeds, as a table and as a picture."""
+"""The records of the language-model suite as figures over seeds and as a table."""
 
 from __future__ import annotations
 
@@ -106,41 +106,3 @@ def cell(row: Mapping[str, Any], name: str) -> str:
         return ""
     digits = 1 if name in ("bleu", "chrf") else 3
     return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-
-
-def draw(found: Mapping[str, Any], stem: Path) -> None:
-    """Share of the gain against size, a picture for each task and LoRA; nothing where matplotlib is not installed."""
-    from lsrdecomp import plots
-
-    try:
-        plots.available()
-    except ImportError:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    for task, lora in dict.fromkeys((row["task"], row["lora"]) for row in found["means"]):
-        figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-        for axes, kind, size in zip(panels, ("ratio", "bytes"), ("parameters", "number_bytes"), strict=True):
-            rows = [r for r in found["means"] if (r["task"], r["lora"], r["kind"]) == (task, lora, kind)]
-            for structure in dict.fromkeys(row["structure"] for row in rows):
-                points = sorted((r for r in rows if r["structure"] == structure), key=lambda r: r[size])
-                axes.errorbar(
-                    [r[size] for r in points],
-                    [r["loss_share"] for r in points],
-                    [r["loss_share_half_width"] or 0.0 for r in points],
-                    marker="o",
-                    markersize=4,
-                    capsize=2,
-                    label=structure,
-                )
-            axes.set(xscale="log", xlabel="parameters" if kind == "ratio" else "bytes of the numbers")
-            axes.grid(alpha=0.3)
-            if rows:
-                axes.legend(fontsize=8, loc="lower right")
-        panels[0].set(ylabel="share of the LoRA's gain in loss kept", ylim=(-0.05, 1.05))
-        figure.suptitle(f"{task}, {lora}")
-        figure.savefig(stem.with_name(f"{stem.name}_{task}_{lora}.png"), dpi=130)
-        plt.close(figure)
