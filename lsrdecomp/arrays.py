@@ -198,6 +198,14 @@ def norm(array: Array) -> float:
     return largest * math.sqrt(float(xp.sum(scaled * scaled)))
 
 
+def tail_norms(sigma: Array) -> list[float]:
+    """‖(σ_{s+1}, σ_{s+2}, …)‖ for s = 0, 1, …, len(σ): the error of each truncation."""
+    values = to_numpy(sigma).astype(np.float64)
+    largest = float(values.max(initial=0.0)) or 1.0
+    tails = largest * np.sqrt(np.cumsum((values[::-1] / largest) ** 2))
+    return [*tails[::-1].tolist(), 0.0]
+
+
 def to_numpy(array: Array) -> np.ndarray:
     """A NumPy copy or view on the host, of any library's array."""
     if array_api_compat.is_torch_array(array):

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape, divisors, kronecker_shapes
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.certificate import Certificate
-from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import Dense, Rearranged, Target
 from lsrdecomp.targets.convert import as_target
 

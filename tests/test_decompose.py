@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from oracles import close
 
 import lsrdecomp as lsr
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.errors import BudgetError, ConvergenceError
 from lsrdecomp.kronecker.rearrange import inverse_rearrange, rearrange
 from lsrdecomp.solvers.base import Status
-from lsrdecomp.solvers.svd.dense import SVD, tail_norms
+from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.testing import kronecker_shapes, matrices, separated_matrices
 
 TWO = kronecker_shapes(order=2)

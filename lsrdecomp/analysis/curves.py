@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lsrdecomp import markup
-from lsrdecomp.arrays import as_double, namespace, to_numpy
+from lsrdecomp.arrays import as_double, namespace, tail_norms, to_numpy
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.base import Solver, Sweep
-from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.convert import as_target
 

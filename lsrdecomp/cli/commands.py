@@ -195,9 +195,9 @@ ALL = (inspect, calibrate, compress, distil, curve, verify, export, finetune, fl
 
 def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     """‖ΔW‖_F, and the rank a truncated SVD needs for 1 % of it."""
+    from lsrdecomp.arrays import tail_norms
     from lsrdecomp.checkpoints import LoraLayer
     from lsrdecomp.compression.layers import layer_pair, layer_product
-    from lsrdecomp.solvers.svd.dense import tail_norms
     from lsrdecomp.targets import LowRank
 
     pair = layer_pair(checkpoint, layer) if isinstance(layer, LoraLayer) else LowRank(*layer_product(layer).to_lora())

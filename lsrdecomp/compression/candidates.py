@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import (
     INTEGER_BITS,
@@ -32,7 +33,6 @@ from lsrdecomp.kronecker.separated import SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.precision import PRECISIONS, precision
 from lsrdecomp.solvers.base import PairSolution
-from lsrdecomp.solvers.svd.dense import tail_norms
 
 POINTS = 24
 """Most sizes of low rank in integers that a layer offers."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lsrdecomp.analysis import ErrorCurve
+from lsrdecomp.arrays import tail_norms
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
-from lsrdecomp.solvers.svd.dense import tail_norms
 from lsrdecomp.targets.base import LowRank
 
 Points = dict[int, tuple[int, float]]

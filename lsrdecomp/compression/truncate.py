@@ -14,14 +14,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from lsrdecomp.arrays import to_numpy
+from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.plan import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
-from lsrdecomp.solvers.svd.dense import tail_norms
 
 GOALS = ("ratio", "parameters", "bytes", "rtol")
 RATIOS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, like, namespace, norm, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, like, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.mttkrp import assemble
-from lsrdecomp.solvers.svd.dense import tail_norms
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from lsrdecomp.arrays import Array, as_double, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
@@ -24,7 +25,7 @@ from lsrdecomp.solvers.pair.initialization import (
 )
 from lsrdecomp.solvers.pair.normal_equations import along_rows, kron_apply
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
-from lsrdecomp.solvers.progress import Step, iterate
+from lsrdecomp.solvers.progress import Step
 from lsrdecomp.targets.weighted import pair_residual_norms, weighted_triangles
 from lsrdecomp.targets.weights import Identity
 
@@ -311,13 +312,13 @@ EVERY = 2
 
 
 def steps(problem: PairProblem, state: PairState, tolerance: float, least: float = 0.0) -> Iterator[Step[PairState]]:
-    """Sweeps from ``state``; settled when one lowers the error of no problem by more than ``tolerance`` of it.
+    """Sweeps from ``state``; the last one, settled, lowers the error of no problem by more than ``tolerance`` of it.
 
     A problem whose squared error falls by no more than ``least`` counts as settled too.
     """
-    xp, index = namespace(state.error), 0
+    xp, index, settled = namespace(state.error), 0, False
     length = xp.ones_like(state.error)
-    while True:
+    while not settled:
         # Descent 1: every block of the out side, then of the in side, each at its own minimum.
         before, state = state, problem.sweep(state)
         # Descent 2: now and then one step farther the way the sweep went, kept where the error falls. With a ridge the
@@ -328,7 +329,8 @@ def steps(problem: PairProblem, state: PairState, tolerance: float, least: float
         little = before.error - state.error <= tolerance * before.error
         if least > 0.0:
             little = xp.logical_or(little, before.error**2 - state.error**2 <= least)
-        yield Step(state, None, settled=index > 0 and bool(xp.all(little)))
+        settled = index > 0 and bool(xp.all(little))
+        yield Step(state, None, settled=settled)
         index += 1
 
 
@@ -336,7 +338,9 @@ def descend(
     problem: PairProblem, state: PairState, sweeps: int, tolerance: float = 1e-4, least: float = 0.0
 ) -> PairState:
     """Where at most so many `steps` come to."""
-    return iterate(steps(problem, state, tolerance, least), state, most=sweeps)[0]
+    for step in islice(steps(problem, state, tolerance, least), sweeps):
+        state = step.state
+    return state
 
 
 def extrapolated(problem: PairProblem, before: PairState, after: PairState, length: Array) -> tuple[PairState, Array]:

@@ -147,8 +147,10 @@ def start_pair(starts: Sequence[SeparatedProduct], shape: ProductShape, ranks: t
             raise ShapeError(f"a start of shape {start.product_shape} for a solve of shape {shape}")
         if any(terms > most for terms, most in zip(start.separation_ranks, ranks, strict=True)):
             raise ShapeError(f"a start of {start.separation_ranks} terms for a solve with {ranks}")
-        for side, folded, rank in zip(sides, (start.left.folded(), start.right.mT.folded()), ranks, strict=True):
-            side.append([zero_padded(as_double(factor), 0, rank) for factor in folded])
+        left, right = start.folded()
+        right = tuple(namespace(factor).matrix_transpose(factor) for factor in right)
+        for side, factors, rank in zip(sides, (left, right), ranks, strict=True):
+            side.append([zero_padded(as_double(factor), 0, rank) for factor in factors])
     xp = namespace(sides[0][0][0])
     stacked = [as_stacks([xp.stack(column, axis=0) for column in zip(*side, strict=True)]) for side in sides]
     return stacked[0], stacked[1]

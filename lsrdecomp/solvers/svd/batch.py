@@ -17,6 +17,7 @@ from lsrdecomp.arrays import (
     like,
     namespace,
     require_finite,
+    tail_norms,
     to_numpy,
 )
 from lsrdecomp.errors import ShapeError
@@ -26,7 +27,7 @@ from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution
 from lsrdecomp.solvers.progress import SolveProgress
-from lsrdecomp.solvers.svd.dense import chosen_rank, signed, tail_norms
+from lsrdecomp.solvers.svd.dense import chosen_rank, signed
 
 
 def as_batch(matrices: Any) -> Array:

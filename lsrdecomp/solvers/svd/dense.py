@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, tail_norms, to_numpy
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -96,14 +96,6 @@ def as_matrix(target: Target) -> Array:
     """Any target, formed: the rearrangement of (m×1) ⊗ (1×n) is the matrix itself."""
     m, n = target.shape
     return target.rearranged(KroneckerShape(((m, 1), (1, n)))).formed()
-
-
-def tail_norms(sigma: Array) -> list[float]:
-    """‖(σ_{s+1}, σ_{s+2}, …)‖ for s = 0, 1, …, len(σ): the error of each truncation."""
-    values = to_numpy(sigma).astype(np.float64)
-    largest = float(values.max(initial=0.0)) or 1.0
-    tails = largest * np.sqrt(np.cumsum((values[::-1] / largest) ** 2))
-    return [*tails[::-1].tolist(), 0.0]
 
 
 def least_error(last: Any, error: Any, coupled: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import ClassVar
 import numpy as np
 import scipy.linalg
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, tail_norms, to_numpy
 from lsrdecomp.arrays import norm as norm_of
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error, tail_norms
+from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error
 
 
 @dataclass(frozen=True, slots=True)
