@@ -13,7 +13,7 @@ from . import targets as targets
 from .analysis import error_curve as error_curve
 from .checkpoints import open_checkpoint as open_checkpoint
 from .checkpoints.statistics import read_statistics as read_statistics
-from .compression.plan import CompressionPlan as CompressionPlan
+from .compression.settings import CompressionPlan as CompressionPlan
 from .decompose import decompose as decompose
 from .decompose import decompose_each as decompose_each
 from .decompose import recompress as recompress

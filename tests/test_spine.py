@@ -11,8 +11,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

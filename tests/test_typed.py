@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from lsrdecomp.compression.plan import CompressionPlan, PlanKeywords
+from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings, MeasuredKeywords, MeasuredSettings
 
 pytest.importorskip("mypy")

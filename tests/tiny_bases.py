@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 
 WORDS = ("[PAD]", "[UNK]", *(f"w{i}" for i in range(30)))
 TEXTS = [(" ".join(f"w{(7 * i + j * j) % 30}" for j in range(3 + i % 5)), None) for i in range(20)]

@@ -30,7 +30,7 @@ from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import SpillCache, layer_pair
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.training.tasks import TASKS
 

@@ -40,8 +40,7 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator

@@ -30,9 +30,8 @@ from benchmarks.compression.frobenius import usable
 from benchmarks.lab.fit import Fit
 from lsrdecomp.compression.candidates import Candidate, Structure
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search import search_layers
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import Budget, Search
 from lsrdecomp.errors import BudgetError
 
 TIMES = (2, 4, 8, 16, 32, 48)

@@ -24,9 +24,8 @@ from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.layers import layer_pair
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.kronecker.separated import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)

@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks import RESULTS
 from lsrdecomp.checkpoints import write_lora
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import Job, run_fleet, run_job, summary
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome
 from lsrdecomp.fleet.runners import joblib_runner

@@ -28,8 +28,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import encode_header
 from lsrdecomp.compression.compress import at_given_terms, compress
 from lsrdecomp.compression.layers import layer_pair, open_layers
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 
 RANK = 64
 TERMS = 4

@@ -91,7 +91,7 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from lsrdecomp.calibration.dataset import read_jsonl
     from lsrdecomp.checkpoints import Journal, open_checkpoint
     from lsrdecomp.compression.compress import search_adapter
-    from lsrdecomp.compression.plan import CompressionPlan
+    from lsrdecomp.compression.settings import CompressionPlan
     from lsrdecomp.fidelity import evaluate
 
     torch.set_num_threads(1)

@@ -28,7 +28,7 @@ from benchmarks.lab.fit import fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import layer_pair
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank

@@ -30,9 +30,8 @@ from benchmarks.lab.fit import Fit
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.search import search_layers
-from lsrdecomp.compression.settings import Resources
+from lsrdecomp.compression.settings import CompressionPlan, Resources
 
 RATIOS = (96.0, 48.0, 19.0, 10.0, 4.0)
 SIZES = ((4096, 4096),) * 4 + ((11008, 4096),) * 2 + ((4096, 11008),)

@@ -23,8 +23,7 @@ from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import LayerStatistics, layer_pair
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Options, within_cost
 from lsrdecomp.kronecker.shape import KroneckerShape

@@ -10,9 +10,8 @@ from typing import Any
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
 from lsrdecomp.compression.compress import solve_together
 from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, norm_of
-from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search import Fitted, search_layers
-from lsrdecomp.compression.settings import OnStep, Resources, Search
+from lsrdecomp.compression.settings import Budget, OnStep, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.solvers.pair.joint_als import JointALS

@@ -98,6 +98,23 @@ def widen(array: Array) -> Array:
     return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
 
+def cast(array: Array, storage: str, name: str) -> Array:
+    """Round to the storage dtype; `CheckpointError` if a number is not finite there."""
+    if storage not in FLOATS:
+        raise CheckpointError(f"storage dtype {storage!r} is not one of {', '.join(FLOATS)}")
+    with np.errstate(over="ignore"):
+        stored = np.asarray(array).astype(DTYPES[storage], copy=False)
+    if not np.isfinite(stored).all():
+        largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
+        wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
+        advice = (
+            f"store as {' or '.join(wider)}" if wider else "no storage here holds it: the adapter must be scaled down"
+        )
+        text = f"its largest entry {largest:.3g} does not fit {storage}; {advice}"
+        raise CheckpointError(text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name)
+    return stored
+
+
 def check_name(name: str, path: Path) -> None:
     """Raise `CheckpointError` for a tensor name that could not be a module path, or would not print on one line."""
     if not name or len(name) > LONGEST_NAME:

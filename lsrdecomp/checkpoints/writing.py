@@ -1,4 +1,8 @@
-"""Writing whole or not at all: asked before any work begins, then a hidden path beside it and one atomic rename."""
+"""Writing whole or not at all: asked before any work begins, then a hidden path beside it and one atomic rename.
+
+What is written says where it came from, source hash, versions and plan: in the header of the weight file; of an LSR
+directory on its card, README.md, since no byte of it is needed to open it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import errno
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -15,16 +20,15 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lsrdecomp.checkpoints.files import write_sums
 from lsrdecomp.checkpoints.format import CONFIG
-from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS, Array
+from lsrdecomp.checkpoints.packed_index import FIELD, read_index
+from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.precision import PRECISIONS
 
 try:
     import fcntl
@@ -33,6 +37,9 @@ except ImportError:  # no such locks outside POSIX: leftovers of killed runs the
 
 WEIGHTS = "adapter_model.safetensors"
 LEFTOVER_AGE = 60.0  # seconds
+KEY = "lsrdecomp"
+CARD = "README.md"
+SECTION = re.compile(r"^```json lsrdecomp\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 
 def check_place(out: Path, inputs: Iterable[Path] = ()) -> None:
@@ -237,23 +244,6 @@ def _beside(out: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def cast(array: Array, storage: str, name: str) -> Array:
-    """Round to the storage dtype; `CheckpointError` if a number is not finite there."""
-    if storage not in FLOATS:
-        raise CheckpointError(f"storage dtype {storage!r} is not one of {', '.join(FLOATS)}")
-    with np.errstate(over="ignore"):
-        stored = np.asarray(array).astype(DTYPES[storage], copy=False)
-    if not np.isfinite(stored).all():
-        largest = float(np.max(np.abs(np.asarray(array, dtype=np.float64)), initial=0.0))
-        wider = [name for name in ("bfloat16", "float32") if largest <= PRECISIONS[name].largest]
-        advice = (
-            f"store as {' or '.join(wider)}" if wider else "no storage here holds it: the adapter must be scaled down"
-        )
-        text = f"its largest entry {largest:.3g} does not fit {storage}; {advice}"
-        raise CheckpointError(text if np.isfinite(largest) else "has NaN or infinite numbers", tensor=name)
-    return stored
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """A JSON object, sorted and indented as PEFT writes its configs."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
@@ -347,3 +337,55 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# -- where it came from ------------------------------------------------------------------------------------------------
+
+
+def metadata(source: Checkpoint | None, more: Mapping[str, Any] | None, **facts: Any) -> dict[str, str]:
+    """Header metadata: PEFT's format mark and one JSON text of ours."""
+    return {"format": "pt", KEY: _text(source, {**facts, **(more or {})})}
+
+
+def card_section(source: Checkpoint | None, more: Mapping[str, Any]) -> str:
+    """The same text as a section of a card."""
+    return f"\n## Where it comes from\n\n```json {KEY}\n{_text(source, more, indent=1)}\n```\n"
+
+
+def _text(source: Checkpoint | None, facts: Mapping[str, Any], indent: int | None = None) -> str:
+    versions = {name: _version(name) for name in ("lsrdecomp", "numpy", "safetensors")}
+    record: dict[str, Any] = {"versions": versions, **facts}
+    if source is not None:
+        record["source"] = {
+            "file": source.weights.name,
+            "format": source.format,
+            "sha256": source.source_sha256,
+        }
+    try:
+        return json.dumps(record, sort_keys=True, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the provenance is not JSON: {error}") from None
+
+
+def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What `metadata` or `card_section` wrote, or an empty dict for a file that is not ours."""
+    text = checkpoint.metadata.get(KEY)
+    try:
+        if text is None and checkpoint.format == "lsr":
+            section = SECTION.search((checkpoint.weights.parent / CARD).read_text(encoding="utf-8"))
+            text = None if section is None else section[1]
+        record = json.loads(text or "{}")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    index = checkpoint.config.get(FIELD)
+    dropped = () if index is None else read_index(index).dropped
+    return {**record, "dropped": list(dropped)} if dropped else record
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

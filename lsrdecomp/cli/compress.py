@@ -28,7 +28,7 @@ from lsrdecomp.cli.options import (
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.plan import GOALS, CompressionPlan
+from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError, UnsupportedError
 from lsrdecomp.fidelity.settings import MeasuredSettings
 

@@ -5,11 +5,11 @@ from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
 from .export import export_lora as export_lora
 from .html_report import html_report as html_report
-from .plan import CompressionPlan as CompressionPlan
 from .result import Compression as Compression
 from .result import LayerReport as LayerReport
 from .result import Totals as Totals
 from .search import search_layers as search_layers
+from .settings import CompressionPlan as CompressionPlan
 from .settings import Resources as Resources
 from .settings import Search as Search
 from .settings import Step as Step

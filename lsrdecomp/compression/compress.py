@@ -21,13 +21,12 @@ from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, batches, open_layers
-from lsrdecomp.compression.plan import Budget, CompressionPlan
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.search_table import Draw
-from lsrdecomp.compression.settings import OnStep, Resources, Search
+from lsrdecomp.compression.settings import Budget, CompressionPlan, OnStep, Resources, Search
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split

@@ -15,10 +15,10 @@ from typing import Any
 from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.candidates import Materialized
 from lsrdecomp.compression.layers import Layer, stored_factors
-from lsrdecomp.compression.plan import GOALS, CompressionPlan
+from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.precision import precision

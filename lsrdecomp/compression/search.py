@@ -22,9 +22,8 @@ from dataclasses import dataclass, replace
 
 from lsrdecomp.compression.candidates import Candidate, Materialized, drop, keep, low_rank_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
-from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
-from lsrdecomp.compression.settings import Counter, Resources, Search
+from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
 from lsrdecomp.compression.shapes import (
     Configuration,
     Ranks,

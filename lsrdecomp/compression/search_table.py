@@ -28,9 +28,8 @@ from lsrdecomp.compression.candidates import (
     water_filled_candidates,
 )
 from lsrdecomp.compression.layers import Layer, SpillCache, batches
-from lsrdecomp.compression.plan import Budget
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.settings import Counter, Resources, Search
+from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
 from lsrdecomp.compression.shapes import Configuration, Request, parameters
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
 from lsrdecomp.errors import BudgetError

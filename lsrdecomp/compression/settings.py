@@ -1,17 +1,192 @@
-"""How far a search looks for shapes, what a long run may use, and what it says about itself: a stage, how much is done.
+"""What a caller says of a compression, and what it is told: goal, search, resources; a stage, and how much is done.
 
-Light enough for the command line, which loads nothing before it works.
+`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the command line, which loads
+nothing before it works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+
+from lsrdecomp.errors import BudgetError, ShapeError
+from lsrdecomp.fields import OPTION, Also, Check, Settings, settings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint, Journal
+    from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
+
+GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
+STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
+"""Storages that are more than one floating type: what each layer may choose from."""
+
+
+SPLIT = Check(lambda value: True, str)  # checked with the goal it goes with
+AMOUNT = Check(
+    lambda value: not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0,
+    lambda: "a positive number",
+)
+
+
+@settings
+class CompressionPlan(Settings):
+    """What is asked: one goal, and how factors are stored.
+
+    Errors are in the Frobenius norm of ΔW or, if `compress` is given statistics, in the Fisher norm, where they measure
+    the change of the network's answers.
+
+    Examples
+    --------
+    >>> CompressionPlan(ratio=48, storage="float16").ratio
+    48
+    """
+
+    error = BudgetError
+
+    rtol: Annotated[float | None, OPTION, AMOUNT, "Largest relative error of every layer, as written."] = None
+    separation_rank: Annotated[int | None, OPTION, AMOUNT, "So many terms a side in every layer."] = None
+    parameters: Annotated[
+        float | None, OPTION, AMOUNT, Also("params"), "So many parameters, in the factors of all layers."
+    ] = None
+    ratio: Annotated[float | None, OPTION, AMOUNT, "So many times fewer parameters, over all layers."] = None
+    bytes: Annotated[int | None, OPTION, AMOUNT, "At most so many bytes to open it: weight file and config."] = None
+    kl: Annotated[
+        float | None, OPTION, AMOUNT, "Nats of divergence of answers: estimated by statistics, or on a base measured."
+    ] = None
+    inner_shape: Annotated[
+        tuple[int, ...] | None, OPTION, SPLIT, "With separation_rank: split of the inner rank, such as 4x2."
+    ] = None
+    max_rank: Annotated[int | None, OPTION, "No layer of a larger rank when it is served as a LoRA."] = None
+    storage: Annotated[
+        str, OPTION, "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer)."
+    ] = "float32"
+
+    def check_together(self) -> None:
+        """One goal, and what goes with it."""
+        goals = [name for name in GOALS if getattr(self, name) is not None]
+        if len(goals) != 1:
+            raise BudgetError(
+                f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error (rtol), a number of terms "
+                "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
+            )
+        if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
+            raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
+        if self.ratio is not None and self.ratio <= 1.0:
+            raise BudgetError(f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48")
+        if self.max_rank is not None and (self.max_rank < 1 or self.separation_rank is not None):
+            raise BudgetError(
+                "max_rank is a positive number and goes with goals that choose their shapes, not with separation_rank"
+            )
+        if self.inner_shape is not None:
+            if self.separation_rank is None:
+                raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
+            inner = self.inner_shape
+            if len(inner) < 2 or any(isinstance(q, bool) or not isinstance(q, int) or q < 1 for q in inner):
+                raise ShapeError(f"the inner shape is two or more positive integers r1, r2, …, got {inner}")
+        if self.storage not in STORAGES:
+            from lsrdecomp.precision import PRECISIONS, type_name  # NumPy comes with it, and options come from fields
+
+            floats = [name for name in PRECISIONS if name != "tf32"]
+            if type_name(self.storage) not in floats:
+                raise BudgetError(f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}")
+
+    @property
+    def storages(self) -> tuple[str, ...]:
+        """Element types a layer may be stored in."""
+        return STORAGES.get(self.storage, (self.storage,))
+
+    @property
+    def float_storage(self) -> str:
+        """The type of whatever is not stored in integers."""
+        return next((name for name in self.storages if name.startswith(("float", "bfloat"))), "float16")
+
+    def budget(self, layers: Sequence[Layer], effect: float | None = None) -> Budget:
+        """What the goal allows these layers; not for ``separation_rank``.
+
+        Parameters
+        ----------
+        layers : sequence of Layer
+        effect : float, optional
+            KL(LoRA ‖ no adapter), nats an answer: a divergence is then this times a squared relative error. Absent, it
+            is ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², the second-order estimate in the Fisher norm.
+
+        Raises
+        ------
+        BudgetError
+            If a divergence is asked for that is no less than without the adapter.
+        """
+        if self.kl is not None:
+            if effect is None:
+                return Budget(squared_error=2.0 * self.kl)
+            share = share_of_effect(self.kl, effect)
+            return Budget(squared_error=share * math.fsum(layer.squared_norm for layer in layers))
+        if self.ratio is not None:
+            return Budget(parameters=math.fsum(layer.parameters for layer in layers) / self.ratio)
+        return Budget(parameters=self.parameters, bytes=self.bytes, layer_rtol=self.rtol)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as written into the provenance."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A goal in the units of layers that are at hand: one of these is set.
+
+    Examples
+    --------
+    >>> Budget(bytes=6000.0).counts_bytes
+    True
+    """
+
+    parameters: float | None = None  # numbers in the factors of all layers, at most
+    bytes: float | None = None  # of the factors of all layers as stored
+    squared_error: float | None = None  # Σ‖ΔW − ΔŴ‖² over the layers, in their norm
+    layer_rtol: float | None = None  # ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own
+
+    @property
+    def cost(self) -> float | None:
+        """The most that may be spent; None if the error is bounded instead."""
+        return self.parameters if self.bytes is None else self.bytes
+
+    @property
+    def counts_bytes(self) -> bool:
+        return self.bytes is not None
+
+    @property
+    def most_parameters(self) -> float:
+        """Numbers that it pays for at most: where bytes are counted, of four bits each."""
+        most = self.parameters if self.bytes is None else 2.0 * self.bytes
+        return math.inf if most is None else most
+
+    @property
+    def bounds_error(self) -> bool:
+        """Whether the error is bounded; it is then measured on rounded factors before it is compared."""
+        return self.squared_error is not None or self.layer_rtol is not None
+
+
+class PlanKeywords(TypedDict, total=False):
+    """The fields of a `CompressionPlan` as keyword arguments, for type checkers and editors; storage is one anyway."""
+
+    rtol: float | None
+    separation_rank: int | None
+    parameters: float | None
+    ratio: float | None
+    bytes: int | None
+    kl: float | None
+    inner_shape: tuple[int, ...] | None
+    max_rank: int | None
+
+
+def share_of_effect(kl: float, effect: float) -> float:
+    """A divergence by that without the adapter, both in nats; `BudgetError` unless it is less."""
+    if kl >= effect:
+        text = f"a divergence of {kl:g} nats is no less than that without the adapter, {effect:.3g}"
+        raise BudgetError(f"{text}: ask for less")
+    return kl / effect
 
 
 @dataclass(frozen=True, slots=True)

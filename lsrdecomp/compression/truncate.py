@@ -18,7 +18,7 @@ from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.plan import CompressionPlan, PlanKeywords
+from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 

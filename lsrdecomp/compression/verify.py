@@ -10,8 +10,8 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
-from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.tensors import data_sha256
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_pair, layer_product
 from lsrdecomp.compression.result import mapping, recorded_errors
 from lsrdecomp.errors import CheckpointError

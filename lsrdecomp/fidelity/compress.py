@@ -17,9 +17,17 @@ from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
-from lsrdecomp.compression.plan import GOALS, CompressionPlan, PlanKeywords, share_of_effect
 from lsrdecomp.compression.result import LayerReport, Totals
-from lsrdecomp.compression.settings import OnStep, Resources, Search, Step
+from lsrdecomp.compression.settings import (
+    GOALS,
+    CompressionPlan,
+    OnStep,
+    PlanKeywords,
+    Resources,
+    Search,
+    Step,
+    share_of_effect,
+)
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.fidelity import Answered, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish

@@ -18,8 +18,8 @@ from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import EMPTY, SearchedAdapter
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import Compression
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fidelity.evaluate import share_kept
 from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache

@@ -12,8 +12,7 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
-from lsrdecomp.checkpoints.provenance import CARD, provenance
-from lsrdecomp.checkpoints.writing import new_directory
+from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import dequantized, stored_product
 from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code

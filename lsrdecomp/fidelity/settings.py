@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from lsrdecomp.compression.plan import PlanKeywords
+from lsrdecomp.compression.settings import PlanKeywords
 from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, Check, Settings, one_of, settings, whole
 
 SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")

@@ -9,13 +9,11 @@ from typing import Any
 
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import changed_files, read_json, sha256
-from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.checkpoints.writing import remove_leftovers
+from lsrdecomp.checkpoints.writing import provenance, remove_leftovers
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import REPORT, mapping
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
 

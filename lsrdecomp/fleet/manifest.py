@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 
 MANIFEST = "fleet.jsonl"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lsrdecomp.arrays import check_device
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet.batch import Job, Runner, run_job
 from lsrdecomp.fleet.manifest import Outcome

@@ -22,7 +22,7 @@ from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import Journal, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset

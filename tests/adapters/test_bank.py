@@ -14,7 +14,7 @@ from lsrdecomp.adapters.bank import AdapterBank
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 
 TOKENS = torch.randint(1, 90, (3, 7), generator=torch.Generator().manual_seed(0))

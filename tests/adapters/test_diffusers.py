@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
 
 from lsrdecomp.checkpoints import open_checkpoint, write_pairs  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
-from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.compression.settings import CompressionPlan  # noqa: E402
 
 UNET = ["to_q", "to_k", "to_v", "to_out.0"]
 TEXT = ["q_proj", "k_proj", "v_proj", "out_proj"]

@@ -18,7 +18,7 @@ from test_kills import make_fleet, outputs
 
 from lsrdecomp.checkpoints import write_lora
 from lsrdecomp.checkpoints.files import changed_files
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import find_adapters, run_fleet, run_job, summary
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import find_adapters
 from lsrdecomp.fleet.manifest import MANIFEST
 

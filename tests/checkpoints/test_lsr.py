@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import LsrLayer, open_checkpoint, write_lsr
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
 

@@ -11,11 +11,11 @@ from checkpoint_files import directory, pair
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.format import open_bundle
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.verify import verify
 
 OLD = Path(__file__).resolve().parents[1] / "data" / "written-by-0.1"

@@ -19,7 +19,7 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.packed import code_bytes, code_entry, factors_of, float_entry, named_factors
 from lsrdecomp.checkpoints.packed_index import Index, index_text, read_index, read_packed
-from lsrdecomp.checkpoints.provenance import provenance
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.quantize import quantized_product, spectral_code, water_fill
 from lsrdecomp.errors import CheckpointError

@@ -16,8 +16,7 @@ from lsrdecomp.compression.candidates import (
     priced_as,
 )
 from lsrdecomp.compression.layers import SpillCache
-from lsrdecomp.compression.plan import Budget, CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
 from lsrdecomp.compression.shapes import parameters, shape_grid
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.separated import SeparatedProduct

@@ -22,8 +22,7 @@ from lsrdecomp.compression.compress import at_given_terms, compress, search_adap
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_pair, layer_product, stored_factors
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD

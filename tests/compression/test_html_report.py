@@ -10,8 +10,8 @@ import pytest
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression.html_report import html_report
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.result import Compression, LayerReport, totals
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.svg_curves import svg_curves
 from lsrdecomp.fidelity import Fidelity, Measurement
 

@@ -14,8 +14,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import Layer, Recent, SpillCache, StoredLayer, batches, pair_entries
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.targets.base import LowRank
 

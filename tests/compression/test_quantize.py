@@ -19,9 +19,9 @@ from lsrdecomp.compression.candidates import (
     water_filled_candidates,
 )
 from lsrdecomp.compression.layers import SpillCache
-from lsrdecomp.compression.plan import CompressionPlan
 from lsrdecomp.compression.quantize import GAUSSIAN, nearest_codes, quantize, spectral_code, svd_code, water_fill
 from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
 from lsrdecomp.formats.bit_packing import pack, unpack

@@ -16,10 +16,9 @@ from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.plan import Budget, CompressionPlan
 from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, search_layers
 from lsrdecomp.compression.search_table import Draw
-from lsrdecomp.compression.settings import Resources, Search, Step
+from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search, Step
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape

@@ -15,7 +15,7 @@ from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.verify import LayerCheck, verify
 from lsrdecomp.errors import CheckpointError
 

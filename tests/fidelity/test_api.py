@@ -10,7 +10,7 @@ import pytest
 import lsrdecomp as lsr
 from lsrdecomp.calibration import Behaviour
 from lsrdecomp.compression import Search
-from lsrdecomp.compression.plan import GOALS, CompressionPlan
+from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity import Fidelity, MeasuredCompression
 from lsrdecomp.fidelity.settings import DistilSettings, MeasuredSettings

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet import runners
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job, summary
@@ -172,7 +172,7 @@ def test_another_plan_and_bad_places_are_refused(fleet, undisturbed, tmp_path):
 
 RUN = """
 import sys
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import run_fleet
 from lsrdecomp.fleet.runners import joblib_runner
 run_fleet(sys.argv[1], sys.argv[2], CompressionPlan(**{plan}), runner=joblib_runner(2))

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import directory, pair
 
 from lsrdecomp.checkpoints.writing import new_directory, remove_leftovers
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import Job, run_fleet, run_job
 
 DAY = 86_400.0

@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.shapes import Request, shapes_like
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job

@@ -33,7 +33,7 @@ from lsrdecomp.checkpoints.pickles import read_pickle
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.tensors import FLOATS, read_header
 from lsrdecomp.cli.fleet import read_plan
-from lsrdecomp.compression.plan import CompressionPlan
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest

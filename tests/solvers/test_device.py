@@ -16,8 +16,7 @@ from test_pair import CUBE, SMALL, low_rank, norms
 from lsrdecomp.arrays import check_device, placed
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.plan import CompressionPlan
-from lsrdecomp.compression.settings import Search
+from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair import joint_als as pair

@@ -28,7 +28,7 @@ from lsrdecomp.calibration.dataset import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
-from lsrdecomp.compression.plan import CompressionPlan  # noqa: E402
+from lsrdecomp.compression.settings import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.dataset import Collator, judge  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402

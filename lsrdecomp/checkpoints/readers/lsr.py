@@ -23,9 +23,9 @@ from lsrdecomp.checkpoints.format import (
 )
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
 from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_packed
-from lsrdecomp.checkpoints.provenance import provenance
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
+from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 

@@ -16,9 +16,9 @@ import numpy as np
 from lsrdecomp.checkpoints.config import Config
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
-from lsrdecomp.checkpoints.tensors import Array, StoredTensor
+from lsrdecomp.checkpoints.tensors import Array, StoredTensor, cast
 from lsrdecomp.checkpoints.writers.pair_writer import check_pair
-from lsrdecomp.checkpoints.writing import cast, new_file
+from lsrdecomp.checkpoints.writing import new_file
 from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 
 STORAGES = {"f32": "float32", "f16": "float16", "q8_0": "float16"}

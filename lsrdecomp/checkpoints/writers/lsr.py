@@ -13,10 +13,9 @@ from lsrdecomp.checkpoints.config import carried_fields, most_common
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX
 from lsrdecomp.checkpoints.packed import NUMBERS, code_bytes, code_entry, float_entry, parse
 from lsrdecomp.checkpoints.packed_index import FIELD, index_text
-from lsrdecomp.checkpoints.provenance import CARD, card_section
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.tensors import Array, TensorWriter
-from lsrdecomp.checkpoints.writing import WEIGHTS, cast, new_directory
+from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
+from lsrdecomp.checkpoints.writing import CARD, WEIGHTS, card_section, new_directory
 from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape

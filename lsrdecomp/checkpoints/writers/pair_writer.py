@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.experts import stacked
-from lsrdecomp.checkpoints.provenance import metadata
 from lsrdecomp.checkpoints.records import Checkpoint
-from lsrdecomp.checkpoints.tensors import Array, TensorWriter
-from lsrdecomp.checkpoints.writing import cast
+from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
+from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.kronecker.separated import low_rank_product
 from lsrdecomp.targets.base import LowRank

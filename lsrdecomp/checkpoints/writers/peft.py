@@ -10,11 +10,11 @@ from typing import Any
 from lsrdecomp.checkpoints.config import carried_fields, module_suffixes, most_common, patterns
 from lsrdecomp.checkpoints.experts import Stacks
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX
-from lsrdecomp.checkpoints.provenance import provenance as read_provenance
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, write_json
+from lsrdecomp.checkpoints.writing import provenance as read_provenance
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 SERVER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allocates; more is refused
