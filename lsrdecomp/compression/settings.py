@@ -1,7 +1,7 @@
 """What a caller says of a compression, and what it is told: goal, search, resources; a stage, and how much is done.
 
-`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the command line, which loads
-nothing before it works.
+`CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the command line, which
+loads nothing before it works.
 """
 
 from __future__ import annotations
