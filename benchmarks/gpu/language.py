@@ -22,7 +22,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.language.forms import FORM, make_forms, place
+from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
@@ -132,7 +132,7 @@ def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
     work, judge = options.work / "large", None
     rows = []
     for form in group:
-        target = work if form is None else place(work / "forms", form[0], "ratio", form[1])
+        target = work if form is None else form_directory(work / "forms", form[0], "ratio", form[1])
         if form is not None and not (target / FORM).exists():
             continue  # it could not be made
         if not (target / JUDGED).exists():

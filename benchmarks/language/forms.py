@@ -55,8 +55,8 @@ STRUCTURES = {
 ROUNDED = {"LoRA int8": 8, "LoRA int4": 4}
 
 
-def place(out: Path, structure: str, kind: str, budget: float) -> Path:
-    """Where a form lies: ``kind`` is "ratio" or "bytes"."""
+def form_directory(out: Path, structure: str, kind: str, budget: float) -> Path:
+    """Of a form: ``kind`` is "ratio" or "bytes"."""
     slug = structure.lower().replace(", ", "-").replace(" ", "-")
     return out / f"{slug}-{kind}-{budget:g}"
 
@@ -71,17 +71,17 @@ def make_forms(lora: Path, statistics: Path, out: Path, structure: str, kind: st
     storage = "auto" if chosen.coded else "float32"
     plans = {}
     for budget in budgets:
-        if not (place(out, structure, kind, budget) / FORM).exists():
+        if not (form_directory(out, structure, kind, budget) / FORM).exists():
             goal: dict[str, Any] = {kind: int(budget) if kind == "bytes" else budget}
             plans[budget] = CompressionPlan(**goal, storage=storage)
     if not plans:
         return []
     begin, complaints = time.process_time(), []
-    known = read_statistics(statistics) if chosen.functional else None
-    searched = search_adapter(checkpoint, list(plans.values()), statistics=known, search=chosen.search())
+    norm = read_statistics(statistics) if chosen.functional else None
+    searched = search_adapter(checkpoint, list(plans.values()), statistics=norm, search=chosen.search())
     prepared = time.process_time() - begin
     for budget, plan in plans.items():
-        target, begin = place(out, structure, kind, budget), time.process_time()
+        target, begin = form_directory(out, structure, kind, budget), time.process_time()
         try:
             result = searched.compress(plan)
             if target.exists():
@@ -105,7 +105,7 @@ def make_forms(lora: Path, statistics: Path, out: Path, structure: str, kind: st
 
 def round_lora(lora: Path, out: Path, structure: str) -> list[str]:
     """The LoRA with its numbers rounded to nearest in a few bits: one scale for each vector of each factor."""
-    bits, target = ROUNDED[structure], place(out, structure, "bytes", 0)
+    bits, target = ROUNDED[structure], form_directory(out, structure, "bytes", 0)
     if (target / FORM).exists():
         return []
     tensors, count, scales = load_file(lora / WEIGHTS), 0, 0
@@ -130,6 +130,6 @@ def round_lora(lora: Path, out: Path, structure: str) -> list[str]:
 def write_form(target: Path, structure: str, kind: str, budget: float, facts: dict[str, Any]) -> None:
     """What a form is, beside it; its presence says that the form is whole."""
     sizes = [path.stat().st_size for path in target.rglob("*") if path.is_file()]
-    known = {"structure": structure, "kind": kind, "budget": budget, **facts}
-    known |= {"file_bytes": (target / WEIGHTS).stat().st_size, "directory_bytes": sum(sizes)}
-    (target / FORM).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    facts = {"structure": structure, "kind": kind, "budget": budget, **facts}
+    facts |= {"file_bytes": (target / WEIGHTS).stat().st_size, "directory_bytes": sum(sizes)}
+    (target / FORM).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ ARMS: dict[str, dict[str, Any]] = {
 """What each arm changes. The rates are not tuned: LSR's factors move slower than a LoRA does, so they get more."""
 
 
-def main(given: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run what is asked for and not done, and write the record of all that is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path)
@@ -43,7 +43,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=RESULTS / "from_lora.json")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     common = {
         "model": options.base,
         "data": str(options.task / "train.jsonl"),

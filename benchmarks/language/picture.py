@@ -32,7 +32,7 @@ def main(source: Path, task: str, lora: str, out: Path) -> None:
                 size = statistics.fmean(form["parameters"] for form in same)
                 points[label].append(Point(label, size, statistics.fmean(shares), spread))
     (panel,) = plot_stages(
-        {label: {"": found} for label, found in points.items()},
+        {label: {"": path} for label, path in points.items()},
         size="parameters of the adapter",
         quality="share of the LoRA's gain that is kept",
         references={"the LoRA, 921,600 parameters": 1.0},

@@ -33,8 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks import RESULTS
-from benchmarks.language import forms as forms
-from benchmarks.language import table
+from benchmarks.language import forms, table
 from benchmarks.language.judge import Judge, autocast, opened, overlaps, said
 from benchmarks.language.tasks import write_tasks
 from lsrdecomp.calibration.base_model import Base
@@ -75,7 +74,7 @@ class Driver:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.begin = options, time.monotonic()
-        self.kept: tuple[str, Base, Judge, dict[str, Judge]] | None = None
+        self._judges: tuple[str, Base, Judge, dict[str, Judge]] | None = None
         self.suite: dict[str, Any] = tomllib.loads(options.suite.read_text(encoding="utf-8"))
         if options.small:
             self.suite |= SMALL
@@ -179,9 +178,12 @@ class Driver:
         """Forms that the suite names, searched for in the norm around the form of that size."""
         table, folder = self.suite.get("second", {}), part.directory / "forms"
         for structure, budget in product(table.get("structures", []), table.get("ratios", [])):
-            made = forms.place(folder, structure, "ratio", budget)
+            made = forms.form_directory(folder, structure, "ratio", budget)
             again = f"{structure}, second pass"
-            if not (made / forms.FORM).exists() or (forms.place(folder, again, "ratio", budget) / forms.FORM).exists():
+            if (
+                not (made / forms.FORM).exists()
+                or (forms.form_directory(folder, again, "ratio", budget) / forms.FORM).exists()
+            ):
                 continue
             self.stage(f"{part.name}: {made.name} again")
             modules = read_statistics(part.directory / "statistics").metadata["settings"]["modules"]
@@ -215,8 +217,8 @@ class Driver:
     def judge(self, part: Part) -> None:
         """Every form that is there and not judged, and what those say that the task asks to speak."""
         whole, task = part.directory / "lora.json", self.suite["tasks"][part.task]
-        found = [file.parent for file in sorted(part.directory.glob(f"forms/*/{forms.FORM}"))]
-        unjudged = [each for each in found if not (each / "judged.json").exists()]
+        written = [file.parent for file in sorted(part.directory.glob(f"forms/*/{forms.FORM}"))]
+        unjudged = [each for each in written if not (each / "judged.json").exists()]
         if unjudged and not whole.exists():
             source, own, others = self.judges(part)
             facts: dict[str, Any] = {"lora": own.judge(None), "others": {n: j.judge(None) for n, j in others.items()}}
@@ -231,8 +233,8 @@ class Driver:
             facts = {"own": own.judge(form), "others": {name: judge.judge(form) for name, judge in others.items()}}
             write_json(directory / "judged.json", facts)
         if task.get("generate", 0):
-            names = task.get("speaking", [each.name for each in found])
-            self.speak(part, whole, [each for each in found if each.name in names])
+            names = task.get("speaking", [each.name for each in written])
+            self.speak(part, whole, [each for each in written if each.name in names])
 
     def speak(self, part: Part, whole: Path, chosen: list[Path]) -> None:
         """BLEU, chrF and samples of what base, LoRA and chosen forms write, into their records."""
@@ -266,8 +268,8 @@ class Driver:
             ("bytes", table.get("coded", []), table.get("bytes", [])),
         ):
             for structure, budget in product(names, budgets):
-                made = forms.place(part.directory / "forms", structure, kind, budget)
-                out = forms.place(part.directory / "forms", f"{structure}, distilled", kind, budget)
+                made = forms.form_directory(part.directory / "forms", structure, kind, budget)
+                out = forms.form_directory(part.directory / "forms", f"{structure}, distilled", kind, budget)
                 if not (made / forms.FORM).exists() or (out / forms.FORM).exists():
                     continue
                 self.stage(f"{part.name}: {made.name}, {table['steps']} steps of distillation")
@@ -288,16 +290,16 @@ class Driver:
                     seed=part.seed,
                     force=True,
                 )
-                known = read_json(made / forms.FORM)
-                facts = {"parameters": known["parameters"], "number_bytes": known["number_bytes"]}
+                sizes = read_json(made / forms.FORM)
+                facts = {name: sizes[name] for name in ("parameters", "number_bytes")}
                 facts |= {"cpu_seconds": round(time.process_time() - begin, 1)}
                 facts |= {"distillation": done.form.to_json()}
                 forms.write_form(out, f"{structure}, distilled", kind, budget, facts)
 
     def judges(self, part: Part) -> tuple[Base, Judge, dict[str, Judge]]:
         """The base with the LoRA, and its answers on the task and on the others; those of the latest part are kept."""
-        if self.kept is None or self.kept[0] != part.name:
-            self.kept = None
+        if self._judges is None or self._judges[0] != part.name:
+            self._judges = None
             self.stage(f"{part.name}: answers of the LoRA")
             length = self.suite["max_length"]
             source = self.opened(part.directory / "lora" / ADAPTER)
@@ -307,8 +309,8 @@ class Driver:
                 for other in self.suite["tasks"]
                 if other != part.task and self.held(other).exists()
             }
-            self.kept = part.name, source, own, others
-        return self.kept[1:]
+            self._judges = part.name, source, own, others
+        return self._judges[1:]
 
     def held(self, task: str) -> Path:
         return self.tasks / task / "held.jsonl"
@@ -364,14 +366,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     driver = Driver(options)
     if not options.table:
         driver.run()
-    found = table.collect(options.work, driver.suite)
-    found |= {"versions": versions(), "commit": commit(), "device": driver.device}
+    record = table.collect(options.work, driver.suite)
+    record |= {"versions": versions(), "commit": commit(), "device": driver.device}
     stem = options.out or RESULTS / options.suite.stem.replace("-", "_")
     stem.parent.mkdir(parents=True, exist_ok=True)
-    write_json(stem.with_suffix(".json"), found)
-    stem.with_suffix(".md").write_text(table.markdown(found), encoding="utf-8")
-    print(f"Wrote {stem}.json from {len(found['forms'])} forms of {len(found['loras'])} LoRAs.")
-    return found
+    write_json(stem.with_suffix(".json"), record)
+    stem.with_suffix(".md").write_text(table.markdown(record), encoding="utf-8")
+    print(f"Wrote {stem}.json from {len(record['forms'])} forms of {len(record['loras'])} LoRAs.")
+    return record
 
 
 if __name__ == "__main__":

@@ -17,23 +17,23 @@ KEYS = ("task", "lora", "structure", "kind", "budget")
 
 def collect(work: Path, suite: Mapping[str, Any]) -> dict[str, Any]:
     """All records below ``work``, and means over seeds with their intervals."""
-    loras, found = [], []
+    loras, forms = [], []
     for file in sorted(work.glob("*/*/*/lora.json")):
         task, lora, seed = file.relative_to(work).parts[:3]
         about = json.loads(file.read_text(encoding="utf-8"))
         record = json.loads((file.parent / "lora" / "record.json").read_text(encoding="utf-8"))
         numbers = {"parameters": record["adapter_parameters"], "file_bytes": record["file_bytes"]}
-        known = {**about, "trained": about["lora"]}  # a row's "lora" is its name, as in the forms
-        loras.append({**known, "task": task, "lora": lora, "seed": int(seed), **numbers})
+        facts = {**about, "trained": about["lora"]}  # a row's "lora" is its name, as in the forms
+        loras.append({**facts, "task": task, "lora": lora, "seed": int(seed), **numbers})
         for judged in sorted(file.parent.glob("forms/*/judged.json")):
             form = json.loads((judged.parent / "form.json").read_text(encoding="utf-8"))
             facts = json.loads(judged.read_text(encoding="utf-8"))
-            found.append({"task": task, "lora": lora, "seed": int(seed), **form, **figures(about, facts), **facts})
+            forms.append({"task": task, "lora": lora, "seed": int(seed), **form, **figures(about, facts), **facts})
     shown = {
         name: suite[name]
         for name in ("title", "model", "seeds", "samples", "held", "others", "training", "tasks", "loras")
     }
-    return {"suite": shown, "loras": loras, "forms": found, "means": list(means(found))}
+    return {"suite": shown, "loras": loras, "forms": forms, "means": list(means(forms))}
 
 
 def figures(whole: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, float | None]:
@@ -48,10 +48,10 @@ def figures(whole: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, flo
     }
 
 
-def means(found: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
+def means(forms: Iterable[Mapping[str, Any]]) -> Iterable[dict[str, Any]]:
     """Over seeds: mean of every figure, and half the width of its t interval where there are two seeds or more."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for form in found:
+    for form in forms:
         groups.setdefault(tuple(form[key] for key in KEYS), []).append(form)
     for key, rows in groups.items():
         row: dict[str, Any] = dict(zip(KEYS, key, strict=True)) | {"seeds": sorted(each["seed"] for each in rows)}
@@ -75,12 +75,12 @@ def interval(values: list[float | None]) -> tuple[float | None, float | None]:
     return float(numbers.mean()), float(stats.t.ppf(0.5 + LEVEL / 2, len(numbers) - 1) * error)
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(record: Mapping[str, Any]) -> str:
     """Tables, one for each task, LoRA and kind of budget."""
-    lines = [f"# {found['suite']['title']}", ""]
-    kinds = dict.fromkeys((row["task"], row["lora"], row["kind"]) for row in found["means"])
+    lines = [f"# {record['suite']['title']}", ""]
+    kinds = dict.fromkeys((row["task"], row["lora"], row["kind"]) for row in record["means"])
     for task, lora, kind in kinds:
-        rows = [row for row in found["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
+        rows = [row for row in record["means"] if (row["task"], row["lora"], row["kind"]) == (task, lora, kind)]
         rows.sort(key=lambda row: (row["structure"], row["number_bytes"]))
         lines += [f"## {task}, {lora}, by {'parameters' if kind == 'ratio' else 'bytes'}", ""]
         lines += [

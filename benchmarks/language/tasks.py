@@ -90,8 +90,9 @@ def arithmetic(directory: Path) -> tuple[list[Row], list[Row]]:
             f"Question: {name} buys {count} {first} at {price} dollars each and {more} {second} at {other} "
             "dollars each. How many dollars is that in all?\nAnswer:"
         )
-        one, two = count * price, more * other
-        steps = f" {count} * {price} = {one}, {more} * {other} = {two}, {one} + {two} = {one + two}. #### {one + two}"
+        cost, rest = count * price, more * other
+        total = cost + rest
+        steps = f" {count} * {price} = {cost}, {more} * {other} = {rest}, {cost} + {rest} = {total}. #### {total}"
         rows[prompt] = {"prompt": prompt, "completion": steps}
     made = list(rows.values())
     return made[: -10 * HELD], made[-10 * HELD :]
