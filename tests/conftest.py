@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from pathlib import Path
@@ -19,6 +20,13 @@ os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1]
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("default")
+
+gc.disable()  # what modules hold is never garbage: it is looked for among the rest, once all are imported
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 LIBRARIES = ("numpy", "torch", "array_api_strict")
