@@ -66,12 +66,9 @@ class LayerSums:
         self.squared_inputs.copy_(torch.from_numpy(np.asarray(state["squared_inputs"])))
         self.tokens = int(state["tokens"])
 
-    def spectra(self, answers: int, count: int | None = None) -> tuple[Spectrum, Spectrum, float]:
-        """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product.
-
-        Of both, the ``count`` leading eigenpairs; all if None.
-        """
-        into, out = self.input.spectrum(count), self.output.spectrum(count)
+    def spectra(self, answers: int) -> tuple[Spectrum, Spectrum, float]:
+        """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product."""
+        into, out = self.input.spectrum(), self.output.spectrum()
         fisher, length = out.trace / answers, float(self.squared_inputs) / self.tokens
         if not (fisher > 0 and length > 0):
             return _scaled(into, 0.0), _scaled(out, 0.0), 0.0

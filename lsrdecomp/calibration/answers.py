@@ -1,4 +1,4 @@
-"""What a model answers: the logits of its answers alone, and the answers of one model kept in little memory."""
+"""What a model answers: the logits of its answers alone, held in little memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import model_inputs
 from lsrdecomp.calibration.fisher import Head, answer_logits
-from lsrdecomp.calibration.questions import Batch, answer_mask
+from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, answer_mask
 
 FEW = 4096
-"""Classes up to which answers are kept as logits."""
+"""Classes up to which answers are kept as logits, where the output layer does not make them."""
 GENERATED = 16
 """Prompts that are completed side by side."""
 TRIED = 8
@@ -25,78 +25,66 @@ TRIED = 8
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to one batch."""
-
-    logits: Tensor  # (answers, classes), float32
-    counts: Tensor  # (examples,): how many answers each example gives
-
-
-def ask(base: Base, batch: Batch) -> Answers:
-    """Let a model answer one batch; gradients flow where its parameters want them.
-
-    Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
-    """
-    inputs, wanted = _wanted(base, batch)
-    examples, layer = len(next(iter(inputs.values()))), output_layer(base)
-    if layer is None or wanted is None:
-        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
-        counted = base.head in (Head.tokens, Head.causal_lm, Head.seq2seq) and wanted is not None
-        counts = wanted.sum(1) if counted and wanted is not None else torch.full((examples,), len(logits) // examples)
-        return Answers(logits, counts.cpu())
-    with _only(layer, wanted):
-        logits = base.model(**model_inputs(inputs)).logits.float()
-    return Answers(logits, wanted.sum(1).cpu())
-
-
-def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor]]:
-    """Answers without gradients, and a way to have their logits again.
-
-    Few classes are kept as they are. Of many, what the output layer reads is kept (a few hundred numbers where a
-    vocabulary has a hundred thousand) and the layer is applied again: the same logits, bit by bit. Where a model does
-    more after its output layer than that, it is asked again.
-    """
-    with torch.no_grad():
-        pieces = ask_in_pieces(base, batch)
-        answers = Answers(pieces.logits(pieces.rows), pieces.counts)
-    if answers.logits.shape[-1] <= FEW:
-        return answers, lambda: answers.logits
-    if pieces.rows is answers.logits:
-        return answers, torch.no_grad()(lambda: ask(base, batch).logits)
-    return answers, torch.no_grad()(lambda: pieces.logits(pieces.rows))
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The answers to one batch, not yet as logits: these are made of a few rows at a time.
+    """The answers to one batch, not yet as logits: of these a few can be made at a time.
 
     A vocabulary has a hundred numbers where the model's width has one, and a float32 copy of each is wanted several
     times over.
     """
 
-    rows: Tensor  # (answers, width), with its graph
+    rows: Tensor  # (answers, width), with its graph: what the output layer reads; the logits where there is none
     counts: Tensor  # (examples,): how many answers each example gives
-    logits: Callable[[Tensor], Tensor]  # of some of the rows: (…, classes), float32
+    layer: nn.Module | None
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def logits(self) -> Tensor:
+        """Made anew each time: (answers, classes), float32."""
+        return self.logits_of(self.rows)
 
-def ask_in_pieces(base: Base, batch: Batch, *, whole: bool = False) -> Pieces:
-    """As `ask`, but of a causal model nothing beyond what its output layer reads is held.
+    def logits_of(self, rows: Tensor) -> Tensor:
+        """The logits of some of the rows."""
+        return rows if self.layer is None else self.layer(rows).float()
 
+
+def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
+    """Let a model answer one batch; gradients flow where its parameters want them.
+
+    Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
     Where a model does more after that layer than applying it, or with ``whole``, the rows are its logits.
     """
     inputs, wanted = _wanted(base, batch)
     layer = output_layer(base)
-    if layer is not None and wanted is not None and not whole:
+    if layer is None or wanted is None:
+        logits = answer_logits(base.model(**model_inputs(inputs)).logits, base.head, answer_mask(inputs, base.head))
+        examples = len(next(iter(inputs.values())))
+        if wanted is None or base.head not in TOKEN_HEADS:
+            return Answers(logits, torch.full((examples,), len(logits) // examples), None)
+        return Answers(logits, wanted.sum(1).cpu(), None)
+    counts = wanted.sum(1).cpu()
+    if not whole:
         with _only(layer, wanted, TRIED) as read:
             logits = base.model(**model_inputs(inputs)).logits.float()
         with torch.no_grad():
             alone = layer(read[0][:TRIED]).float()
         if torch.equal(alone, logits):
-            return Pieces(read[0], wanted.sum(1).cpu(), lambda rows: layer(rows).float())
-    answers = ask(base, batch)
-    return Pieces(answers.logits, answers.counts, lambda rows: rows)
+            return Answers(read[0], counts, layer)
+    with _only(layer, wanted):
+        return Answers(base.model(**model_inputs(inputs)).logits.float(), counts, None)
+
+
+def keep_answers(base: Base, batch: Batch) -> tuple[Answers, Callable[[], Tensor]]:
+    """Answers without gradients, and a way to have their logits again, the same bit by bit.
+
+    What the output layer reads is kept and the layer applied again. Where a model does more after it, few classes are
+    kept, and for many it is asked again.
+    """
+    with torch.no_grad():
+        answers = ask(base, batch)
+    if answers.layer is None and answers.rows.shape[-1] > FEW:
+        return answers, torch.no_grad()(lambda: ask(base, batch).logits)
+    return answers, torch.no_grad()(lambda: answers.logits)
 
 
 def output_layer(base: Base) -> nn.Module | None:

@@ -63,9 +63,7 @@ class Base:
     adapter_sha256: str = ""  # of the adapter's weight file
 
 
-def load_base(
-    base: str | Path, adapter: str | Path, *, task_type: str | None = None, dtype: str = "float32", device: str = "cpu"
-) -> Base:
+def load_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Base:
     """Open a base by name or directory, put an adapter on it, and find the layers the adapter changes.
 
     Parameters
@@ -74,17 +72,15 @@ def load_base(
         As `transformers` takes it, a GGUF file, or ``"smollm2"``; see `calibration.bases.find_base`.
     adapter : path
         A PEFT directory: LoRA, LSR or any other kind PEFT opens.
-    task_type : str, optional
-        One of `LOADERS`; by default the one in the adapter's config.
     dtype, device : str
         Precision and place of the base.
 
     Raises
     ------
     CheckpointError
-        If the adapter's head does not fit, or the task type is unknown.
+        If the adapter's head does not fit, or its task type is none of `LOADERS`.
     """
-    return open_base(base, adapter, task_type=task_type, dtype=dtype, device=device).adapted(adapter)
+    return open_base(base, adapter, dtype=dtype, device=device).adapted(adapter)
 
 
 def load_pair(
@@ -134,9 +130,7 @@ class OpenBase:
         return Base(self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest)
 
 
-def open_base(
-    base: str | Path, adapter: str | Path, *, task_type: str | None = None, dtype: str = "float32", device: str = "cpu"
-) -> OpenBase:
+def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> OpenBase:
     """The base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
@@ -146,7 +140,7 @@ def open_base(
         config = PeftConfig.from_pretrained(str(adapter))
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"is no adapter that PEFT opens: {first_line(error)}", path=adapter) from error
-    kind = task_type or str(getattr(config.task_type, "value", config.task_type))
+    kind = str(getattr(config.task_type, "value", config.task_type))
     if kind not in LOADERS:
         text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
         raise CheckpointError(f"{text} (a diffusion model's has none)", path=adapter)

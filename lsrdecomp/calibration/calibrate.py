@@ -26,22 +26,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
-from lsrdecomp.calibration.answers import Pieces, ask_in_pieces, output_layer
+from lsrdecomp.calibration.answers import Answers, ask, output_layer
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import ENTRIES, divergences, without_delta
 from lsrdecomp.calibration.files import (
     Finished,
     check_unfinished,
     finished,
-    load_group,
     load_sums,
-    save_group,
     save_sums,
     write_statistics,
 )
@@ -183,7 +180,7 @@ def calibrate(
     if missing or not modules:
         some = ", ".join(name for name in named if name)[:200]
         raise CalibrationError(f"{', '.join(missing[:5]) or 'no module'}: not in the model, which has {some}, …")
-    device = next(model.parameters()).device
+    device, adapted = next(model.parameters()).device, hasattr(model, "get_base_model")
     sizes = {name: layer_size(named[name], name) for name in modules}
     groups = in_groups({name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory)
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
@@ -197,120 +194,102 @@ def calibrate(
     whole = Finished({}, {}, Counts(), "")
     with Journal.beside(out) as journal, measuring(model):
         for number, names in enumerate(groups, start=1):
-            now = settings if len(groups) == 1 else settings | {"group": list(names)}
-            key = content_key(now)
-            done = load_group(journal, f"{key}-done") if len(groups) > 1 else None
-            if done is None:
-                watching = {name: named[name] for name in names}
-                layers = {
-                    name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device)
-                    for name in names
-                }
-                with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
-                    done = _Pass(
-                        model,
-                        watching,
-                        layers,
-                        head,
-                        journal,
-                        key,
-                        now,
-                        save_every,
-                        on_batch,
-                        number,
-                        len(groups),
-                        effect,
-                    ).run(rounds)
-                if len(groups) > 1:
-                    save_group(journal, f"{key}-done", done)
-                    journal.drop(key)
-            whole = whole.joined(done)
-        measured_effect = effect and hasattr(model, "get_base_model")
-        moved = whole.counts.effect / whole.counts.answers if measured_effect else None
+            watching = {name: named[name] for name in names}
+            sums = {
+                name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device) for name in names
+            }
+            key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
+            group = _Group(model, watching, sums, head, seed, effect and number == 1 and adapted)
+            earlier = samples * (number - 1)
+
+            def tell(counts: Counts, earlier: int = earlier) -> None:
+                if on_batch is not None:
+                    examples, planned = earlier + counts.examples, samples * len(groups)
+                    on_batch(Progress(counts.batches, examples, counts.answers, planned))
+
+            with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
+                whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))
+        moved = whole.counts.effect / whole.counts.answers if effect and adapted else None
         write_statistics(out, settings | {"texts": whole.texts, "effect": moved}, whole)
     return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), moved)
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """Once through the batches, for the layers of one group."""
+class _Group:
+    """Layers whose sums are in memory together."""
 
     model: nn.Module
     watching: dict[str, nn.Module]
     layers: dict[str, LayerSums]
     head: Head
-    journal: Journal
-    key: str  # of its sums there
-    settings: dict[str, Any]
-    save_every: int
-    on_batch: Callable[[Progress], None] | None
-    number: int
-    groups: int
-    effect: bool
+    seed: int
+    effect: bool  # whether KL(adapter ‖ no adapter) is measured in this pass
 
-    def run(self, batches: Iterable[Batch]) -> Finished:
-        counts = load_sums(self.journal, self.key, self.layers)
+    def measured(
+        self,
+        batches: Iterable[Batch],
+        journal: Journal,
+        key: str,
+        save_every: int,
+        waits: bool,
+        on_counts: Callable[[Counts], None],
+    ) -> Finished:
+        """Statistics of the layers, once through the batches; batches that the sums in the journal hold are skipped.
+
+        With ``waits`` the sums stay there, for other groups are still to come.
+        """
+        counts = load_sums(journal, key, self.layers)
         texts, adapted = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
-        effective = self.effect and self.number == 1 and hasattr(self.model, "get_base_model")  # of all groups
 
         def add(name: str, pairs: Pairs) -> None:
             self.layers[name].add(pairs)
 
         with watched(self.watching, add) as record:
-            for done, batch in enumerate(batches, start=1):
+            for number, batch in enumerate(batches, start=1):
                 texts.update(_content(batch))
-                if done <= counts.batches:
+                if number <= counts.batches:
                     continue
                 record.clear()
-                answers = ask_in_pieces(adapted, batch, whole=output_layer(adapted) in self.watching.values())
+                answers = ask(adapted, batch, whole=output_layer(adapted) in self.watching.values())
                 bare = None
-                if effective:
+                if self.effect:
                     with torch.no_grad(), record.paused(), without_delta(self.model):
-                        bare = ask_in_pieces(adapted, batch)
-                seed = int(self.settings["seed"])
-                generator = torch.Generator().manual_seed((seed << 32) + done)
+                        bare = ask(adapted, batch)
+                generator = torch.Generator().manual_seed((self.seed << 32) + number)
                 gradient, moved = self._leaning(answers, bare, generator)
                 examples = len(answers.counts)
                 record.backward(answers.rows, examples, gradient)
-                counts = Counts(done, counts.examples + examples, counts.answers + len(answers), counts.effect + moved)
+                total = counts.examples + examples, counts.answers + len(answers), counts.effect + moved
+                counts = Counts(number, *total)
                 del answers, bare, gradient
-                if done % self.save_every == 0:
-                    save_sums(self.journal, self.key, self.layers, counts)
-                if self.on_batch is not None:
-                    before = (self.number - 1) * self.settings["samples"]
-                    self.on_batch(Progress(counts.batches, before + counts.examples, counts.answers, self.planned))
+                if number % save_every == 0:
+                    save_sums(journal, key, self.layers, counts)
+                on_counts(counts)
         if counts.answers == 0:
             raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
         idle = [name for name, sums in self.layers.items() if sums.tokens == 0]
         if idle:
-            raise CalibrationError(
-                f"{', '.join(idle[:5])}: no answer of the model depends on it; leave it out of `modules`"
-            )
-        return finished(self.layers, counts, int(self.settings["rank"]), texts.hexdigest())
+            text = "no answer of the model depends on it; leave it out of `modules`"
+            raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
+        if waits:
+            save_sums(journal, key, self.layers, counts)
+        return finished(self.layers, counts, texts.hexdigest())
 
-    def _leaning(self, answers: Pieces, bare: Pieces | None, generator: torch.Generator) -> tuple[Tensor, float]:
+    def _leaning(self, answers: Answers, bare: Answers | None, generator: torch.Generator) -> tuple[Tensor, float]:
         """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
         gradient, moved = torch.empty_like(answers.rows), 0.0
-        step = max(1, ENTRIES // self._classes(answers))
+        with torch.no_grad():
+            step = max(1, ENTRIES // answers.logits_of(answers.rows[:1]).shape[-1])
         for start in range(0, len(answers), step):
             some = slice(start, start + step)
             rows = answers.rows[some].detach().requires_grad_()
-            logits = answers.logits(rows)
+            logits = answers.logits_of(rows)
             (gradient[some],) = torch.autograd.grad(sampled_answers(logits, self.head, generator), rows)
             if bare is not None:
                 with torch.no_grad(), without_delta(self.model):
-                    others = bare.logits(bare.rows[some])
+                    others = bare.logits_of(bare.rows[some])
                     moved += float(divergences(logits.detach(), others, self.head).sum())
         return gradient, moved
-
-    @staticmethod
-    def _classes(answers: Pieces) -> int:
-        with torch.no_grad():
-            return int(answers.logits(answers.rows[:1]).shape[-1])
-
-    @property
-    def planned(self) -> int:
-        return int(self.settings["samples"]) * self.groups
 
 
 def _used(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:

@@ -66,21 +66,15 @@ class Covariance:
         for part, value in (("total", self.total), ("trace", self.trace)):
             value.copy_(torch.from_numpy(np.asarray(state[part])))
 
-    def spectrum(self, count: int | None = None) -> Spectrum:
-        """The ``count`` largest eigenpairs of the sum and an isotropic rest; all n in the full form if it is None.
-
-        A sum on random columns has no more than ``rank`` of them.
-        """
+    def spectrum(self) -> Spectrum:
+        """The ``rank`` largest eigenpairs of the sum and an isotropic rest."""
         trace = float(self.trace)
         if self.full:
-            total = self.total.double().cpu().numpy()
-            total = (total + total.T) / 2
-            if count is not None and count < self.size:
-                values, vectors = scipy.linalg.eigh(total, subset_by_index=(self.size - count, self.size - 1))
-                values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
-                return Spectrum(vectors, values, max(trace - float(values.sum()), 0.0) / (self.size - count), trace)
-            values, vectors = np.linalg.eigh(total)
-            return Spectrum(vectors[:, ::-1].copy(), np.maximum(values[::-1], 0.0), 0.0, trace)
+            total, left_out = self.total.double().cpu().numpy(), self.size - self.rank
+            values, vectors = scipy.linalg.eigh((total + total.T) / 2, subset_by_index=(left_out, self.size - 1))
+            values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
+            rest = max(trace - float(values.sum()), 0.0) / left_out if left_out else 0.0
+            return Spectrum(vectors, values, rest, trace)
         block, image = self._block.double().cpu().numpy(), self.total.double().cpu().numpy()
         # The shift of [1] keeps the Cholesky factor real under the rounding of float32 sums.
         shift = np.finfo(np.float32).eps * float(np.linalg.norm(image)) + np.finfo(np.float64).tiny

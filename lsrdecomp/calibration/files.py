@@ -65,12 +65,12 @@ class Finished:
         return Finished({**self.tensors, **other.tensors}, {**self.about, **other.about}, counts, other.texts)
 
 
-def finished(layers: Mapping[str, LayerSums], counts: Counts, rank: int, texts: str) -> Finished:
-    """The sums of layers as what is kept of them: ``rank`` leading eigenpairs of each side."""
+def finished(layers: Mapping[str, LayerSums], counts: Counts, texts: str) -> Finished:
+    """The sums of layers as what is kept of them: the leading eigenpairs of each side."""
     tensors: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for name, sums in layers.items():
-        into, out, fisher = sums.spectra(counts.answers, rank)
+        into, out, fisher = sums.spectra(counts.answers)
         for side, spectrum in (("input", into), ("output", out)):
             for part, value in zip(PARTS, (spectrum.vectors, spectrum.values, spectrum.rest), strict=True):
                 # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.
@@ -81,22 +81,6 @@ def finished(layers: Mapping[str, LayerSums], counts: Counts, rank: int, texts: 
         ranks = [out.values.size, into.values.size]
         about[name] = {"shape": shape, "ranks": ranks, "tokens": sums.tokens, "fisher_trace": fisher}
     return Finished(tensors, about, counts, texts)
-
-
-def save_group(journal: Journal, key: str, done: Finished) -> None:
-    """Keep the finished layers of one group of several."""
-    facts = {"about": done.about, "counts": asdict(done.counts), "texts": done.texts}
-    journal.put(key, done.tensors, facts=facts)
-
-
-def load_group(journal: Journal, key: str) -> Finished | None:
-    """What `save_group` kept; None if nothing was."""
-    result = journal.get(key)
-    if result is None:
-        return None
-    tensors = {name: tensor.read() for name, tensor in result.arrays.items()}
-    facts = result.facts
-    return Finished(tensors, facts["about"], Counts(**facts["counts"]), facts["texts"])
 
 
 def write_statistics(out: Path, settings: Mapping[str, Any], done: Finished) -> None:

@@ -55,6 +55,9 @@ def test_adapters_of_other_models_than_text_are_refused_in_one_line(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match=r"task type 'None' is not .* \(a diffusion model's has none\)"):
         load_base("unused", tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"task_type": "FEATURE_EXTRACTION"}))
+    with pytest.raises(CheckpointError, match="task type 'FEATURE_EXTRACTION' is not one of SEQ_CLS"):
+        load_base("unused", tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "SORCERY"}))
     with pytest.raises(CheckpointError, match="is no adapter that PEFT opens"):
         load_base("unused", tmp_path)
@@ -110,8 +113,3 @@ def test_lines_of_text(tmp_path):
         read_lines(file)  # three lines that would have been learnt
     with pytest.raises(CheckpointError, match=r"absent\.txt: no such file"):
         read_lines(tmp_path / "absent.txt")
-
-
-def test_an_unknown_task_type_is_refused(base):
-    with pytest.raises(CheckpointError, match="task type 'FEATURE_EXTRACTION' is not one of SEQ_CLS"):
-        load_base(base.name, DEMO, task_type="FEATURE_EXTRACTION")

@@ -148,7 +148,7 @@ def test_the_sums_are_products_of_weight_gradients(tokens):
         layer.weight.grad = None
         (layer(inputs[i]) * weights[i]).sum().backward()
         gradients.append(layer.weight.grad.double().numpy())
-    sums = LayerSums((5, 6), max_full=8, rank=2, seed=0, device=torch.device("cpu"))
+    sums = LayerSums((5, 6), max_full=8, rank=6, seed=0, device=torch.device("cpu"))
     sums.add(found["layer"])
     into, out, fisher = sums.spectra(answers=4)
     np.testing.assert_allclose(fisher, sum((w**2).sum() for w in gradients) / 4, rtol=1e-5)
@@ -272,7 +272,8 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
     basis = np.linalg.qr(rng.standard_normal((300, 300)))[0]
     scales = np.concatenate((100 * 0.7 ** np.arange(20), np.full(280, 0.1)))
     rows = rng.standard_normal((4000, 300)) * scales @ basis.T
-    wide, whole = (Covariance(300, max_full=full, rank=16, seed=0, device=torch.device("cpu")) for full in (299, 300))
+    sizes = ((299, 16), (300, 300))
+    wide, whole = (Covariance(300, max_full=n, rank=k, seed=0, device=torch.device("cpu")) for n, k in sizes)
     for part in np.split(rows, 8):
         for covariance in (wide, whole):
             covariance.add(torch.from_numpy(part), torch.from_numpy(part))

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tiny_bases import TEXTS, make  # noqa: E402
 
-from lsrdecomp.calibration.answers import ask, keep_answers, output_layer  # noqa: E402
+from lsrdecomp.calibration.answers import TRIED, ask, keep_answers, output_layer  # noqa: E402
 from lsrdecomp.calibration.base_model import batches, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
@@ -122,9 +122,9 @@ def test_only_answers_reach_the_output_layer(pair):
     (batch,) = rounds(source, size=20)
     rows = []
     handle = layer.register_forward_hook(lambda module, given, made: rows.append(made.shape[0]))
-    ask(source, batch)
+    assert len(ask(source, batch).logits) == int(batch["attention_mask"].sum()) - 20
     handle.remove()
-    assert rows == [int(batch["attention_mask"].sum()) - 20]
+    assert rows == [TRIED, TRIED, int(batch["attention_mask"].sum()) - 20]
 
 
 def test_no_effect_is_no_share(pair, monkeypatch):
