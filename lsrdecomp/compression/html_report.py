@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -63,8 +62,6 @@ def html_report(
     from jinja2 import Environment
 
     total, source = compression.totals, compression.source
-    functional = total.functional_error is not None
-    error = (("relative error", "wide"), FUNCTIONAL)
     shares = _shares(compression)
     here = (total.parameters, total.relative_error)
     page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
@@ -76,8 +73,9 @@ def html_report(
         shares=shares,
         differing=getattr(compression, "differing", ()),
         svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
-        columns=(*COLUMNS[:-2], *error, COLUMNS[-1]) if functional else COLUMNS,
-        rows=_rows(compression.layers, functional),
+        columns=_columns(total.functional_error is not None),
+        layers=compression.layers,
+        worst=max(layer.relative_error for layer in compression.layers) or 1.0,
         prefix=common_prefix([layer.name for layer in compression.layers]),
         files=_sizes(out),
         directory=repr(out.name) if out is not None else "",
@@ -141,63 +139,42 @@ def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:
     return tiles
 
 
-COLUMNS = (
-    ("layer", ""),
-    ("matrix", "wide"),
-    ("rank", "wide"),
-    ("structure", "text wide"),
-    ("sizes", "text wide"),
-    ("terms", "wide"),
-    ("parameters", ""),
-    ("of LoRA", "wide"),
-    ("relative error", ""),
-    ("γ", "wide"),
-)
-FUNCTIONAL = ("Fisher error", "")
-"""The column beside the relative error where a plan has statistics."""
-
-
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell of the table: what it sorts by, what it shows, its classes, and how far its bar goes in percent."""
+class Column:
+    """A column of the table: its head and classes, and of a layer what it sorts by and what it shows."""
 
-    value: object
-    text: str
-    kind: str = ""
-    share: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A layer's row: its name, and the cells beside it."""
-
-    name: str
-    cells: tuple[Cell, ...]
+    head: str
+    kind: str
+    value: Callable[[LayerReport], object]
+    text: Callable[[LayerReport], str]
 
 
-def _rows(layers: Sequence[LayerReport], functional: bool) -> list[Row]:
-    worst = max(layer.relative_error for layer in layers)
-    return [Row(layer.name, tuple(_cells(layer, worst, functional))) for layer in layers]
+def _columns(functional: bool) -> list[Column]:
+    def terms(layer: LayerReport) -> str:
+        left, right = layer.separation_ranks
+        return f"{left}" if left == right else f"{left} + {right}"
 
+    def percent(layer: LayerReport) -> float:
+        return 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
 
-def _cells(layer: LayerReport, worst: float, functional: bool) -> Iterator[Cell]:
-    left, right = layer.separation_ranks
-    percent = 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
-    yield Cell(layer.rows * layer.columns, f"{layer.rows}×{layer.columns}", "wide")
-    yield Cell(layer.source_rank, f"{layer.source_rank}", "wide")
-    yield Cell(layer.structure, layer.structure, "text wide")
-    yield Cell(layer.shape, layer.shape, "text wide")
-    yield Cell(left + right, f"{left}" if left == right else f"{left} + {right}", "wide")
-    yield Cell(layer.parameters, f"{layer.parameters:,}")
-    yield Cell(percent, f"{percent:.0f} %", "wide")
-    kind = f"bar{'' if layer.met else ' missed'}{' wide' if functional else ''}"
-    share = round(100.0 * layer.relative_error / worst) if worst > 0.0 else 0
-    yield Cell(layer.relative_error, f"{layer.relative_error:.3g}{'' if layer.met else ' !'}", kind, share)
-    if functional and layer.functional_error is not None:
-        yield Cell(layer.functional_error, f"{layer.functional_error:.3g}")
-    elif functional:
-        yield Cell("", "–")
-    yield Cell(layer.condition if math.isfinite(layer.condition) else 1e300, f"{layer.condition:.3g}", "wide")
+    fisher = Column("Fisher error", "", lambda x: x.functional_error, lambda x: f"{x.functional_error:.3g}")
+    return [
+        Column("matrix", "wide", lambda x: x.rows * x.columns, lambda x: f"{x.rows}×{x.columns}"),
+        Column("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
+        Column("structure", "text wide", lambda x: x.structure, lambda x: x.structure),
+        Column("sizes", "text wide", lambda x: x.shape, lambda x: x.shape),
+        Column("terms", "wide", lambda x: sum(x.separation_ranks), terms),
+        Column("parameters", "", lambda x: x.parameters, lambda x: f"{x.parameters:,}"),
+        Column("of LoRA", "wide", percent, lambda x: f"{percent(x):.0f} %"),
+        Column(
+            "relative error",
+            "bar wide" if functional else "bar",
+            lambda x: x.relative_error,
+            lambda x: f"{x.relative_error:.3g}{'' if x.met else ' !'}",
+        ),
+        *([fisher] if functional else []),
+        Column("γ", "wide", lambda x: min(x.condition, 1e300), lambda x: f"{x.condition:.3g}"),
+    ]
 
 
 def _sizes(out: Path | None) -> list[tuple[str, str]]:

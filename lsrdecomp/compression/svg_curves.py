@@ -6,28 +6,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 from lsrdecomp.analysis import ErrorCurve
 
 WIDTH, HEIGHT = 720.0, 400.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 132.0, 16.0, 44.0
-LETTER = 7.2
-"""Width of a letter of a label, on average a little less."""
+LABEL = 19.0
+"""Height of a line's label, in the margin on the right."""
 LEAST = 1e-5
 """Smaller errors lie below any half-precision storage and are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points that are joined, with a label at their end."""
+    """Points that are joined, with a label in the margin at the height of the last."""
 
     label: str
     points: list[tuple[float, float]]  # size and value, by rising size
 
 
 def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = None, lora: int | None = None) -> str:
-    """Relative error against parameters on logarithmic axes; lines are labelled at their ends.
+    """Relative error against parameters on logarithmic axes; lines are labelled in the margin.
 
     Parameters
     ----------
@@ -76,8 +75,6 @@ def _chart(
     sizes += [float(here[0])] if here else []
     across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
     parts = [*_grid(across, up, size, quantity)]
-    upright = [[(across(lora), TOP), (across(lora), HEIGHT - BOTTOM)]] if lora else []
-    labels = _Labels([*([(across(x), up(y)) for x, y in line.points] for line in lines), *upright])
     if lora:
         x = across(lora)
         parts.append(
@@ -88,8 +85,7 @@ def _chart(
         x, y = across(here[0]), up(here[1])
         hint = f"this adapter: {here[0]:,} {size}, {quantity} {here[1]:.3g}"
         parts.append(f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>')
-        labels.beside(x, y, "this adapter", "mark")
-    parts += [*_lines(lines, across, up, labels, size, quantity, joined), *labels.texts]
+    parts += _lines(lines, across, up, size, quantity, joined)
     title = f"{quantity[0].upper()}{quantity[1:]} against {size}"
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>'
@@ -120,41 +116,6 @@ class _Axis:
         return [value for value in values if self.low <= math.log10(value) <= self.high]
 
 
-class _Labels:
-    """Texts beside points, each where it covers no curve and no earlier text, or the least of them."""
-
-    def __init__(self, lines: Sequence[Sequence[tuple[float, float]]] = ()) -> None:
-        self._taken: list[tuple[float, float, float]] = []  # left, right, middle
-        self._ink = [point for line in lines for point in _along(line)]
-        self.texts: list[str] = []
-
-    def beside(self, x: float, y: float, text: str, kind: str) -> None:
-        wide = LETTER * len(text)
-        ways = [
-            (self._covered(left, left + wide, y + down), abs(down) + 2.0 * (left < x), left, y + down)
-            for left in (x + 9.0, x - 9.0 - wide)
-            for down in (4.0 * step for step in range(-8, 17))
-            if left >= LEFT and left + wide <= WIDTH and TOP <= y + down <= HEIGHT - BOTTOM
-        ]
-        _, _, left, middle = min(ways, default=(0, 0.0, x + 9.0, y))
-        self._taken.append((left, left + wide, middle))
-        self.texts.append(f'<text class="{kind}" x="{left:.1f}" y="{middle + 4:.1f}">{escape(text)}</text>')
-
-    def _covered(self, left: float, right: float, middle: float) -> int:
-        """How much of the curves lies under a text there; another text counts for more than any curve."""
-        texts = sum(left < b and a < right and abs(middle - other) < 19.0 for a, b, other in self._taken)
-        return 1000 * texts + sum(left - 4.0 < x < right + 4.0 and abs(y - middle) < 10.0 for x, y in self._ink)
-
-
-def _along(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Places on a curve, some four apart."""
-    places = list(line[-1:])
-    for (x, y), (u, v) in pairwise(line):
-        steps = max(1, round(math.hypot(u - x, v - y) / 4.0))
-        places += [(x + (u - x) * k / steps, y + (v - y) * k / steps) for k in range(steps)]
-    return places
-
-
 def _drawn(curve: ErrorCurve) -> list[tuple[float, float]]:
     pairs = zip(curve.parameters, curve.relative_errors, strict=True)
     return [(float(size), error) for size, error in pairs if size > 0 and error > LEAST]
@@ -181,10 +142,8 @@ def _grid(across: _Axis, up: _Axis, size: str, quantity: str) -> list[str]:
     return parts
 
 
-def _lines(
-    lines: Sequence[Line], across: _Axis, up: _Axis, labels: _Labels, size: str, quantity: str, joined: bool
-) -> list[str]:
-    parts = []
+def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, size: str, quantity: str, joined: bool) -> list[str]:
+    parts, heights = [], dict[int, float]()
     for i, line in enumerate(lines):
         if not line.points:
             continue
@@ -195,7 +154,13 @@ def _lines(
         for (x, y), (count, value) in zip(spots, line.points, strict=True):
             hint = f"{escape(line.label)}: {count:,.0f} {size}, {quantity} {value:.3g}"
             parts.append(f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>')
-        labels.beside(*spots[-1], line.label, f"t{i % 5}")
+        heights[i] = spots[-1][1]
+    below = TOP
+    for i in sorted(heights, key=heights.__getitem__):  # from the top, none over the one before
+        below = max(below, heights[i])
+        text = escape(lines[i].label)
+        parts.append(f'<text class="t{i % 5}" x="{WIDTH - RIGHT + 8}" y="{below + 4:.1f}">{text}</text>')
+        below += LABEL
     return parts
 
 

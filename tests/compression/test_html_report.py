@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -198,23 +199,12 @@ def test_the_summary_for_a_notebook_is_escaped():
     assert "4.10" in text
 
 
-def test_the_mark_of_this_adapter_is_named_where_no_curve_runs():
-    """The mark lies on a level curve: its name stands above or below, not on the line."""
-    level = ErrorCurve("level", (0, 1, 2, 3), (0, 500, 1000, 4000), (1.0, 0.5, 0.5, 0.5), 1.0)
-    svg = svg_curves([level], here=(1000, 0.5))
-    mark = float(re.search(r'class="here" cx="[\d.]+" cy="([\d.]+)"', svg).group(1))
-    text = float(re.search(r'class="mark" x="[\d.]+" y="([\d.]+)"', svg).group(1)) - 4.0
-    assert abs(text - mark) >= 10.0
-
-
-def test_the_label_of_a_curve_that_ends_at_the_lora_stands_beside_its_end_and_off_the_other_curve():
-    steep = replace(
-        CURVE, label="truncated SVD", parameters=(0, 200, 4000, 5400), relative_errors=(1.0, 0.3, 0.1, 0.05)
-    )
-    flat = replace(
-        CURVE, label="LSR, side by side", parameters=(0, 200, 4000, 6144), relative_errors=(1.0, 0.9, 0.6, 0.2)
-    )
-    svg = svg_curves([steep, flat], lora=6144)
-    end = float(re.search(r'<polyline class="c1" points="[^"]* ([\d.]+),[\d.]+"', svg).group(1))
-    label = float(re.search(r'class="t1" x="([\d.]+)"', svg).group(1))
-    assert end < label < end + 20
+def test_labels_stand_in_the_margin_at_their_lines_and_not_over_each_other():
+    near = [replace(CURVE, label=f"curve {i}", relative_errors=(1.0, 0.5, 0.25 + 0.001 * i, 0.0)) for i in range(3)]
+    svg = svg_curves(near, lora=6144)
+    ends = [float(y) for y in re.findall(r'<polyline class="c\d" points="[^"]*,([\d.]+)"', svg)]
+    labels = {int(i): float(y) - 4.0 for i, y in re.findall(r'class="t(\d)" x="596.0" y="([\d.]+)"', svg)}
+    heights = sorted(labels.values())
+    assert max(ends) - min(ends) < 2.0, "lines that end together"
+    assert labels[2] == min(ends), "the highest is at its line"
+    assert all(below - above >= 18.9 for above, below in pairwise(heights))
