@@ -48,10 +48,11 @@ def calibrate(
     quiet: Quiet = False,
     **options: Any,
 ) -> None:
-    """Measure input and gradient covariances of the adapted layers, for `compress --calibrated`.
+    """Measure what a base's layers do, once, for compress.
 
-    No labels are needed: answers are drawn from the model itself. One pass forward and one back per batch; started
-    again after a kill, it goes on where it was. The statistics serve every adapter of that base with these layers.
+    That is the covariances of their inputs and gradients, for `compress --calibrated`. No labels are needed: answers
+    are drawn from the model itself. One pass forward and one back per batch; started again after a kill, it goes on
+    where it was. The statistics serve every adapter of that base with these layers.
 
     Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """

@@ -51,13 +51,16 @@ def inspect(
     force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
-    """Show what an adapter holds: layers, ranks, sizes, and how fast their spectra fall."""
+    """Show what an adapter holds.
+
+    Its layers, their ranks and sizes, and how fast their spectra fall.
+    """
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
     with follow(quiet=quiet) as step:
-        ranks, advance = [], Counter(step, "reading", len(checkpoint.layers), "layers").add
+        ranks, read = [], Counter(step, "reading", len(checkpoint.layers), "layers")
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
-            advance()
+            read.add()
     tables.show(json, tables.checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
@@ -72,12 +75,15 @@ def curve(
     json: JsonFile = None,
     force: Force = False,
 ) -> None:
-    """Show how the error of a whole adapter falls with parameters, for each structure."""
+    """Show how the error falls with size.
+
+    The error of a whole adapter against its parameters, for each structure.
+    """
     _check_picture(out)
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with follow(quiet=quiet) as step:
-        advance = Counter(step, "measuring curves", len(checkpoint.layers), "layers").add
-        curves = compression.adapter_curves(checkpoint, on_layer=lambda _: advance())
+        measured = Counter(step, "measuring curves", len(checkpoint.layers), "layers")
+        curves = compression.adapter_curves(checkpoint, on_layer=measured)
     if not any(curve.norm > 0.0 for curve in curves):
         raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
@@ -120,7 +126,10 @@ def export(
     force: Force = False,
     max_memory: MaxMemory = None,
 ) -> None:
-    """Write an adapter as a plain LoRA of the same ΔW, for tools that load LoRA."""
+    """Write an adapter for tools that load plain LoRA.
+
+    The file is a LoRA of the same ΔW.
+    """
     checkpoint = checkpoints.open_checkpoint(adapter, alpha=None if like else alpha, max_memory=max_memory)
     base_path = None if base is None else served.base_files(base)
     if like is not None and to != "same":
@@ -149,7 +158,10 @@ def demo(
     out: Annotated[Path, PLACE, typer.Option(help="Directory for what the demo writes.")] = Path("demo-output"),
     quiet: Quiet = False,
 ) -> None:
-    """Compress the adapter that comes with the package 48 times, export it, measure both again, draw what is kept."""
+    """Compress the adapter that comes with the package.
+
+    48 times; then export it, measure both again, draw what is kept.
+    """
     room = files("lsrdecomp.cli")
     scores = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
@@ -249,12 +261,10 @@ def _check_picture(out: Path | None) -> None:
 
 
 def _plots() -> Any:
-    try:
-        from lsrdecomp import plots
+    if find_spec("matplotlib") is None:
+        raise LsrError("pictures need matplotlib: pip install 'lsrdecomp[plots]'")
+    from lsrdecomp import plots
 
-        plots.available()
-    except ImportError as error:
-        raise LsrError("pictures need matplotlib: pip install 'lsrdecomp[plots]'") from error
     return plots
 
 

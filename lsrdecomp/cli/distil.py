@@ -31,10 +31,10 @@ def distil(
     force: Force = False,
     **options: Any,
 ) -> None:
-    """Train the numbers of a compressed adapter on the LoRA's own answers; no labels are needed.
+    """Train a compressed adapter towards its LoRA, no labels.
 
-    The share kept is measured on held-out texts before and after, and the better form is kept. A run that was killed
-    goes on where it was; the adapter stays as it is until the end.
+    Its numbers are trained on the LoRA's own answers. The share kept is measured on held-out texts before and after,
+    and the better form is kept. A run that was killed goes on where it was; the adapter stays as it is until the end.
     """
     try:
         from lsrdecomp.fidelity.distil import distil as run

@@ -39,12 +39,12 @@ def finetune(
     force: ForceFile = False,
     **options: Any,
 ) -> None:
-    """Fine-tune a base on a task by LoRA, LSR or another adapter, and judge it on the task's dev set.
+    """Train an adapter on a base: LoRA, LSR and others.
 
-    Writes OUT/adapter, a PEFT directory, OUT/record.json with settings, versions and scores, and OUT/layers.jsonl with
-    the spectra of the layers. Killed and started again, a run with --set save_every=100 or --set patience=3 goes on
-    where it was.
-    For several devices: accelerate launch -m lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
+    It is judged on the task's dev set. Writes OUT/adapter, a PEFT directory, OUT/record.json with settings, versions
+    and scores, and OUT/layers.jsonl with the spectra of the layers. Killed and started again, a run with --set
+    save_every=100 or --set patience=3 goes on where it was. For several devices: accelerate launch -m
+    lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
     """
     named = FinetuneSettings.named
     chosen = {name: value for name, value in options.items() if value not in (None, [])}

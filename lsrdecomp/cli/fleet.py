@@ -46,9 +46,10 @@ def fleet(
     force: ForceFile = False,
     max_memory: MaxMemory = None,
 ) -> None:
-    """Compress every adapter below a directory; start again after a kill and it goes on where it was.
+    """Compress every adapter below a directory.
 
-    Exit code 1 if any adapter failed or missed its tolerance; the others are done all the same.
+    Started again after a kill it goes on where it was. Exit code 1 if any adapter failed or missed its tolerance; the
+    others are done all the same.
     """
     settings = read_plan(plan)
     runner = (

@@ -1,4 +1,4 @@
-"""What help says: a line for each verb, the panels of options of the larger verbs, examples below each."""
+"""What help says: the panels of options of the larger verbs, examples below each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
-
-SHORT = {
-    "inspect": "Show what an adapter holds.",
-    "calibrate": "Measure what a base's layers do, once, for compress.",
-    "compress": "Make a LoRA adapter smaller; PEFT opens the result.",
-    "distil": "Train a compressed adapter towards its LoRA, no labels.",
-    "curve": "Show how the error falls with size.",
-    "verify": "Measure a written adapter against its source.",
-    "export": "Write an adapter for tools that load plain LoRA.",
-    "finetune": "Train an adapter on a base: LoRA, LSR and others.",
-    "fleet": "Compress every adapter below a directory.",
-    "demo": "Compress the adapter that comes with the package.",
-}
-"""At most so long that a terminal of 80 columns shows all of it."""
 
 EXAMPLES = {
     "inspect": ("inspect my-lora/", "inspect lora.safetensors --alpha 16 --json layers.json"),

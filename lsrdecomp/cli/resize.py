@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,18 +62,14 @@ def resize(
     for plan, path in zip(wanted, paths, strict=True):
         with follow(quiet=quiet) as step:
             read = Counter(step, "reading", len(checkpoint.layers), "layers")
-            cut = compression.truncate(checkpoint, plan, storage=storage, on_layer=partial(_count, read))
+            cut = compression.truncate(checkpoint, plan, storage=storage, on_layer=read)
             if not dry_run:
                 written = Counter(step, "writing", len(checkpoint.layers), "layers")
-                cut.save(path, force=force, on_layer=partial(_count, written))
+                cut.save(path, force=force, on_layer=written)
         facts.append(_shown(cut, None if dry_run else path, json))
     tables.show(json, PLAIN)
     if json is not None:
         tables.write_json(facts if len(facts) > 1 else facts[0], json)
-
-
-def _count(counter: Counter, _: str) -> None:
-    counter.add()
 
 
 def resize_all(

@@ -61,9 +61,10 @@ def verify(
     max_memory: MaxMemory = None,
     **options: Any,
 ) -> None:
-    """Measure a written adapter against its source anew; exit code 1 if it is not what was recorded, 3 if nothing was.
+    """Measure a written adapter against its source.
 
-    With --base and texts, also how their answers differ; no labels are needed.
+    Exit code 1 if it is not what was recorded, 3 if nothing was. With --base and texts, also how their answers differ;
+    no labels are needed.
 
     verify ADAPTER --for vllm --base BASE says which layers that server would apply, by its rules, without running it;
     verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
@@ -90,8 +91,8 @@ def verify(
     original = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     with follow(quiet=quiet) as step:
         made = _opened(written, alpha, max_memory)
-        advance = Counter(step, "measuring", len(original.layers), "layers").add
-        result = compression.verify(original, made, on_layer=lambda _: advance())
+        measured = Counter(step, "measuring", len(original.layers), "layers")
+        result = compression.verify(original, made, on_layer=measured)
         if base is None:
             behaviour = None
         else:

@@ -289,6 +289,10 @@ class Counter:
         if self._on_step is not None:
             self._on_step(Step(self._stage, self._done, self._total, self._unit, self._part))
 
+    def __call__(self, name: str) -> None:
+        """One more is done, whatever its name: for what tells of each layer."""
+        self.add()
+
     def name(self, part: str) -> None:
         """What is being done now."""
         self._part = part
