@@ -9,21 +9,18 @@ SHOWN_ROWS = 12
 """Longer tables show their first and last rows."""
 
 
-def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
+def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the first column is text on the left, the others are numbers on the right."""
     head = "".join(_cell("th", name, i) for i, name in enumerate(columns))
     body = "".join(f"<tr>{''.join(_cell('td', text, i) for i, text in enumerate(row))}</tr>" for row in rows)
-    tail = f"<p>{escape(note)}</p>" if note else ""
-    title = f'<caption style="text-align:left;caption-side:top"><b>{escape(caption)}</b></caption>'
-    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{tail}"
+    return f"<table>{_title(caption)}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def facts(caption: str, pairs: Iterable[tuple[str, str]], note: str = "") -> str:
     """A record as a table of names and values, with a sentence below."""
     rows = "".join(f"<tr>{_cell('th', name, 0)}{_cell('td', value, 0)}</tr>" for name, value in pairs)
     tail = f"<p>{escape(note)}</p>" if note else ""
-    title = f'<caption style="text-align:left;caption-side:top"><b>{escape(caption)}</b></caption>'
-    return f"<table>{title}<tbody>{rows}</tbody></table>{tail}"
+    return f"<table>{_title(caption)}<tbody>{rows}</tbody></table>{tail}"
 
 
 def shortened(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
@@ -32,6 +29,10 @@ def shortened(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
         return list(rows)
     half = SHOWN_ROWS // 2
     return [*rows[:half], ["…"] * len(rows[0]), *rows[-half:]]
+
+
+def _title(caption: str) -> str:
+    return f'<caption style="text-align:left;caption-side:top"><b>{escape(caption)}</b></caption>'
 
 
 def _cell(tag: str, text: str, column: int) -> str:

@@ -46,31 +46,15 @@ class SpectralWeight(LowRankPlusIdentity):
     """V diag(λ) Vᵀ + ρ (I − V Vᵀ) as calibration stores it: the basis holds eigenvectors, the rest is a mean.
 
     >>> weight = SpectralWeight(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0)
-    >>> weight.half().apply(np.eye(2))
-    array([[2., 0.],
-           [0., 1.]])
+    >>> weight.damped(0.4).apply(np.eye(2))
+    array([[5., 0.],
+           [0., 2.]])
     """
-
-    @property
-    def rank(self) -> int:
-        """q, the number of eigenpairs kept."""
-        return int(self.basis.shape[-1])
-
-    def half(self) -> SpectralWeight:
-        """The symmetric square root."""
-        return SpectralWeight(self.basis, np.sqrt(self.values), np.sqrt(self.rest))
 
     def damped(self, fraction: float) -> SpectralWeight:
         """With ``fraction`` of the mean eigenvalue added to every eigenvalue (0.03 is usual)."""
         added = fraction * self.trace / self.size
         return SpectralWeight(self.basis, self.values + added, self.rest + added)
-
-    def truncated(self, rank: int) -> SpectralWeight:
-        """The ``rank`` largest eigenpairs and an isotropic rest, of the same trace; costs grow with the rank."""
-        if rank >= self.rank:
-            return self
-        left = self.trace - self.values[:rank].sum()
-        return SpectralWeight(self.basis[:, :rank], self.values[:rank], left / (self.size - rank))
 
     def to_matrix(self) -> Array:
         """The n × n matrix."""
@@ -89,18 +73,15 @@ class LayerStatistics:
         """(m, n): shape of the ΔW these statistics weigh."""
         return self.output.size, self.input.size
 
-    def weights(self, damping: float = 0.03, rank: int | None = None) -> NormWeights:
+    def weights(self, damping: float = 0.03) -> NormWeights:
         """The Fisher norm for the solvers.
 
         Parameters
         ----------
         damping : float
             Fraction of the mean eigenvalue added to all: directions that calibration never saw still cost a little.
-        rank : int, optional
-            Eigenpairs to keep on each side; fewer are faster.
         """
-        factors = (side if rank is None else side.truncated(rank) for side in (self.output, self.input))
-        return NormWeights(*(side.damped(damping) for side in factors))
+        return NormWeights(self.output.damped(damping), self.input.damped(damping))
 
 
 class Statistics(Mapping[str, LayerStatistics]):

@@ -18,6 +18,7 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint, Journal
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
+from lsrdecomp.checkpoints.writers.lsr import check_carries
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, batches, open_layers
@@ -27,7 +28,7 @@ from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.search_table import Draw
 from lsrdecomp.compression.settings import Budget, CompressionPlan, OnStep, Resources, Search
-from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.base import PairSolution
@@ -162,9 +163,7 @@ def search_adapter(
     [True, True, True]
     """
     # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
-    if checkpoint.config.get("trainable_token_indices"):
-        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
-        raise UnsupportedError(text, path=checkpoint.path)
+    check_carries(checkpoint)
     effect = None
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))

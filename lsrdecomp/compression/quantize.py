@@ -36,6 +36,8 @@ INTEGER_BITS = {name: FORMATS[name].bits for name in INTEGERS}
 """Bits of an integer code by the name of its storage."""
 
 MOST_BITS = 8
+ROUNDS = 2
+"""Times that both sides of a truncated SVD are fitted to each other's codes."""
 GAUSSIAN = {2: 0.191, 3: 0.0467, 4: 0.01256, 5: 0.00341, 6: 0.000884, 7: 0.000225, 8: 0.0000558}
 """Relative squared error of a few hundred Gaussian numbers in b bits (2^b − 1 levels) at the step of
 `nearest_codes`."""
@@ -160,7 +162,7 @@ def _next_width(k: int, width: int, sigma: Doubles, noise: Doubles) -> tuple[flo
     return (-gain, k, bits) if gain > 0.0 else None
 
 
-def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rounds: int = 2) -> SpectralCode:
+def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int]) -> SpectralCode:
     """Codes of columns and rows near the layer in its norm: rounded in turn, each side fitted to the other's codes.
 
     Parameters
@@ -170,8 +172,6 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rou
         Where to start.
     bits : sequence of int
         Of each component; 0 leaves it out.
-    rounds : int
-        Times that both sides are fitted.
 
     Notes
     -----
@@ -187,7 +187,7 @@ def spectral_code(layer: Layer, svd: Sequence[Doubles], bits: Sequence[int], rou
     # Codes 2: least squares in the norm for one side given the values of the other, rounded, and the other way round.
     norms = layer.norms
     b, a = to_numpy(layer.pair.left).astype(np.float64), to_numpy(layer.pair.right).astype(np.float64).T
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         weighted = norms.output.apply(left)
         fitted = a @ (b.T @ weighted) @ np.linalg.pinv(left.T @ weighted, hermitian=True)
         right_codes, right = _nearest_columns(fitted, widths)

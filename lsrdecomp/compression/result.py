@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,7 +323,7 @@ class Compression:
             out,
             source=self.source,
             layers=self._float_layers(),
-            coded=_Codes({row.name: made for row, made in self._rows() if made.coded}),
+            coded=self._coded_layers(),
             storage=self.plan.float_storage,
             force=force,
             provenance={"plan": self.plan.to_json()},
@@ -331,30 +331,16 @@ class Compression:
             files={REPORT: self._report_text(record)},
         )
 
-    def _rows(self) -> Iterator[tuple[LayerReport, Materialized]]:
-        return zip(self.layers, self.chosen, strict=True)
-
     def _float_layers(self) -> Iterator[tuple[str, Any, Any, float]]:
         """Name, factors of both sides and scale of the layers in floating point, each read when it is written."""
-        for row, made in self._rows():
+        for row, made in zip(self.layers, self.chosen, strict=True):
             product = None if made.coded else made.form
             if product is not None:
                 yield (row.name, *stored_factors(product), 1.0)
 
-
-class _Codes(Mapping[str, CodedProduct]):
-    """Integer codes by layer name, read from the cache one at a time."""
-
-    def __init__(self, coded: Mapping[str, Materialized]) -> None:
-        self._coded = coded
-
-    def __getitem__(self, name: str) -> CodedProduct:
-        codes = self._coded[name].codes
-        assert codes is not None
-        return codes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._coded)
-
-    def __len__(self) -> int:
-        return len(self._coded)
+    def _coded_layers(self) -> Iterator[tuple[str, CodedProduct]]:
+        """Name and integer codes of the others."""
+        for row, made in zip(self.layers, self.chosen, strict=True):
+            codes = made.codes
+            if codes is not None:
+                yield row.name, codes

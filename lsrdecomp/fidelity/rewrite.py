@@ -80,7 +80,7 @@ def rewrite(
         out,
         source=source,
         layers=((name, *stored_factors(product), 1.0) for name, product in floats.items()),
-        coded=codes,
+        coded=codes.items(),
         storage=storage,
         provenance={key: record[key] for key in ("plan",) if key in record},
         dropped=record.get("dropped", ()),

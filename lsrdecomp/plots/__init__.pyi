@@ -1,6 +1,5 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .pictures import COLOURS as COLOURS
-from .pictures import available as available
 from .pictures import plot_error_curves as plot_error_curves
 from .pictures import plot_layer_grid as plot_layer_grid
 from .pictures import plot_pareto as plot_pareto

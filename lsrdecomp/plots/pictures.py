@@ -194,19 +194,16 @@ def plot_shares(
     shares: Mapping[str, Iterable[tuple[float, float]]],
     *,
     whole: float | None = None,
-    size: str = "parameters",
     ax: Axes | None = None,
 ) -> Axes:
     """Share of what an adapter does that is kept, against its size; a line for each way of making it smaller.
 
     Parameters
     ----------
-    shares : mapping of label to (size, share) pairs
+    shares : mapping of label to (parameters, share) pairs
         Shares as fractions, 1 for all of it.
     whole : float, optional
-        Size of the adapter that they were made from: a line at 1 says so.
-    size : str
-        What a size is, at the axis below.
+        Parameters of the adapter that they were made from: a line at 1 says so.
     ax : Axes, optional
         Absent, one of a new figure.
 
@@ -229,10 +226,10 @@ def plot_shares(
     if whole is not None:
         ax.axhline(1.0, color=GREY, linewidth=0.8)
         ax.annotate(
-            f"the LoRA itself, {whole:,} {size}", (0.01, 1.01), xycoords=("axes fraction", "data"), fontsize=TEXT
+            f"the LoRA itself, {whole:,} parameters", (0.01, 1.01), xycoords=("axes fraction", "data"), fontsize=TEXT
         )
     ax.set_ylim(0.0, 1.1)
-    dress(ax, size, "share of what it does that is kept")
+    dress(ax, "parameters", "share of what it does that is kept")
     label_ends(ax, ends)
     return ax
 
@@ -305,16 +302,6 @@ def save_figure(ax: Axes, path: Any, form: str | None = None) -> None:
     form = form or str(path).rpartition(".")[2]
     metadata = {"Date": None} if form == "svg" else None
     figure.savefig(path, format=form, dpi=150, bbox_inches="tight", metadata=metadata)  # type: ignore[union-attr]
-
-
-def available() -> None:
-    """Raise `ImportError` now rather than after a long computation, where matplotlib is not installed.
-
-    Examples
-    --------
-    >>> available()                                                # silent: it is
-    """
-    import matplotlib  # noqa: F401
 
 
 _LEAST = 1e-16

@@ -63,11 +63,9 @@ def test_a_weight_acts_as_its_matrix(size, rank):
     expected += stored.rest * (np.eye(size) - stored.basis @ stored.basis.T)
     np.testing.assert_allclose(matrix, expected, atol=1e-12)
     x = np.random.default_rng(1).standard_normal((size, 3))
-    np.testing.assert_allclose(stored.half().apply(stored.half().apply(x)), matrix @ x, atol=1e-12)
+    np.testing.assert_allclose(stored.root(stored.root(x)), matrix @ x, atol=1e-12)
     damped = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
     np.testing.assert_allclose(stored.damped(0.1).to_matrix(), damped, atol=1e-12)
-    np.testing.assert_allclose(stored.truncated(1).trace, np.trace(matrix), rtol=1e-12)
-    assert stored.truncated(1).rank == 1
 
 
 def test_solver_weights_are_the_damped_ones(directory):
@@ -76,7 +74,6 @@ def test_solver_weights_are_the_damped_ones(directory):
     norm.check((6, 5))
     np.testing.assert_allclose(norm.input.apply(np.eye(5)), layer.input.damped(0.1).to_matrix(), atol=1e-12)
     np.testing.assert_allclose(norm.output.apply(np.eye(6)), layer.output.damped(0.1).to_matrix(), atol=1e-12)
-    assert layer.weights(rank=1).input.size == 5
 
 
 def test_layers_keep_their_eigenpairs_apart():

@@ -155,7 +155,7 @@ def test_little_is_needed_to_open_a_directory_beside_its_numbers(layers, tmp_pat
         exponents = rng.integers(-9, -5, 2).tolist()
         left, right = (replace(side, exponent=e) for side, e in zip((code.left, code.right), exponents, strict=True))
         coded[name] = replace(code, left=left, right=right)
-    written = write_lsr(tmp_path / "small", source=source, layers=(), coded=coded, dropped=names[1::2])
+    written = write_lsr(tmp_path / "small", source=source, layers=(), coded=coded.items(), dropped=names[1::2])
     numbers = sum(code.bytes for code in coded.values())
     assert bytes_to_open(written / "adapter_model.safetensors") - numbers <= 450 + 4 * len(coded)
     assert provenance(open_checkpoint(written))["dropped"] == names[1::2]

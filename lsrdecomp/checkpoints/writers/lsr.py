@@ -30,10 +30,9 @@ def write_lsr(
     layers: Iterable[tuple[str, Factors, Factors, float]],
     storage: str = "float32",
     force: bool = False,
-    coded: Mapping[str, CodedProduct] | None = None,
+    coded: Iterable[tuple[str, CodedProduct]] = (),
     files: Mapping[str, str] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    config_extra: Mapping[str, Any] | None = None,
     dropped: Sequence[str] = (),
 ) -> Path:
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
@@ -52,12 +51,12 @@ def write_lsr(
         ``left``: factors of B, each (s, m_i, r_i); ``right``: factors of A, each (t, r_i, n_i); weights folded in.
     storage : str
         Dtype of the factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
-    coded : Mapping of str to CodedProduct, optional
+    coded : iterable of (name, CodedProduct)
         Further layers, stored in integers.
     files : Mapping of str to str, optional
         Texts of further files of the directory.
-    provenance, config_extra : Mapping, optional
-        JSON values for the record on the card, and config fields that override ours.
+    provenance : Mapping, optional
+        JSON values for the record on the card.
     dropped : sequence of str
         Layers that were left out on purpose, for the record.
 
@@ -77,9 +76,7 @@ def write_lsr(
         For an adapter that trains single token embeddings.
     """
     out = Path(out_dir)
-    if source.config.get("trainable_token_indices"):
-        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
-        raise UnsupportedError(text, path=source.path)
+    check_carries(source)
     source_layers = {layer.name: layer for layer in source.layers}
     entries: dict[str, list[Any]] = {}
 
@@ -96,7 +93,7 @@ def write_lsr(
                     scaled = array if position > 1 or factor == 1.0 else np.asarray(array, np.float64) * factor
                     stored = cast(scaled, storage, f"{PREFIX}{name}.lsr_{side}.factor_{position}")
                     yield np.ascontiguousarray(stored, stored.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
-        for name, code in (coded or {}).items():
+        for name, code in coded:
             entries[name] = code_entry(code)
             yield from code_bytes(code)
 
@@ -107,7 +104,7 @@ def write_lsr(
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
         writer.write(part / WEIGHTS, {"format": "pt"})
-        config = _config(source, entries) | dict(config_extra or {})
+        config = _config(source, entries)
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)  # its bytes count
         (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
         about = {"storage": storage, "dropped": list(dropped), **(provenance or {})}
@@ -115,6 +112,13 @@ def write_lsr(
         for file, text in (files or {}).items():
             (part / file).write_text(text, encoding="utf-8")
     return out
+
+
+def check_carries(source: Checkpoint) -> None:
+    """Raise `UnsupportedError` for an adapter that trains single token embeddings."""
+    if source.config.get("trainable_token_indices"):
+        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
+        raise UnsupportedError(text, path=source.path)
 
 
 def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
