@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from typing import Any
 
 from peft import LoraModel
-from peft.tuners.tuners_utils import find_parameter_name_by_module
 from torch import nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
@@ -93,8 +92,8 @@ class LsrModel(KroneckerTuner):
         Parameters
         ----------
         adapters, weights : list
-            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple. Changes of trained
-            token rows are summed; a module that one of them trains in full is copied.
+            The adapters to combine and a weight for each, of any sign. Of one adapter, the multiple. A module that one
+            of them trains in full is copied.
         adapter_name : str
             Name of the new adapter. Nothing happens if there is one of that name.
         combination_type : str
@@ -130,12 +129,16 @@ class LsrModel(KroneckerTuner):
             For adapters that do not exist, weights that do not fit, ranks that differ where sides are added, modules
             that several adapters train in full.
         UnsupportedLayerError
-            For adapters with DoRA or ``target_parameters``, or with tied layers in some of them only.
+            For adapters with DoRA or trained token rows, or with tied layers in some of them only.
         """
         if adapter_name in self.peft_config:
             return {}
         how = Combination(combination_type, svd_rank, svd_clamp, svd_driver, density, majority_sign_method)
-        config, made, records = combine(self.model, self.peft_config, adapters, weights, how, seed)
+        kind, _, targets = LoraModel._check_add_weighted_adapter(self, adapters, combination_type, svd_rank)  # type: ignore[arg-type]
+        configs: list[LsrConfig] = [self.peft_config[adapter] for adapter in adapters]  # type: ignore[misc]
+        how = replace(how, kind=kind)  # of one adapter "linear"
+        config, made, records = combine(self.model, configs, adapters, weights, how, seed)
+        config.target_modules = targets
         # The copies of replicated layers are there already.
         replication, config.layer_replication = config.layer_replication, None
         self.peft_config[adapter_name] = config
@@ -145,7 +148,7 @@ class LsrModel(KroneckerTuner):
             del self.peft_config[adapter_name]
             raise
         config.layer_replication = replication
-        fill(self.model, adapter_name, adapters, weights, made)
+        fill(self.model, adapter_name, adapters, made)
         warn_of_loss(adapter_name, combination_type, records)
         return records
 
@@ -161,26 +164,11 @@ class LsrModel(KroneckerTuner):
                 )
 
     def _add_targets_to_tie(self, peft_config: Any, tied_weight_keys: list[str]) -> None:
-        tie_targets(peft_config, self.model, tied_weight_keys)
+        # Once another adapter has wrapped a layer, PEFT names what is inside the wrapper.
+        tied = [name.removesuffix(".base_layer") for name in tied_weight_keys]
+        LoraModel._add_targets_to_tie(self, peft_config, tied)  # type: ignore[arg-type]
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie
-
-
-def tie_targets(config: Any, model: nn.Module, tied: list[str]) -> None:
-    """Target the embedding alone, and note the modules that will follow it."""
-    # Once another adapter has wrapped a layer, PEFT names what is inside the wrapper.
-    tied = [name.removesuffix(".base_layer") for name in tied]
-    config.target_modules_to_tie = set(tied)
-    embedding = find_parameter_name_by_module(model, model.get_input_embeddings())  # type: ignore[operator]
-    if isinstance(config.target_modules, str):
-        config.target_modules = rf"(?:{config.target_modules}|^{re.escape(embedding)}$)"
-    else:
-        untied = {name for name in config.target_modules or () if not _ends_one_of(name, tied)}
-        config.target_modules = untied | {embedding}
-
-
-def _ends_one_of(name: str, keys: list[str]) -> bool:
-    return any(re.match(rf"(^|.*\.){name}($|\..*)", key) for key in keys)
 
 
 register("lsr", LsrConfig, LsrModel)
