@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
-from lsrdecomp.checkpoints.files import changed_files, read_json, sha256
+from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.checkpoints.writing import provenance, remove_leftovers
+from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.result import REPORT, mapping
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome, plain
+from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome
 
 FILE = ".safetensors"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors")
@@ -87,8 +86,7 @@ def run_fleet(
     """Compress every adapter below ``folder`` into the same place below ``out``.
 
     Each output appears whole or not at all, and each outcome is one line appended to ``out/fleet.jsonl``. Called again
-    after a kill, only what is not yet done runs; an output whose line was lost is recognised by its own record. One
-    adapter that fails, or kills its worker, never stops the others.
+    after a kill, only what has no line yet runs. One adapter that fails, or kills its worker, never stops the others.
 
     Parameters
     ----------
@@ -145,15 +143,7 @@ def run_fleet(
     out.mkdir(parents=True, exist_ok=True)
     manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
     jobs = [Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name)) for name in names]
-    left: dict[str, Job] = {}
-    for job in jobs:
-        if _settled(manifest.outcomes.get(job.name), _place(out, job.name)):
-            continue
-        finished = _recognise(job, plan)
-        if finished is None:
-            left[job.name] = job
-        else:
-            manifest.append(finished)
+    left = {job.name: job for job in jobs if not _settled(manifest.outcomes.get(job.name), Path(job.out))}
     total = len(left)
 
     def work(jobs: Sequence[Job]) -> None:
@@ -256,25 +246,6 @@ def _settled(outcome: Outcome | None, out: Path) -> bool:
     if outcome is None or outcome.state == "failed":
         return False
     return outcome.state == "missed" or (out.is_dir() and changed_files(out) == ())
-
-
-def _recognise(job: Job, plan: CompressionPlan) -> Outcome | None:
-    """The outcome of an output that was written but not recorded before a kill."""
-    if not Path(job.out).is_dir():
-        return None
-    try:
-        source, written = open_checkpoint(job.source), open_checkpoint(job.out)
-        record, report = provenance(written), read_json(Path(job.out) / REPORT)
-        origin = record.get("source")
-        same_source = isinstance(origin, dict) and origin.get("sha256") == sha256(source.weights)
-        if not same_source or record.get("plan") != plain(plan) or changed_files(Path(job.out)) != ():
-            return None
-    except (LsrError, OSError):
-        return None
-    totals = mapping(report.get("totals"))
-    error = totals.get("functional_error") or totals.get("relative_error")
-    figures = source.adapter_parameters, written.adapter_parameters, float(error or 0.0)
-    return Outcome(job.name, "done", "", *figures)
 
 
 def summary(outcomes: Iterable[Outcome]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Manifest:
     def __init__(self, path: Path, plan: CompressionPlan, calibrated: str | None = None) -> None:
         self.path = path
         self.outcomes: dict[str, Outcome] = {}
-        wanted = {"plan": plain(plan), "calibrated": calibrated}
+        wanted = {"plan": json.loads(json.dumps(plan.to_json())), "calibrated": calibrated}  # as it reads it back
         lines = self._sound_lines()
         if lines:
             for name, value in wanted.items():
@@ -96,8 +96,3 @@ def _outcome(line: Mapping[str, Any]) -> Outcome | None:
     fits = set(line) <= set(Outcome.__slots__) and {"name", "state"} <= set(line)
     fits = fits and all(isinstance(value, kinds.get(key, int)) for key, value in line.items())
     return Outcome(**line) if fits and line["state"] in get_args(State) else None
-
-
-def plain(plan: CompressionPlan) -> Any:
-    """The plan as JSON would give it back."""
-    return json.loads(json.dumps(plan.to_json()))

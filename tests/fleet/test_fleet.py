@@ -146,14 +146,16 @@ def test_a_worker_that_dies_is_tried_again_alone(fleet, undisturbed, tmp_path):
     )
 
 
-def test_lost_lines_and_cut_lines_cost_no_work(fleet, undisturbed, tmp_path):
+def test_what_has_lost_its_line_is_made_again(fleet, undisturbed, tmp_path):
     out = tmp_path / "out"
     run_fleet(fleet, out, PLAN, runner=in_process)
     lines = (out / MANIFEST).read_text().splitlines(keepends=True)
     (out / MANIFEST).write_text("".join(lines[:4]) + lines[4][:20])  # killed in mid-line; five outputs have no line
 
-    outcomes = run_fleet(fleet, out, PLAN, runner=never)
+    new = []
+    outcomes = run_fleet(fleet, out, PLAN, runner=in_process, on_outcome=lambda outcome, _: new.append(outcome.name))
     assert summary(outcomes)["done"] == 9
+    assert len(new) == 6
     assert contents(out) == contents(undisturbed)
 
 
