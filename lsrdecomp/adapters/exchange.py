@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import ConvGeometry, EmbeddingGeometry
 from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.adapters.parameters import ParamWrapper
-from lsrdecomp.errors import ShapeError
 
 # Settings that LoRA and LSR share under one name.
 COMMON = (
@@ -36,9 +35,7 @@ COMMON = (
 
 
 @torch.no_grad()
-def to_lora(
-    model: nn.Module, adapter_name: str = "default", rank: int | None = None
-) -> tuple[LoraConfig, dict[str, Tensor]]:
+def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig, dict[str, Tensor]]:
     """A PEFT LoRA adapter that computes exactly what an LSR adapter of a model computes.
 
     No ΔW is formed: the expanded factors are LoRA's. All scaling is baked into ``lora_B``, and every layer is padded
@@ -51,8 +48,6 @@ def to_lora(
         A model with the adapter.
     adapter_name : str
         Which of its adapters.
-    rank : int, optional
-        The uniform rank; the largest inner rank of any layer if absent.
 
     Returns
     -------
@@ -63,8 +58,6 @@ def to_lora(
 
     Raises
     ------
-    ShapeError
-        If ``rank`` is smaller than some layer's inner rank.
     UnsupportedLayerError
         For convolutions with dilation or without zero padding, and experts, which PEFT's LoRA computes differently.
 
@@ -85,7 +78,7 @@ def to_lora(
         for name, module in model.named_modules()
         if isinstance(module, LsrLayer) and module.has_adapter(adapter_name)
     }
-    rank = uniform_rank(layers, adapter_name, rank)
+    rank = uniform_rank(layers.values(), adapter_name)
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     tensors = {key: value for key, value in state.items() if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)}
     for name, layer in layers.items():
@@ -108,7 +101,6 @@ def save_pretrained(
     adapter_name: str = "default",
     *,
     also_lora: bool = False,
-    lora_rank: int | None = None,
 ) -> None:
     """Save one adapter of a model.
 
@@ -122,8 +114,6 @@ def save_pretrained(
         Which adapter.
     also_lora : bool
         Write the same adapter as plain LoRA, exactly, into the subfolder ``lora`` of the adapter's.
-    lora_rank : int, optional
-        Rank to pad the LoRA to; see `to_lora`.
 
     Examples
     --------
@@ -142,24 +132,17 @@ def save_pretrained(
     if not also_lora:
         return
     target = Path(folder) / ("" if adapter_name == "default" else adapter_name) / "lora"
-    config, tensors = to_lora(model, adapter_name, lora_rank)
+    config, tensors = to_lora(model, adapter_name)
     config.inference_mode = True
     config.save_pretrained(str(target))
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def uniform_rank(layers: Mapping[str, LsrLayer], adapter: str, rank: int | None = None) -> int:
+def uniform_rank(layers: Iterable[LsrLayer], adapter: str) -> int:
     """The rank that every layer can be padded to: that of the largest, and a multiple of every number of groups."""
-    groups = {name: getattr(layer.geometry, "groups", 1) for name, layer in layers.items()}
-    needed = {name: layer.r[adapter] * groups[name] for name, layer in layers.items()}
-    largest = max(needed, key=lambda name: needed[name])
-    multiple = math.lcm(*groups.values())
-    if rank is None:
-        return -(-needed[largest] // multiple) * multiple
-    if rank < needed[largest] or rank % multiple:
-        of = f" and a multiple of {multiple} groups" if multiple > 1 else ""
-        raise ShapeError(f"the rank asked for is {rank}, but {largest} needs at least {needed[largest]}{of}")
-    return rank
+    groups = [(layer, getattr(layer.geometry, "groups", 1)) for layer in layers]
+    multiple = math.lcm(*(count for _, count in groups))
+    return -(-max(layer.r[adapter] * count for layer, count in groups) // multiple) * multiple
 
 
 def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:

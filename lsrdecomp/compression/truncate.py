@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -55,19 +55,23 @@ class Truncation:
 
     @property
     def parameters(self) -> int:
-        return _parameters(self.layers, self.ranks)
+        return sum(rank * sum(layer.shape) for layer, rank in zip(self.layers, self.ranks, strict=True))
 
     @property
     def relative_error(self) -> float:
         """Over all layers, before rounding to the storage type."""
-        return _relative_error(self.layers, self.ranks)
+        tails = [tail_norms(layer.gauge[1]) for layer in self.layers]
+        size = math.hypot(*(tail[0] for tail in tails))
+        lost = math.hypot(*(tail[rank] for tail, rank in zip(tails, self.ranks, strict=True)))
+        return lost / size if size > 0.0 else 0.0
 
     def curve(self) -> Iterator[tuple[float, int, float]]:
         """(ratio, parameters, relative error) of the whole adapter at other sizes."""
         for ratio in RATIOS:
             ranks = _ranks_within(self.layers, self.source.adapter_parameters / ratio)
             if any(ranks):
-                yield ratio, _parameters(self.layers, ranks), _relative_error(self.layers, ranks)
+                other = replace(self, ranks=ranks)
+                yield ratio, other.parameters, other.relative_error
 
     def save(self, out: str | Path, *, force: bool = False, on_layer: Callable[[str], Any] | None = None) -> Path:
         """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
@@ -153,19 +157,6 @@ def truncate(
     if not any(ranks):
         raise BudgetError("nothing of the adapter fits into this budget; allow more")
     return Truncation(checkpoint, plan, layers, ranks, storage)
-
-
-def _parameters(layers: Sequence[Layer], ranks: Sequence[int]) -> int:
-    return sum(rank * sum(layer.shape) for layer, rank in zip(layers, ranks, strict=True))
-
-
-def _relative_error(layers: Sequence[Layer], ranks: Sequence[int]) -> float:
-    tails = [tail_norms(layer.gauge[1]) for layer in layers]
-    size, lost = (
-        math.hypot(*(tail[0] for tail in tails)),
-        math.hypot(*(t[q] for t, q in zip(tails, ranks, strict=True))),
-    )
-    return lost / size if size > 0.0 else 0.0
 
 
 def _rank_for(layer: Layer, rtol: float) -> int:

@@ -16,7 +16,6 @@ from torch import nn
 from lsrdecomp.adapters import LsrConfig, rescale, save_pretrained, to_lora
 from lsrdecomp.adapters.config import write_card
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
-from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
 
 TARGETS = ["query", "word_embeddings", "dense"]
@@ -82,23 +81,12 @@ def test_lsr_as_lora_computes_the_same(use_dora):
     assert_same(outputs(reopened(tiny_bert(), lora, tensors)), outputs(model))
 
 
-def test_the_uniform_rank_can_be_chosen():
-    model = randomised(get_peft_model(tiny_bert(), LsrConfig(target_modules=["query"], r=4)))
-    lora, tensors = to_lora(model, rank=8)
-    assert lora.r == 8
-    assert {tensor.shape[0] for key, tensor in tensors.items() if "lora_A" in key} == {8}
-    assert_same(outputs(reopened(tiny_bert(), lora, tensors)), outputs(model))
-    with pytest.raises(ShapeError, match="rank asked for is 2, but .*query needs at least 4"):
-        to_lora(model, rank=2)
-
-
-@pytest.mark.parametrize("rank", [12, 18])
-def test_grouped_convolutions_become_lora(rank):
+def test_grouped_convolutions_become_lora():
     torch.manual_seed(0)
     model = get_peft_model(Mixed(), LsrConfig(target_modules=["conv", "lin"], r=4, init_weights=False)).eval()
     x = torch.randn(2, 6, 7, 7)
-    assert to_lora(model)[0].r == 12
-    lora, tensors = to_lora(model, rank=rank)
+    lora, tensors = to_lora(model)
+    assert lora.r == 12
     torch.manual_seed(0)
     again = reopened(Mixed(), lora, tensors)
     assert_same(again(x), model(x))
@@ -181,7 +169,7 @@ def test_saving_writes_a_card_and_the_lora_beside(tmp_path):
     model = randomised(get_peft_model(tiny_bert(), config))
     expected = outputs(model)
     for _ in range(2):
-        save_pretrained(model, tmp_path, also_lora=True, lora_rank=8)
+        save_pretrained(model, tmp_path, also_lora=True)
     card = (tmp_path / "README.md").read_text()
     assert card.count("import lsrdecomp.adapters") == 1
     assert "library_name: peft" in card
@@ -211,7 +199,7 @@ def test_servers_with_one_global_scale_read_the_export():
         rank_pattern={"query": 6},
     )
     model = randomised(get_peft_model(tiny_bert(), config))
-    lora, tensors = to_lora(model, rank=8)
+    lora, tensors = to_lora(model)
     assert (lora.bias, lora.use_dora, lora.use_rslora, lora.rank_pattern, lora.alpha_pattern) == (
         "none",
         False,
@@ -224,6 +212,6 @@ def test_servers_with_one_global_scale_read_the_export():
     assert len(tensors) == 2 * len(layers)
     for name, layer in layers.items():
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
-        assert a.shape[0] == b.shape[1] == lora.r == 8
+        assert a.shape[0] == b.shape[1] == lora.r == 6
         assert name.startswith("base_model.model.")
         torch.testing.assert_close(lora.lora_alpha / lora.r * b @ a, layer.delta_matrix("default"))
