@@ -29,9 +29,8 @@ NOT_OPTIONS = (
     "load_with",
 )
 """Fields of a config that settings of a run decide, or PEFT itself."""
-
-
 MARKS = ("use_dora", "use_rslora")
+"""Fields by which methods of one kind of adapter are told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +55,11 @@ class Method:
         taken = {*NOT_OPTIONS, *self.fixed}
         return tuple(entry.name for entry in dataclasses.fields(self.config) if entry.name not in taken)
 
-    def is_kind_of(self, config: PeftConfig) -> bool:
-        """Whether an adapter with this config is of this method."""
-        return type(config) is self.config and all(
-            getattr(config, name, False) == self.fixed.get(name, False) for name in MARKS
-        )
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        """Whether an adapter_config.json with these values may be of this method."""
+        kind = self.home.partition(":")[2].removesuffix("Config").upper().replace("DIRECT", "DLSR")
+        marked = all(bool(config.get(mark)) == (mark in self.fixed) for mark in MARKS)
+        return config.get("peft_type") == kind and marked
 
 
 LORA = {"r": 8, "lora_alpha": 16}
@@ -88,13 +87,6 @@ METHODS: dict[str, Method] = {
 }
 """What ``--method`` may be; a method is all here in its row. Who has one more adds its row."""
 
-MARKED: Mapping[tuple[str, ...], str] = {
-    ("lora", "use_dora"): "dora",
-    ("lora", "use_rslora"): "rslora",
-    ("lsr", "use_dora"): "lsr-dora",
-}
-"""Methods that share a kind of adapter with another and are told apart by a field of its config."""
-
 
 def find_method(name: str) -> Method:
     """The method of this name.
@@ -110,14 +102,12 @@ def find_method(name: str) -> Method:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The method that wrote an adapter_config.json with these values; None if it is none of `METHODS`.
+    """The first method of `METHODS` that an adapter_config.json with these values fits; None if it fits none.
 
     >>> method_of({"peft_type": "LSR"}), method_of({"peft_type": "LORA", "use_dora": True}), method_of({})
     ('lsr', 'dora', None)
     """
-    kind, marks = str(config.get("peft_type", "")).lower(), tuple(mark for mark in MARKS if config.get(mark))
-    name = MARKED.get((kind, *marks)) if marks else {"dlsr": "direct"}.get(kind, kind)
-    return name if name in METHODS else None
+    return next((name for name, method in METHODS.items() if method.fits(config)), None)
 
 
 def adapter_config(

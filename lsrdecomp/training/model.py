@@ -179,7 +179,7 @@ def _attention(model: nn.Module) -> tuple[str, ...] | None:
 def _continue(settings: FinetuneSettings, model: nn.Module) -> PeftModel:
     directory = str(settings.init)
     config = PeftConfig.from_pretrained(directory)
-    if not find_method(settings.method).is_kind_of(config):
+    if not find_method(settings.method).fits(config.to_dict()):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise SettingsError(
             f"{directory} is {kind}, not of method {settings.method}; give its own method, or turn a LoRA into LSR by "

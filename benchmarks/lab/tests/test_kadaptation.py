@@ -37,7 +37,7 @@ def test_terms_that_do_not_divide_the_layer_are_named():
 
 
 def test_a_suite_can_name_it():
-    assert METHODS["kadaptation"].is_kind_of(adapter_config("kadaptation", {"terms": 2}, target_modules=["query"]))
+    assert METHODS["kadaptation"].fits(adapter_config("kadaptation", {"terms": 2}, target_modules=["query"]).to_dict())
 
 
 def test_kadaptation_shares_its_slow_factors():
