@@ -28,7 +28,7 @@ from benchmarks import RESULTS
 from benchmarks.compression.arms import Outcome, arms
 from benchmarks.compression.frobenius import usable
 from benchmarks.lab.fit import Fit
-from lsrdecomp.compression.candidates import Candidate, Structure
+from lsrdecomp.compression.candidates import Candidate, Drop, Lsr
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.settings import Budget, Search
@@ -42,10 +42,10 @@ Row = dict[str, Any]
 
 def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
     """What `compress` chooses at each budget, and what it would choose from a part of its candidates."""
-    kronecker = (Structure.LSR, Structure.DROP)
-    arms: dict[str, tuple[Sequence[str], Sequence[Structure]]] = {
-        "ours, float16": (["float16"], tuple(Structure)),
-        "ours, bits chosen": ([*STORAGES, "bits"], tuple(Structure)),
+    kronecker = (Lsr, Drop)
+    arms: dict[str, tuple[Sequence[str], tuple[type[Candidate], ...]]] = {
+        "ours, float16": (["float16"], (Candidate,)),
+        "ours, bits chosen": ([*STORAGES, "bits"], (Candidate,)),
         "ours, Kronecker only, float16": (["float16"], kronecker),
         "ours, Kronecker only, bits chosen": (STORAGES, kronecker),
     }
@@ -54,7 +54,7 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
     for arm, (storages, structures) in arms.items():
 
         def allowed(candidate: Candidate, storages: Any = storages, structures: Any = structures) -> bool:
-            return candidate.storage in storages and candidate.structure in structures
+            return candidate.storage in storages and isinstance(candidate, structures)
 
         for budget, most in budgets.items():
             try:

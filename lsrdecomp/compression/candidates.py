@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import ClassVar
 
 import numpy as np
@@ -41,20 +40,11 @@ ALL_RANKS = 16
 """Up to this rank each is one of them."""
 
 
-class Structure(StrEnum):
-    """What a layer becomes; the values are the words on disk and in JSON."""
-
-    DROP = "drop"
-    KEEP = "keep"
-    LOW_RANK = "low rank"
-    LSR = "LSR"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """What a layer can become, at a price."""
 
-    structure: ClassVar[Structure]
+    structure: ClassVar[str]  # the word on disk and in JSON
     parameters: int
     squared_error: float  # absolute, in the layer's norm
     storage: str = "float64"  # element type of the factors
@@ -70,14 +60,14 @@ class Candidate:
 class Drop(Candidate):
     """The layer left out: ΔW = 0."""
 
-    structure = Structure.DROP
+    structure = "drop"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep(Candidate):
     """The LoRA pair as it is."""
 
-    structure = Structure.KEEP
+    structure = "keep"
     rank: int
 
     @property
@@ -89,7 +79,7 @@ class Keep(Candidate):
 class LowRank(Candidate):
     """The truncated SVD in the layer's norm."""
 
-    structure = Structure.LOW_RANK
+    structure = "low rank"
     rank: int
     bits: tuple[int, ...] = ()  # of each component as an integer code; empty: floating point
     unrotated: bool = False  # coded as the columns and rows that the pair has
@@ -103,7 +93,7 @@ class LowRank(Candidate):
 class Lsr(Candidate):
     """A product of separated matrices."""
 
-    structure = Structure.LSR
+    structure = "LSR"
     shape: ProductShape
     ranks: tuple[int, int]
     product: Callable[[], SeparatedProduct] = field(repr=False)  # reads it from where it waits, not rounded

@@ -37,7 +37,7 @@ class LayerReport:
     >>> from lsrdecomp import compress
     >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
     >>> layer = result.layers[0]
-    >>> str(layer.structure), layer.separation_ranks, layer.shape
+    >>> layer.structure, layer.separation_ranks, layer.shape
     ('LSR', (2, 2), '(24×2 ⊗ 16×4)(2×24 ⊗ 4×16)')
     """
 

@@ -18,9 +18,11 @@ import numpy as np
 
 from lsrdecomp.compression.candidates import (
     Candidate,
+    Drop,
+    Keep,
+    LowRank,
     Lsr,
     Materialized,
-    Structure,
     equal_bits_candidates,
     materialize,
     priced_as,
@@ -36,7 +38,7 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
 from lsrdecomp.kronecker.separated import SeparatedProduct
 
-PLAIN = (Structure.DROP, Structure.LOW_RANK, Structure.KEEP)
+PLAIN = (Drop, LowRank, Keep)
 """What truncated SVD alone can do."""
 
 SHARE = 8.0
@@ -79,7 +81,7 @@ class Draw:
     expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
 
     def allows(self, candidate: Candidate) -> bool:
-        return candidate.structure == Structure.DROP or self.allowed is None or self.allowed(candidate)
+        return isinstance(candidate, Drop) or self.allowed is None or self.allowed(candidate)
 
     def as_refined(self, candidate: Candidate) -> Candidate:
         """The candidate at the loss that it has once it is refined."""
@@ -166,7 +168,7 @@ class SearchTable:
                 entry.priced[measured] = [
                     priced_as(self.layers[i], entry.exact, storage, measured=measured)
                     for storage in self.storages
-                    if storage not in INTEGER_BITS or entry.exact.structure in (Structure.LSR, Structure.DROP)
+                    if storage not in INTEGER_BITS or isinstance(entry.exact, Lsr | Drop)
                 ]
             for candidate in entry.priced[measured]:
                 if draw.allows(candidate):
@@ -227,7 +229,7 @@ class SearchTable:
         cost = attrgetter("bytes" if budget.counts_bytes else "parameters")
         options = [Options.of([cost(c) for c in row], [c.squared_error for c in row]) for row in candidates]
         # Allocation 2: truncated SVD alone, among the plain candidates.
-        plain = [[k for k, c in enumerate(row) if c.structure in PLAIN] for row in candidates]
+        plain = [[k for k, c in enumerate(row) if isinstance(c, PLAIN)] for row in candidates]
         narrow = [Options(o.costs[k], o.losses[k]) for o, k in zip(options, plain, strict=True)]
         starts, low_rank_error = [], None
         try:
