@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lsrdecomp.cli import commands
-from lsrdecomp.cli.help import Command, epilog, with_help_all
+from lsrdecomp.cli.help import Command, epilog
 from lsrdecomp.cli.outputs import checked
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in commands.ALL:
-    app.command(cls=Command, epilog=epilog(command.__name__))(with_help_all(checked(command)))
+    app.command(cls=Command, epilog=epilog(command.__name__))(checked(command))
 
 
 @app.callback(invoke_without_command=True)

@@ -56,7 +56,7 @@ def calibrate(
 
     Memory beside the base: the sums of all layers (--max-memory), and the activations of one batch (--batch).
     """
-    settings = EvaluatorSettings(**{name: value for name, value in options.items() if value is not None})
+    settings = EvaluatorSettings(**options)
     questions = Questions(text, task, data, "train", answers, settings.max_length, settings.truncate)
     questions.check()
     try:

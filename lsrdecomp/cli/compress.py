@@ -130,9 +130,8 @@ def compress(
     from lsrdecomp.fidelity.compress import usual_storage
 
     # 1. What is asked, before anything is opened.
-    chosen = {name: value for name, value in options.items() if value is not None}
-    of_base = {name: chosen.pop(name) for name in MeasuredSettings.fields if name in chosen}
-    plans = _plans(chosen, of_base, base, data)
+    of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
+    plans = _plans(options, of_base, base, data)
     if report is not None:
         of_base.setdefault("examples", SHOWN)
     if out is None and not dry_run:
@@ -155,7 +154,7 @@ def compress(
             raise typer.BadParameter(text, param_hint="--out")
         resize.resize(checkpoint, plans, out, storage, force, dry_run, quiet, json)
         return
-    storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), chosen.get("bytes"))
+    storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), options.get("bytes"))
     plans = [None if plan is None else plan.replace(storage=storage) for plan in plans]
     # 3. Where it is written.
     outputs = _places(None if dry_run else out, plans)
@@ -175,7 +174,7 @@ def compress(
             try:
                 if base is not None and data is not None:
                     if plans[0] is None:
-                        of_base |= {"storage": storage, "max_rank": chosen.get("max_rank")}
+                        of_base |= {"storage": storage, "max_rank": options.get("max_rank")}
                     with tables.quiet():
                         result: Any = compress_measured(
                             checkpoint,

@@ -41,8 +41,7 @@ def distil(
     except ImportError as error:
         raise LsrError(f"distillation runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet(), follow(quiet=quiet) as show:
-        chosen = {name: value for name, value in options.items() if value is not None}
-        done = run(adapter, base=base, data=data, teacher=teacher, out=out, force=force, on_step=show, **chosen)
+        done = run(adapter, base=base, data=data, teacher=teacher, out=out, force=force, on_step=show, **options)
     before, after, training = done.form.before, done.form.after, done.form.training
     verdict = "" if done.form.steps else "; no better, so the old form stays"
     tables.show(

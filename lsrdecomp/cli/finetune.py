@@ -47,15 +47,14 @@ def finetune(
     lsrdecomp.cli.main finetune ... Exit code 1 if the loss was lost.
     """
     named = FinetuneSettings.named
-    chosen = {name: value for name, value in options.items() if value not in (None, [])}
     if option:
-        chosen["options"] = dict(assignment(text, "--option") for text in option)
+        options["options"] = dict(assignment(text, "--option") for text in option)
     more = named(dict(assignment(text, "--set") for text in settings or ()))
     lists = [name for name, field in FinetuneSettings.fields.items() if field.type is tuple]
     more |= {
         name: [more[name]] for name in lists if isinstance(more.get(name), str | int)
     }  # one value is a list of one
-    run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **chosen, **more})
+    run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **options, **more})
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     with tables.quiet(), follow(quiet=quiet) as show:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -108,22 +105,6 @@ def _show_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 HelpAll = Annotated[bool, typer.Option("--help-all", callback=_show_all, is_eager=True, help="Show all options.")]
-
-
-def with_help_all(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, with the option ``--help-all`` where it has panels."""
-    if verb.__name__ not in PANELS:
-        return verb
-
-    @functools.wraps(verb)
-    def run(*args: Any, help_all: bool = False, **options: Any) -> Any:
-        return verb(*args, **options)
-
-    signature = inspect.signature(verb)
-    option = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), option])  # type: ignore[attr-defined]
-    run.__annotations__ = {**verb.__annotations__, "help_all": HelpAll}
-    return run
 
 
 def epilog(verb: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -10,8 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from lsrdecomp.cli.help import HelpAll
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.fields import OPTION, READ, Field, Settings
+
+HELP_ALL = inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll)
 
 V = TypeVar("V", bound=Callable[..., Any])
 
@@ -25,9 +29,9 @@ def options_of(
 ) -> Callable[[V], V]:
     """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
 
-    ``options`` holds every such field under its name, None where it was not on the command line. The fields named in
-    ``elsewhere`` are options that the verb declares itself; with ``only``, those named there are the options, and
-    neither defaults nor others are shown. A field in ``parsers`` is read from its text by a function.
+    ``options`` holds what was on the command line, under the names of the fields. The fields named in ``elsewhere`` are
+    options that the verb declares itself; with ``only``, those named there are the options, and neither defaults nor
+    others are shown. A field in ``parsers`` is read from its text by a function.
     """
 
     def decorate(verb: V) -> V:
@@ -37,12 +41,21 @@ def options_of(
         fields = [each for each in settings.fields.values() if each.name not in elsewhere]
         chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
-        verb.__signature__ = signature.replace(parameters=[*before, *made, *own[len(before) :]])  # type: ignore[attr-defined]
-        verb.__annotations__ |= {each.name: each.annotation for each in made}
+        if HELP_ALL.name not in signature.parameters:
+            made.append(HELP_ALL)
+        names = {each.name for each in made}
+
+        @functools.wraps(verb)
+        def run(*args: Any, help_all: bool = False, **kwargs: Any) -> Any:
+            unset = [name for name in names if kwargs.get(name) in (None, [])]
+            return verb(*args, **{name: value for name, value in kwargs.items() if name not in unset})
+
+        run.__signature__ = signature.replace(parameters=[*before, *made, *own[len(before) :]])  # type: ignore[attr-defined]
+        run.__annotations__ = verb.__annotations__ | {each.name: each.annotation for each in made}
         rest = [each for each in fields if each not in chosen]
         if only is None and rest:
-            verb.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(rest)}"
-        return verb
+            run.__doc__ = f"{inspect.cleandoc(verb.__doc__ or '')}\n\f\n{_listed(rest)}"
+        return run  # type: ignore[return-value]
 
     return decorate
 

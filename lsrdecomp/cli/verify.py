@@ -70,7 +70,7 @@ def verify(
     verify ADAPTER --server URL asks a running one whether the adapter acts, and with --base at which scale. Exit code 1
     if it would not, or does not.
     """
-    settings = EvaluatorSettings(**{name: value for name, value in options.items() if value is not None})
+    settings = EvaluatorSettings(**options)
     if rules is not None or server is not None:
         if written is not None:
             raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")
