@@ -118,7 +118,10 @@ def decompose(
     else:
         sizes = KroneckerShape.parse(shape, ("balanced", "search"))
     sizes.check(target.shape)
-    solver = with_start(solver if solver is not None else choose_solver(target, sizes, storage), seed, init, sizes)
+    solver = (
+        solver if solver is not None else choose_solver(target, sizes, storage, rank=rank if goal is None else None)
+    )
+    solver = with_start(solver, seed, init, sizes)
     most = None if rank is None else min(rank, sizes.max_separation_rank)
     problem = Problem(target, sizes, solver, most, SolveProgress(on_sweep))
     if budget is not None:

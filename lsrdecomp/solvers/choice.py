@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+from lsrdecomp.arrays import is_differentiated
 from lsrdecomp.errors import BudgetError, ShapeError, unknown
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import PRECISIONS
 from lsrdecomp.solvers.base import Solver
 from lsrdecomp.solvers.cp.als import ALS
+from lsrdecomp.solvers.svd.batched import BatchedKrylov
 from lsrdecomp.solvers.svd.dense import SVD
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.solvers.svd.gram import Gram
@@ -22,10 +24,10 @@ DENSE_SVD_LIMIT = 32
 """Up to this many rows or columns of the rearrangement the full SVD is the fastest solver."""
 
 GRAM_LIMIT = 192
-"""Up to this many a few eigenvectors of the Gram matrix are the fastest, of a matrix in memory."""
+"""Up to this many `Gram` is the fastest, of a matrix in memory."""
 
-GRAM_ENTRIES = 2**20
-"""Entries of such a matrix, which is copied for it."""
+SMALL_ENTRIES = 2**20
+"""Entries of a matrix in memory below which `BatchedKrylov`, which measures least on its way, finds a few terms."""
 
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
@@ -55,22 +57,28 @@ def named_solver(solver: Any) -> Solver:
     return solver  # type: ignore[no-any-return]
 
 
-def choose_solver(target: Target, shape: KroneckerShape, storage: str | None = None) -> Solver:
-    """The solver that `decompose` takes when none is given.
+def choose_solver(
+    target: Target, shape: KroneckerShape, storage: str | None = None, *, rank: int | None = None
+) -> Solver:
+    """The solver that `decompose` takes when none is given, for so many terms, or by a tolerance if ``rank`` is None.
 
     Two factors: the full SVD while the smaller side of the rearrangement is at most `DENSE_SVD_LIMIT`, the Gram matrix
-    of an array up to `GRAM_LIMIT`, else block Golub–Kahan, which never forms a low-rank target and turns to the Gram
-    matrix where that is cheaper. Their error may exceed the optimum by a thousandth; the record states by how much. Any
-    other number of factors: alternating least squares, with the penalty of the storage type. Factors of 1×1 do not
-    count.
+    of a small array up to `GRAM_LIMIT`, `BatchedKrylov` for up to a sixteenth of all terms of a larger one; else block
+    Golub–Kahan, which never forms a low-rank target and turns to the Gram matrix where that is cheaper. Their error may
+    exceed the optimum by a thousandth; the record states by how much. Any other number of factors: alternating least
+    squares, with the penalty of the storage type. Factors of 1×1 do not count.
     """
     shape = shape.essential
     if shape.order != 2:
         return ALS(storage=storage if storage is None or storage in PRECISIONS else "float32")
-    if min(shape.sizes) <= DENSE_SVD_LIMIT:
+    side = min(shape.sizes)
+    if side <= DENSE_SVD_LIMIT:
         return SVD()
-    if isinstance(target, Dense) and min(shape.sizes) <= GRAM_LIMIT and math.prod(target.shape) <= GRAM_ENTRIES:
-        return Gram(tolerance=1e-3)
+    if isinstance(target, Dense) and math.prod(shape.sizes) < SMALL_ENTRIES:
+        if side <= GRAM_LIMIT:
+            return Gram(tolerance=1e-3)
+        if rank is not None and 16 * rank <= side and not is_differentiated(target.matrix):
+            return BatchedKrylov(tolerance=1e-3)
     return BlockGolubKahan()
 
 

@@ -402,3 +402,32 @@ def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder
     optimum = Dense(matrix).residual_norm(SVD().solve(Dense(matrix), shape, rank=5).approximation)
     assert solution.relative_error * np.linalg.norm(matrix) <= optimum * (1.0 + solution.optimality_gap) + 1e-14
     assert solution.optimality_gap <= 1e-3
+
+
+def spectrum(name, side):
+    """Singular values, five of them terms: falling at once, beside a flat rest, repeated, hardly falling at all."""
+    k = np.arange(float(side))
+    return {
+        "fast": 0.3**k,
+        "flat": np.where(k < 5, 1.0 / (k + 1.0), 1e-4),
+        "exact": np.where(k < 5, 1.0 / (k + 1.0), 0.0),
+        "repeated": np.where(k < 7, 1.0, 0.05),
+        "slow": 1.0 / (k + 1.0),
+        "one": np.ones(side),
+    }[name]
+
+
+@pytest.mark.parametrize("side", [40, 120])
+@pytest.mark.parametrize("name", ["fast", "flat", "exact", "repeated", "slow", "one"])
+def test_few_terms_from_random_columns_are_as_near_as_they_say(side, name, monkeypatch, rng):
+    shape, values = KroneckerShape(((side // 8, 8), (8, side // 8 + 1))), spectrum(name, side)
+    left, right = (np.linalg.qr(rng.standard_normal((length, side)))[0] for length in shape.sizes)
+    target = Dense(inverse_rearrange((left * values) @ right.T, shape))
+    if name in ("fast", "flat", "exact"):
+        monkeypatch.setattr("lsrdecomp.solvers.svd.gram.eigenpairs", None)  # LAPACK is not asked
+    solution = Gram(tolerance=1e-3).solve(target, shape, rank=5)
+    optimum = float(np.linalg.norm(values[5:]))
+    error = target.residual_norm(solution.approximation)
+    assert error == pytest.approx(solution.relative_error * target.norm, rel=1e-9, abs=1e-14 * target.norm)
+    assert error <= optimum * (1.0 + (solution.optimality_gap or 0.0) + 1e-12) + 1e-14 * target.norm
+    assert (solution.optimality_gap or 0.0) <= 1e-3

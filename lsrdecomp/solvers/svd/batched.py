@@ -12,19 +12,19 @@ import numpy as np
 from lsrdecomp.arrays import (
     Array,
     adjoint,
-    as_double,
     device,
     is_complex,
     is_differentiated,
     like,
     namespace,
+    norm,
     require_finite,
     to_numpy,
 )
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Status, Sweep, most_terms
+from lsrdecomp.solvers.base import ErrorKind, Event, Solution, Solver, Status, Sweep, most_terms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.solvers.svd.batch import (
@@ -34,8 +34,9 @@ from lsrdecomp.solvers.svd.batch import (
     rayleigh_ritz,
     truncated_svds,
 )
-from lsrdecomp.solvers.svd.dense import as_matrix, least_error
+from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
+from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.targets.base import Dense
 
 CHUNK_ENTRIES = 2**20
@@ -45,7 +46,7 @@ SMALL = 160
 """Terms that a matrix can have up to which its SVD is the faster way."""
 
 MODERATE = 512
-"""Terms that a matrix can have up to which its SVD is the faster way where a common space has not been enough."""
+"""Terms that a matrix can have up to which its Gram matrix is the faster way where a common space was not enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,11 @@ class BatchedKrylov(MatrixSolver):
     """Leading singular triples of each R(M) of a batch, by block Lanczos on R Rᴴ, fully reorthogonalised.
 
     All matrices take the same steps, as batched products in single precision; a Rayleigh–Ritz step in the precision of
-    the input ends it, so what single precision costs is the square of its rounding. Matrices whose error is not within
-    ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to be told from
-    ‖R‖² − Σσ², take one more pass together in double precision, with measured errors. What is not near its optimum then
-    goes through one batched SVD, as small matrices do and those of which many terms are asked for; large ones are
-    solved by `BlockGolubKahan`, each alone.
+    the input ends it, so what single precision costs is the square of its rounding. Matrices whose size falls fast from
+    one random column of the first block to the next are solved by `Gram`, each alone, and so are moderate ones whose
+    error is not within ``tolerance`` of the optimum by extrapolation of what the last steps gained, or is too small to
+    be told from ‖R‖² − Σσ²; larger ones by `BlockGolubKahan`. Small matrices, and those of which many terms are asked
+    for, go through one batched SVD.
 
     Parameters
     ----------
@@ -120,8 +121,9 @@ class BatchedKrylov(MatrixSolver):
         Returns
         -------
         tuple of Solution, one a matrix
-            In the element type of the matrices. ``sweeps`` are the common steps and those of this matrix alone;
-            ``optimality_gap`` is an estimate, zero and bounded where the SVD was taken.
+            In the element type of the matrices; in double precision where solved alone. ``sweeps`` are the common steps
+            and those of this matrix alone; ``optimality_gap`` is an estimate, or what `Gram` says, zero and bounded
+            where the SVD was taken.
 
         Raises
         ------
@@ -165,9 +167,10 @@ class BatchedKrylov(MatrixSolver):
         progress: SolveProgress,
         before: tuple[Sweep, ...] = (),
     ) -> Solution:
-        """One matrix by `BlockGolubKahan`, its records behind the common ones ``before``."""
-        solver, earlier = BlockGolubKahan(seed=self.seed, tolerance=self.tolerance), len(progress.sweeps)
-        event = Event.hand_over if before else Event.start
+        """One matrix by `Gram` or `BlockGolubKahan`, its records behind the common ones ``before``."""
+        gram = atol is None and (not before or shape.max_separation_rank <= MODERATE)
+        solver: Solver = Gram(self.tolerance, self.seed) if gram else BlockGolubKahan(None, self.seed, self.tolerance)
+        earlier, event = len(progress.sweeps), Event.hand_over if before else Event.start
         solution = progress.solve(solver, Dense(matrix), shape, rank=rank, atol=atol, event=event)
         own = enumerate((*before, *progress.sweeps[earlier:]), 1)
         return replace(solution, sweeps=tuple(replace(sweep, index=index) for index, sweep in own))
@@ -175,96 +178,63 @@ class BatchedKrylov(MatrixSolver):
     def _together(
         self, batch: Array, shape: KroneckerShape, rank: int, block: int, progress: SolveProgress
     ) -> list[Solution]:
-        originals, before = batch, len(progress.sweeps)
+        """Those whose size does not fall fast by common steps; the others, and what these leave open, each alone."""
         xp = namespace(batch)
-        with np.errstate(over="ignore", invalid="ignore"):
-            norms = to_numpy(xp.linalg.vector_norm(batch, axis=(1, 2))).astype(np.float64)
-        if not np.all(norms < math.inf):
+        norms = np.asarray([norm(batch[i, :, :]) for i in range(int(batch.shape[0]))])
+        if not np.all(np.isfinite(norms)):
             require_finite(batch, "batch")
         usable = (norms > 1e-15) & (norms < 1e15)  # single precision holds them and their squares
-        if not np.all(usable):
-            mask = like(usable.astype(np.float64), batch)[:, None, None]
-            batch = xp.where(mask == 1, batch, xp.zeros_like(batch))
-        operators = rearrange(batch, shape)
-        sizes = np.where(usable, norms, 1.0)
-        begun = operators[:, :, :0], operators[:, :, :0], np.full(norms.shape, math.inf)
-        (basis, space, excess), _ = iterate(self._steps(operators, sizes, rank, block), begun, progress)
+        operators, solutions = rearrange(batch, shape), dict[int, Solution]()
+        for i in np.flatnonzero(usable).tolist():
+            matrix = Rearrangement.of(operators[i, :, :], float(norms[i]), shape)
+            solution = matrix.from_random_columns(rank, self.tolerance, self.seed)
+            if solution is not None:
+                progress.note(solution.relative_error or 0.0)
+                solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
+        slow = [i for i in np.flatnonzero(usable).tolist() if i not in solutions]
+        before = len(progress.sweeps)
+        if slow:
+            if len(slow) < len(norms):
+                operators = xp.take(operators, xp.asarray(slow, dtype=xp.int64, device=device(batch)), axis=0)
+            near = self._near(operators, norms[slow], rank, block, shape, progress)
+            solutions |= {slow[index]: solution for index, solution in near.items()}
+        common = progress.sweeps[before:]
+        for i in range(len(norms)):
+            if i not in solutions:
+                earlier = common if i in slow else ()
+                solutions[i] = self._alone(batch[i, :, :], shape, rank, None, progress, earlier)
+        return [solutions[i] for i in range(len(norms))]
+
+    def _near(
+        self,
+        operators: Array,
+        norms: np.ndarray,
+        rank: int,
+        block: int,
+        shape: KroneckerShape,
+        progress: SolveProgress,
+    ) -> dict[int, Solution]:
+        """Those whose error common steps bring near the optimum."""
+        xp, before = namespace(operators), len(progress.sweeps)
+        begun = operators[:, :, :0], np.full(norms.shape, math.inf)
+        (basis, excess), _ = iterate(self._steps(operators, norms, rank, block), begun, progress)
         # Rayleigh–Ritz in the precision of the input: the error of single precision is squared.
         u, sigma, vh = rayleigh_ritz(operators, xp.linalg.qr(xp.astype(basis, operators.dtype))[0])
-        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / sizes**2
+        captured = np.sum(to_numpy(sigma).astype(np.float64) ** 2, axis=1) / norms**2
         # Below this the error is lost in the rounding of ‖R‖² − Σσ².
-        double = unit_roundoff(batch.dtype) == unit_roundoff("float64")
+        double = unit_roundoff(operators.dtype) == unit_roundoff("float64")
         floor = 1e6 * unit_roundoff("float32") ** 2 if double else 1e3 * unit_roundoff("float32")
-        good = usable & (excess <= self.tolerance) & (1.0 - captured > floor)
-        common = progress.sweeps[before:]
-        solutions = {
+        good, common = (excess <= self.tolerance) & (1.0 - captured > floor), progress.sweeps[before:]
+        return {
             i: Solution(separated, Status.rank_reached, common, float(excess[i]), ErrorKind.estimated)
             for i, separated in enumerate(as_sums(u, sigma, vh, shape))
             if good[i]
         }
-        left = [int(i) for i in np.flatnonzero(usable & ~good)]
-        if left:
-            solutions |= self._in_double(operators, space, sizes, left, rank, shape, common)
-        left = [i for i in left if i not in solutions]
-        if left and shape.max_separation_rank <= MODERATE:
-            progress.mark(Event.hand_over)
-            rest = xp.take(originals, xp.asarray(left, dtype=xp.int64, device=device(batch)), axis=0)
-            solved = truncated_svds(rest, shape, rank, None, progress)
-            solutions |= {i: replace(x, sweeps=(*common, *x.sweeps)) for i, x in zip(left, solved, strict=True)}
-        return [
-            solutions[i] if i in solutions else self._alone(originals[i, :, :], shape, rank, None, progress, common)
-            for i in range(int(batch.shape[0]))
-        ]
-
-    def _in_double(
-        self,
-        operators: Array,
-        space: Array,
-        norms: np.ndarray,
-        chosen: list[int],
-        rank: int,
-        shape: KroneckerShape,
-        common: tuple[Sweep, ...],
-    ) -> dict[int, Solution]:
-        """Those of the ``chosen`` whose error is near the optimum after one pass over R and Rᴴ in double precision.
-
-        The errors are measured from residual entries. No singular value of a projection is above that of R, so the
-        optimum is at least what the space holds beyond the terms; and where the terms stand apart from the error, it is
-        less than the error by no more than `least_error` says: the gap is a bound, but for rounding. A flat remainder
-        needs the second, for no space holds much of it.
-        """
-        xp = namespace(operators)
-        picked = xp.asarray(chosen, dtype=xp.int64, device=device(operators))
-        scale = like(1.0 / norms[chosen], operators)[:, None, None]
-        rows = as_double(xp.take(operators, picked, axis=0) * scale)
-        v = xp.linalg.qr(adjoint(rows) @ as_double(xp.take(space, picked, axis=0)))[0]
-        q = xp.linalg.qr(rows @ v)[0]
-        images, triangle = xp.linalg.qr(adjoint(rows) @ q)
-        turn, sigma, right = xp.linalg.svd(adjoint(triangle), full_matrices=False)
-        u, vh = (q @ turn)[:, :, :rank], (right @ adjoint(images))[:, :rank, :]
-        values = xp.astype(sigma[:, :rank], u.dtype)
-        rest, theta = rows - (u * values[:, None, :]) @ vh, to_numpy(sigma)
-        errors, coupled = (to_numpy(xp.linalg.vector_norm(x, axis=(1, 2))) for x in (rest, rest @ adjoint(vh)))
-        rounding = 64.0 * unit_roundoff(operators.dtype)
-        seen = np.linalg.norm(theta[:, rank:], axis=1)
-        optima = np.maximum(seen, least_error(theta[:, rank - 1], errors, coupled))
-        sizes = like(norms[chosen], xp.real(operators) if is_complex(operators) else operators)[:, None]
-        values = xp.astype(sigma[:, :rank], sizes.dtype) * sizes
-        sums = as_sums(xp.astype(u, operators.dtype), values, xp.astype(vh, operators.dtype), shape)
-        solutions = {}
-        for index, i in enumerate(chosen):
-            error, least = float(errors[index]), float(optima[index])
-            terms = int(np.sum(theta[index, :rank] > rounding))
-            if error <= least * (1.0 + self.tolerance) + rounding:
-                gap = max(error / least - 1.0, 0.0) if least > rounding else None
-                kind = ErrorKind.estimated if gap is None else ErrorKind.bounded
-                solutions[i] = Solution(sums[index].truncate(terms), Status.rank_reached, common, gap, kind)
-        return solutions
 
     def _steps(
         self, operators: Array, norms: np.ndarray, rank: int, block: int
-    ) -> Iterator[Step[tuple[Array, Array, np.ndarray]]]:
-        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, their space (L, p, k), the excess of the errors."""
+    ) -> Iterator[Step[tuple[Array, np.ndarray]]]:
+        """Leading ``rank`` Ritz vectors (L, p, rank) of each R Rᴴ, and the excess of the errors."""
         xp = namespace(operators)
         single = xp.astype(operators, xp.complex64 if is_complex(operators) else xp.float32)
         columns = single.shape[2]
@@ -300,4 +270,4 @@ class BatchedKrylov(MatrixSolver):
             if step > 1:
                 near |= captured[-1] - captured[-2] <= 4.0 * unit_roundoff("float32")
             settled = full or bool(np.all(near))
-            yield Step((leading, basis, excess), math.sqrt(left), objective=left, settled=settled)
+            yield Step((leading, excess), math.sqrt(left), objective=left, settled=settled)

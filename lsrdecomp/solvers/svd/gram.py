@@ -1,36 +1,55 @@
-"""Two factors through the Gram matrix of the smaller side: a symmetric eigenproblem instead of an SVD."""
+"""Two factors of a matrix in memory: leading eigenvectors of the Gram matrix of the smaller side instead of an SVD."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import scipy.linalg
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, namespace, tail_norms, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, like, namespace, tail_norms, to_numpy
 from lsrdecomp.arrays import norm as norm_of
+from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
+from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error
+from lsrdecomp.targets.residual import CACHED, row_blocks
+
+OVERSAMPLED = 8
+"""Random columns beside as many as there are terms."""
+
+QUICK = 1e-5
+"""The least tolerance for which they are drawn: finer ones ask for the digits of LAPACK, the same in every library."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gram(MatrixSolver):
     """Eigenvectors of R Rᴴ (or Rᴴ R, the smaller) in double precision, then one Rayleigh–Ritz step with R itself.
 
-    Squaring costs half the digits: the captured energy ‖R‖² − error² is exact to about s·u·‖R‖². Where that is more
-    than ``tolerance`` × error², and the terms do not stand apart from the rest either, by what couples them to a
-    residual that is measured, the SVD is taken instead; an error of 64 u‖R‖ is rounding. Cost O(p·q·min(p, q)) in
-    matrix products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading vectors alone where few
-    terms are asked for: several times less than the SVD.
+    A few terms, to a ``tolerance`` of 1e-5 or more, are sought in the range of R times random columns [1]_ where its
+    size falls fast from column to column: a few products with blocks. All others, and what that leaves open, cost
+    O(p·q·min(p, q)) in matrix products and O(min(p, q)³) in the eigenproblem, of which LAPACK computes the leading
+    vectors alone where few terms are asked for: several times less than the SVD.
+
+    The error and what couples the terms to the residual are measured, and bound how far the error may be above the
+    optimum: however small it is, where the terms stand apart from the rest. Elsewhere squaring has cost half the
+    digits; where ``tolerance`` asks for more, the SVD is taken instead. An error of 64 u‖R‖ is rounding.
 
     Parameters
     ----------
     tolerance : float
         Allowed excess of the error over the optimum, relative.
+    seed : int
+        Of the random columns, drawn by NumPy whatever the library of the target.
+
+    References
+    ----------
+    .. [1] N. Halko, P. G. Martinsson and J. A. Tropp, Finding structure with randomness, SIAM Rev. 53 (2011).
+       doi:10.1137/090771806
 
     Examples
     --------
@@ -43,6 +62,7 @@ class Gram(MatrixSolver):
 
     order: ClassVar[int] = 2
     tolerance: float = 1e-6
+    seed: int = 0
 
     def _solve(self, problem: MatrixProblem) -> Solution:
         """The first singular triples of R(M) by its Gram matrix; the contract is `Solver.solve`.
@@ -53,58 +73,116 @@ class Gram(MatrixSolver):
         Returns
         -------
         Solution
-            In double precision. ``optimality_gap`` bounds what squaring may have cost, zero after `SVD`;
-            ``relative_error`` is measured; ``sweeps`` is one record.
+            In double precision. ``optimality_gap`` is a bound, zero after `SVD`; an estimate where terms that do not
+            stand apart came from random columns. ``relative_error`` is measured; ``sweeps`` is one record.
         """
         target, shape, progress, goal = problem.target, problem.shape, problem.progress, problem.goal
-        norm = target.norm
-        finest = math.inf if goal is None else goal
-        if norm == 0.0 or self._loss(1) > 2.0 * self.tolerance * finest**2:
+        finest, s, status = math.inf if goal is None else goal, problem.most, Status.rank_reached
+        if target.norm == 0.0 or loss(1) > 2.0 * self.tolerance * finest**2:
             return problem.delegate_to(SVD())
-        # Gram 1: eigenvectors of R Rᴴ, on the smaller side, for ‖R‖ = 1; with a goal, all values, to count the terms.
-        operator = target.rearranged(shape)
-        wide = operator.shape[0] <= operator.shape[1]
-        matrix = as_double(operator.formed()) / norm
-        rows = matrix if wide else adjoint(matrix)
-        s, status = problem.most, Status.rank_reached
-        values, vectors = eigenpairs(rows @ adjoint(rows), s if goal is None else rows.shape[0])
-        if goal is not None:
-            s, status = chosen_rank(tail_norms(np.sqrt(np.maximum(to_numpy(values)[::-1], 0.0))), s, goal)
-        loss, xp = self._loss(s), namespace(rows)
-        if loss > 2.0 * self.tolerance * finest**2:
+        matrix, solution = Rearrangement.of(target.rearranged(shape).formed(), target.norm, shape), None
+        if goal is None and self.tolerance >= QUICK:
+            solution = matrix.from_random_columns(s, self.tolerance, self.seed)
+        if solution is None:
+            values, vectors = eigenpairs(matrix.rows, s if goal is None else matrix.rows.shape[0])
+            if goal is not None:  # all eigenvalues, to count the terms
+                lengths = np.sqrt(np.maximum(to_numpy(values), 0.0)) / matrix.norm
+                s, status = chosen_rank(tail_norms(lengths), s, goal)
+            if loss(s) <= 2.0 * self.tolerance * finest**2:
+                solution = matrix.solution(vectors[:, :s], s, self.tolerance, certain=True)
+        if solution is None or solution.relative_error is None:
             return problem.delegate_to(SVD())
-        basis, followed = xp.flip(vectors, axis=1)[:, :s], is_differentiated(rows)
+        progress.note(solution.relative_error)
+        return replace(solution, status=status, sweeps=progress.sweeps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rearrangement:
+    """R(M) in double precision with its shorter side first, and what can be said of terms in the span of a basis."""
+
+    rows: Array  # R(M), or its adjoint where that has fewer rows
+    turned: bool
+    norm: float  # of these rows: ‖M‖, or 1 where its square would overflow or vanish
+    scale: float  # ‖M‖ over that
+    shape: KroneckerShape
+
+    @classmethod
+    def of(cls, matrix: Array, norm: float, shape: KroneckerShape) -> Rearrangement:
+        rows, scale = as_double(matrix), 1.0
+        if not 1e-100 < norm < 1e100:
+            rows, norm, scale = rows / norm, 1.0, norm
+        turned = rows.shape[0] > rows.shape[1]
+        return cls(adjoint(rows) if turned else rows, turned, norm, scale, shape)
+
+    def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
+        """A few terms from the range of R times random columns, where what these leave of R falls fast; else None."""
+        rows, columns = self.rows, rank + OVERSAMPLED
+        if 3 * columns > rows.shape[0] or is_differentiated(rows):
+            return None
+        xp, random = namespace(rows), np.random.default_rng(seed).standard_normal((rows.shape[1], columns))
+        basis, triangle = xp.linalg.qr(rows @ like(random, rows))
+        left = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
+        if left[-1] > 0.5 * left[rank - 1]:
+            return None
+        if left[-1] > 0.1 * left[rank]:  # a flat remainder, which a power takes out
+            basis, _ = xp.linalg.qr(rows @ (adjoint(rows) @ basis))
+        return self.solution(basis, rank, tolerance, certain=False)
+
+    def solution(self, basis: Array, rank: int, tolerance: float, *, certain: bool) -> Solution | None:
+        """The leading terms in the span of a basis, or of a better one; None unless they are near the optimum.
+
+        ``certain`` says that nothing larger than these can have been missed: then what is known is a bound.
+        """
+        rows, xp, followed = self.rows, namespace(self.rows), is_differentiated(self.rows)
         for _ in range(2):
-            # Gram 2: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error is measured.
-            u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
-            left = basis @ u
-            rest = rows - (left * xp.astype(sigma, left.dtype)) @ vh
-            error = norm_of(rest)
-            # Gram 3: the optimum is known by what squaring may have lost, or by the couplings.
-            last = float(to_numpy(sigma)[-1]) if s else 2.0  # without terms nothing couples
-            least = float(least_error(last, error, norm_of(rest @ adjoint(vh))))
+            # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error is measured.
+            u, sigma, vh = rayleigh_ritz(rows, basis)
+            left, weights, right = u[:, :rank], sigma[:rank], vh[:rank, :]
+            error, coupled = residual(rows, left, weights, right)
+            error, coupled, theta = error / self.norm, coupled / self.norm, to_numpy(weights) / self.norm
+            # Gram 2: the optimum is known by the couplings, or by what they and squaring may have lost.
+            last = float(theta[-1]) if rank else 2.0  # without terms nothing couples
+            least = float(least_error(last, error, float(np.linalg.norm(coupled))))
+            gain = loss(rank) + float(coupled @ theta)
             # Gradients of directions that are rounding have no meaning: `SVD` refuses them by name.
-            apart = not followed and error <= least * (1.0 + self.tolerance) + ROUNDING
-            if apart or loss <= 2.0 * (1e-6 if followed else self.tolerance) * error**2:
-                triple = (left, sigma * norm, vh) if wide else (adjoint(vh), sigma * norm, adjoint(left))
-                progress.note(error)
-                gap = min(0.5 * loss / error**2, error / least - 1.0 if least else math.inf) if error else math.inf
-                bound, kind = (gap, ErrorKind.bounded) if gap <= self.tolerance else (None, ErrorKind.estimated)
-                return Solution(as_separated(*triple, shape, s), status, progress.sweeps, bound, kind, error)
-            # Gram 4: squares that sink in rounding mix directions, which one more product with R and Rᴴ sorts.
+            apart = not followed and error <= least * (1.0 + tolerance) + ROUNDING
+            if apart or gain <= 2.0 * (1e-6 if followed else tolerance) * error**2:
+                bound = error / least - 1.0 if least else math.inf
+                gap = min(bound, 0.5 * gain / error**2) if error else math.inf
+                known = gap <= tolerance
+                kind = ErrorKind.bounded if known and (certain or bound <= gap) else ErrorKind.estimated
+                weights = weights * self.scale
+                triple = (adjoint(right), weights, adjoint(left)) if self.turned else (left, weights, right)
+                terms = as_separated(*triple, self.shape, rank)
+                return Solution(terms, Status.rank_reached, (), gap if known else None, kind, error)
+            # Gram 3: squares that sink in rounding mix directions, which one more product with R and Rᴴ sorts.
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
-        return problem.delegate_to(SVD())
-
-    def _loss(self, rank: int) -> float:
-        """Captured energy that rounding may misplace, for ‖R‖ = 1."""
-        return 8.0 * max(rank, 1) * unit_roundoff("float64")
+        return None
 
 
-def eigenpairs(matrix: Array, count: int) -> tuple[Array, Array]:
-    """The ``count`` largest eigenvalues of a Hermitian matrix, ascending, with vectors; at least so many of them."""
-    size = int(matrix.shape[0])
-    if isinstance(matrix, np.ndarray) and 2 * count <= size:  # LAPACK leaves the others out
-        values, vectors = scipy.linalg.eigh(matrix, subset_by_index=(size - count, size - 1), check_finite=False)
-        return values, vectors
-    values, vectors = namespace(matrix).linalg.eigh(matrix)
-    return values, vectors
+def loss(rank: int) -> float:
+    """Captured energy that rounding may misplace, for ‖R‖ = 1."""
+    return 8.0 * max(rank, 1) * unit_roundoff("float64")
+
+
+def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
+    """The ``count`` largest eigenvalues of R Rᴴ, largest first, with vectors; at least so many of them."""
+    xp, side = namespace(rows), int(rows.shape[0])
+    matrix = rows @ adjoint(rows)
+    values, vectors = None, matrix[:, :0]
+    if isinstance(matrix, np.ndarray) and 2 * count <= side:  # LAPACK leaves the others out
+        values, vectors = scipy.linalg.eigh(matrix, subset_by_index=(side - count, side - 1), check_finite=False)
+    if vectors.shape[1] < count:  # of values that are all alike it has been seen to leave out more
+        values, vectors = xp.linalg.eigh(matrix)
+    return xp.flip(values), xp.flip(vectors, axis=1)
+
+
+def residual(rows: Array, left: Array, sigma: Array, vh: Array) -> tuple[float, np.ndarray]:
+    """‖R − U Σ Vᴴ‖ from its entries, a block of rows at a time, and the length of each column of (I − UUᴴ) R V."""
+    weighted = left * namespace(left).astype(sigma, left.dtype)
+    errors, coupled = [], np.zeros(int(sigma.shape[0]))
+    for part in row_blocks(rows.shape[0], rows.shape[1], CACHED):
+        rest = rows[part, :] - weighted[part, :] @ vh
+        errors.append(norm_of(rest))
+        coupled += np.sum(np.abs(to_numpy(rest @ adjoint(vh))) ** 2, axis=0)
+    return math.hypot(*errors), np.sqrt(coupled)
