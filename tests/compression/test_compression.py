@@ -67,9 +67,9 @@ def test_every_layer_meets_its_tolerance_as_written(few, tmp_path, rtol, storage
 
 
 @pytest.mark.parametrize("ratio", [3.0, 30.0])
-def test_a_budget_over_all_layers_is_kept_and_svd_not_lost_to(demo, ratio):
-    result = compress(demo, CompressionPlan(ratio=ratio), search=QUICK)
-    assert result.totals.parameters <= demo.adapter_parameters / ratio
+def test_a_budget_over_all_layers_is_kept_and_svd_not_lost_to(few, ratio):
+    result = compress(few, CompressionPlan(ratio=ratio), search=QUICK)
+    assert result.totals.parameters <= few.adapter_parameters / ratio
     assert result.totals.relative_error <= result.low_rank_error * (1 + 1e-9)
 
 
@@ -77,51 +77,51 @@ def of_bytes(size):
     return CompressionPlan(bytes=size, storage="auto")
 
 
-SIZES = (3680, 4800, 9000, 30_000)
+SIZES = (3680, 4800, 9000, 20_000)
 
 
 @pytest.fixture(scope="module")
-def searched(demo):
+def searched(few):
     """Solved once for files of all these sizes."""
-    return search_adapter(demo, [of_bytes(size) for size in SIZES], search=QUICK)
+    return search_adapter(few, [of_bytes(size) for size in SIZES], search=QUICK)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_a_file_of_so_many_bytes(demo, searched, tmp_path, size):
+def test_a_file_of_so_many_bytes(few, searched, tmp_path, size):
     result = searched.compress(of_bytes(size))
     out = result.save(tmp_path / "out")
     actual = bytes_to_open(out / "adapter_model.safetensors")
     assert 0.98 * size <= actual <= size
-    assert verify(demo, open_checkpoint(out)).passed
+    assert verify(few, open_checkpoint(out)).passed
 
 
-def test_too_few_bytes_say_what_would_do(demo, searched):
+def test_too_few_bytes_say_what_would_do(few, searched):
     with pytest.raises(BudgetError, match="heads, header and config alone take 3,400 bytes"):
-        compress(demo, of_bytes(1000), search=QUICK)
+        compress(few, of_bytes(1000), search=QUICK)
     with pytest.raises(BudgetError, match="too few: the smallest file found has"):
         searched.compress(of_bytes(SIZES[0]))
 
 
-def test_statistics_change_what_is_kept(demo):
+def test_statistics_change_what_is_kept(few):
     """With one input direction that matters, and one layer whose output matters most, that is what is kept."""
     rng = np.random.default_rng(0)
     weights = {}
-    for i, layer in enumerate(demo.layers):
+    for i, layer in enumerate(few.layers):
         direction = rng.standard_normal((layer.in_features, 1))
         seen = Dense(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
-        weights[layer.name] = NormWeights(Dense((1e4 if i == 4 else 1.0) * np.eye(layer.out_features)), seen)
-    plain = compress(demo, CompressionPlan(ratio=30), search=QUICK)
-    ours = compress(demo, CompressionPlan(ratio=30), statistics=weights, search=QUICK)
+        weights[layer.name] = NormWeights(Dense((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen)
+    plain = compress(few, CompressionPlan(ratio=30), search=QUICK)
+    ours = compress(few, CompressionPlan(ratio=30), statistics=weights, search=QUICK)
     assert ours.totals.functional_error <= ours.low_rank_error * (1 + 1e-9)
     assert ours.totals.functional_error < 0.2 < plain.totals.relative_error
-    assert ours.layers[4].functional_error < 0.1
+    assert ours.layers[1].functional_error < 0.1
     assert ours.totals.kl == pytest.approx(
         0.5 * sum((x.functional_norm * x.functional_error) ** 2 for x in ours.layers), rel=1e-12
     )
     with pytest.raises(BudgetError, match="no statistics for this layer"):
-        compress(demo, CompressionPlan(ratio=30), statistics={}, search=QUICK)
+        compress(few, CompressionPlan(ratio=30), statistics={}, search=QUICK)
     with pytest.raises(BudgetError, match="calibrate first"):
-        compress(demo, CompressionPlan(kl=0.1))
+        compress(few, CompressionPlan(kl=0.1))
 
 
 @given(low_rank_pairs(shape=lsr.KroneckerShape(((6, 5), (4, 7))), max_rank=4), st.integers(1, 40))
@@ -324,33 +324,34 @@ def test_plans_that_make_no_sense_are_refused(plan, error):
 
 
 def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
-    folders = sorted(path.parent for path in shared.glob("adapters/**/adapter_config.json"))
-    assert len(folders) >= 7
-    for folder in folders:
+    configs = sorted(shared.glob("adapters/**/adapter_config.json"))
+    of_base = {json.loads(config.read_text())["base_model_name_or_path"]: config.parent for config in configs}
+    assert len(of_base) >= 5
+    for folder in of_base.values():
         source = open_checkpoint(folder)
         result = compress(source, CompressionPlan(separation_rank=1, storage="float16"))
         written = open_checkpoint(result.save(tmp_path / folder.name))
         assert verify(source, written).passed, folder
 
 
-def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(demo, tmp_path):
+def test_a_divergence_is_a_share_of_the_effect_that_calibration_measured_with_this_adapter(few, tmp_path):
     """Second-order values are several times too low; the relative error times the whole effect is not."""
     shipped = Path(str(files("lsrdecomp.cli") / "demo_statistics"))
     shutil.copytree(shipped, tmp_path / "of-this")
     shutil.copytree(shipped, tmp_path / "of-another")
-    for name, digest in (("of-this", demo.source_sha256), ("of-another", "0" * 64)):
+    for name, digest in (("of-this", few.source_sha256), ("of-another", "0" * 64)):
         place = tmp_path / name / "statistics.json"
         facts = json.loads(place.read_text())
         facts["settings"] |= {"effect": 0.3, "adapter": digest}
         place.write_text(json.dumps(facts))
     ours, other = (read_statistics(tmp_path / name) for name in ("of-this", "of-another"))
-    half = compress(demo, CompressionPlan(kl=0.15), statistics=ours, search=QUICK)
+    half = compress(few, CompressionPlan(kl=0.15), statistics=ours, search=QUICK)
     assert half.totals.kl == pytest.approx(0.3 * half.totals.functional_error**2, rel=1e-12)
     assert 0.06 < half.totals.kl <= 0.15 * (1 + 1e-9)
     assert half.totals.effect == 0.3
     assert half.to_json()["totals"]["effect"] == 0.3
-    known = compress(demo, CompressionPlan(ratio=half.totals.ratio), statistics=other, search=QUICK)
+    known = compress(few, CompressionPlan(ratio=half.totals.ratio), statistics=other, search=QUICK)
     assert known.totals.effect is None
     assert known.totals.kl < 0.5 * half.totals.kl
     with pytest.raises(BudgetError, match="no less than that without the adapter, 0.3: ask for less"):
-        compress(demo, CompressionPlan(kl=0.3), statistics=ours, search=QUICK)
+        compress(few, CompressionPlan(kl=0.3), statistics=ours, search=QUICK)

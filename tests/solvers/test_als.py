@@ -274,7 +274,7 @@ def test_an_exact_short_sum_of_many_factors_is_met_with_no_more_terms():
     assert (result.status, result.separation_rank) == (Status.converged, 3)
 
 
-@pytest.mark.parametrize("d", [3, 4, 5])
+@pytest.mark.parametrize("d", [3, 4, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_tight_tolerance_finds_the_d_terms_of_a_laplacian(d):
     """Growth went on from two polished terms that cancelled, and took 5, 6 and 14 terms."""
     one = problems.one_dimensional_laplacian(2)

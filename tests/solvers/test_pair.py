@@ -130,8 +130,11 @@ def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, No
     return pair, None if weights is None else NormWeights(moved(weights.output), moved(weights.input))
 
 
-@pytest.mark.parametrize("kind", ["dense", "diagonal", "low rank"])
-@pytest.mark.parametrize("shape", [SMALL, CUBE], ids=["two factors", "three factors"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("dense", SMALL), ("diagonal", SMALL), ("low rank", CUBE)],
+    ids=["dense-two factors", "diagonal-two factors", "low rank-three factors"],
+)
 def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
