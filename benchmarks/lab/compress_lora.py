@@ -22,7 +22,7 @@ from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layers import LayerStatistics, layer_pair
+from lsrdecomp.compression.layers import StatisticsByLayer, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Options, within_cost
@@ -70,7 +70,7 @@ def compress_lora(
     lora: Path,
     structure: Structure,
     budget: int,
-    statistics: LayerStatistics | None,
+    statistics: StatisticsByLayer | None,
     out: Path,
     search: Search | None = None,
 ) -> CompressedPoint:
@@ -102,7 +102,7 @@ def compress_lora(
     return replace(done, file_bytes=(out / WEIGHTS).stat().st_size, cpu_seconds=seconds)
 
 
-def direct_sums(checkpoint: Checkpoint, budget: int, statistics: LayerStatistics | None) -> dict[str, DirectSum]:
+def direct_sums(checkpoint: Checkpoint, budget: int, statistics: StatisticsByLayer | None) -> dict[str, DirectSum]:
     """Direct Kronecker sums of the layers in the most even shapes, one budget over all; by the names of those kept.
 
     Raises

@@ -9,7 +9,7 @@ from typing import Any
 
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
 from lsrdecomp.compression.compress import solve_together
-from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, norm_of
+from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, norm_of
 from lsrdecomp.compression.search import Fitted, search_layers
 from lsrdecomp.compression.settings import Budget, OnStep, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
@@ -114,12 +114,13 @@ def fit_layers(
     return Fit.of(layers, searched.fit(budget))
 
 
-def make_layers(pairs: Mapping[str, LowRank], statistics: LayerStatistics | None = None) -> list[Layer]:
+def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None) -> list[Layer]:
     """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all.
 
     Raises `BudgetError` naming a layer that the statistics lack.
     """
-    return [Layer(name, pair, norm_of(statistics, name)) for name, pair in pairs.items()]
+    norms = {} if statistics is None else {name: norm_of(statistics, name) for name in pairs}
+    return [Layer(name, pair, norms.get(name)) for name, pair in pairs.items()]
 
 
 def lsr_candidates(

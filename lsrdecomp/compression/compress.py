@@ -21,7 +21,7 @@ from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writers.lsr import check_carries
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
-from lsrdecomp.compression.layers import Layer, LayerStatistics, SpillCache, batches, open_layers
+from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
@@ -34,13 +34,13 @@ from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
-EMPTY = 320
+HEADER_BYTES = 320
 """Bytes of a header and a config that say little."""
 
-FILLS = 8
+MOST_FILES = 8
 """Most files that are tried for a number of bytes."""
 
-FILLED = 0.99
+FULL_ENOUGH = 0.99
 """A file this full is full enough to stop."""
 
 SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
@@ -52,7 +52,7 @@ def compress(
     checkpoint: Checkpoint,
     plan: CompressionPlan,
     *,
-    statistics: LayerStatistics | None = None,
+    statistics: StatisticsByLayer | None = None,
     search: Search | None = None,
     device: str | None = None,
     workers: int = 1,
@@ -118,7 +118,7 @@ def search_adapter(
     checkpoint: Checkpoint,
     plans: Sequence[CompressionPlan],
     *,
-    statistics: LayerStatistics | None = None,
+    statistics: StatisticsByLayer | None = None,
     search: Search | None = None,
     resources: Resources | None = None,
 ) -> SearchedAdapter:
@@ -176,7 +176,7 @@ def search_adapter(
         raise BudgetError("a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics")
     for plan in plans:
         if plan.bytes is not None:
-            _room(checkpoint, plan.bytes)
+            _bytes_for_factors(checkpoint, plan.bytes)
     # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     searched = None
@@ -237,10 +237,10 @@ class SearchedAdapter:
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
             budget = Budget(bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._shapes.table.expected_error(Draw(budget, _allowed(plan)))
+        return self._search.table.expected_error(Draw(budget, _within_rank(plan)))
 
     @property
-    def _shapes(self) -> Searched:
+    def _search(self) -> Searched:
         if self.searched is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.searched
@@ -252,7 +252,7 @@ class SearchedAdapter:
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
         budget = budget or plan.budget(self.layers, self.effect)
-        return self._shapes.fit(budget, solve=solve, allowed=_allowed(plan))
+        return self._search.fit(budget, solve=solve, allowed=_within_rank(plan))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""
@@ -285,9 +285,9 @@ class SearchedAdapter:
         """
         best: Compression | None = None
         sizes: list[int] = []
-        high = float(_room(self.checkpoint, size))
+        high = float(_bytes_for_factors(self.checkpoint, size))
         low, allowed = 0.0, high
-        for _ in range(FILLS):
+        for _ in range(MOST_FILES):
             # Fill 1: factors of so many bytes, and the file they make.
             try:
                 result = self._reported(plan, self._fit(plan, solve, Budget(bytes=allowed)))
@@ -302,7 +302,7 @@ class SearchedAdapter:
             if sizes[-1] <= size:
                 low = max(low, allowed)
                 best = result if best is None or result.error <= best.error else best
-                if sizes[-1] >= FILLED * size:
+                if sizes[-1] >= FULL_ENOUGH * size:
                     break
             else:
                 high = min(high, allowed)
@@ -366,10 +366,10 @@ def solve_together(
 
 def _fixed_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of the files whatever the layers are: heads, header and config."""
-    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + EMPTY
+    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + HEADER_BYTES
 
 
-def _room(checkpoint: Checkpoint, size: int) -> int:
+def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
     """Bytes for factors in files of so many; `BudgetError` if there are none."""
     fixed = _fixed_bytes(checkpoint)
     if size <= fixed:
@@ -378,7 +378,8 @@ def _room(checkpoint: Checkpoint, size: int) -> int:
     return size - fixed
 
 
-def _allowed(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
+def _within_rank(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
+    """Which candidates a plan with a largest served rank allows; None for all."""
     most = plan.max_rank
     return None if most is None else lambda candidate: candidate.served_rank <= most
 

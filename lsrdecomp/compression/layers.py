@@ -13,12 +13,13 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
+from lsrdecomp.checkpoints.statistics import LayerStatistics
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.targets.base import LowRank
@@ -47,14 +48,8 @@ LARGEST_NORM = 1e140
 """Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
 
 
-class HasWeights(Protocol):
-    """Statistics of one layer, as calibration stores them."""
-
-    def weights(self) -> NormWeights: ...
-
-
-LayerStatistics = Mapping[str, HasWeights | NormWeights]
-"""Statistics by the name of a layer."""
+StatisticsByLayer = Mapping[str, LayerStatistics | NormWeights]
+"""What a layer's errors count in, by its name: as calibration stored it, or weights of one's own."""
 
 
 # -- a layer ----------------------------------------------------------------------------------------------------------
@@ -193,17 +188,14 @@ def _in_memory(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def norm_of(statistics: LayerStatistics | None, name: str) -> NormWeights | None:
-    """The norm of a layer's statistics; None, the Frobenius norm, if there are no statistics at all.
+def norm_of(statistics: StatisticsByLayer, name: str) -> NormWeights:
+    """The norm of a layer's statistics.
 
     Raises `BudgetError` for a layer that the statistics lack: errors in different norms cannot share a budget.
     """
-    if statistics is None:
-        return None
-    try:
-        entry = statistics[name]
-    except KeyError:
-        raise _missing_statistics(name) from None
+    if name not in statistics:
+        raise _missing_statistics(name)
+    entry = statistics[name]
     return entry if isinstance(entry, NormWeights) else entry.weights()
 
 
@@ -236,34 +228,26 @@ def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
 # -- in and out of files ----------------------------------------------------------------------------------------------
 
 
-def open_layers(checkpoint: Checkpoint, statistics: LayerStatistics | None = None) -> list[Layer]:
+def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = None) -> list[Layer]:
     """The layers of a checkpoint, each read when its numbers are asked for and forgotten when others are.
 
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
     """
-    named = None if statistics is None else set(statistics)
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
-        if named is not None and layer.name not in named:
+        if statistics is not None and layer.name not in statistics:
             raise _missing_statistics(layer.name)
 
-    def read_norms(name: str) -> NormWeights:
-        norms = norm_of(statistics, name)
-        assert norms is not None
-        return norms
+    cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(DENSE_ENTRIES, norm_entries)
 
-    cache, pairs, norms = SpillCache(), Recent[LowRank](PAIR_ENTRIES), Recent[NormWeights](DENSE_ENTRIES)
-    return [
-        StoredLayer(
-            layer.name,
-            layer.shape,
-            layer.rank,
-            partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer), pair_entries),
-            None if named is None else partial(norms.get, layer.name, partial(read_norms, layer.name), norm_entries),
-            cache,
-        )
-        for layer in checkpoint.layers
-    ]
+    def stored(layer: LoraLayer) -> StoredLayer:
+        read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
+        read_norms = None
+        if statistics is not None:
+            read_norms = partial(norms.get, layer.name, partial(norm_of, statistics, layer.name))
+        return StoredLayer(layer.name, layer.shape, layer.rank, read_pair, read_norms, cache)
+
+    return [stored(layer) for layer in checkpoint.layers]
 
 
 def pair_entries(pair: LowRank) -> int:
@@ -326,18 +310,20 @@ def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[An
 
 
 class Recent(Generic[T]):
-    """Values as they were last read, up to ``most`` numbers in all; those not used for longest are forgotten first."""
+    """Values as they were last read, up to ``most`` numbers in all; those not used for longest are forgotten first.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    ``entries`` counts the numbers of one.
+    """
+
+    def __init__(self, most: int, entries: Callable[[T], int]) -> None:
+        self.most, self._entries = most, entries
         self._values: OrderedDict[str, T] = OrderedDict()
 
-    def get(self, name: str, read: Callable[[], T], entries: Callable[[T], int]) -> T:
-        """The value of this name; ``entries`` counts the numbers of one."""
+    def get(self, name: str, read: Callable[[], T]) -> T:
         value = self._values.pop(name, None)
         if value is None:
             value = read()
-            while self._values and entries(value) + sum(map(entries, self._values.values())) > self.most:
+            while self._values and sum(map(self._entries, [value, *self._values.values()])) > self.most:
                 self._values.popitem(last=False)
         self._values[name] = value
         return value

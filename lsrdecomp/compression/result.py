@@ -27,216 +27,6 @@ REPORT = "compression.json"
 """The report in a written directory; `verify` compares with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerReport:
-    """One layer, before and after; errors are measured on the tensors as written.
-
-    Examples
-    --------
-    >>> from importlib.resources import files
-    >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
-    >>> layer = result.layers[0]
-    >>> layer.structure, layer.separation_ranks, layer.shape
-    ('LSR', (2, 2), '(24×2 ⊗ 16×4)(2×24 ⊗ 4×16)')
-    """
-
-    name: str
-    kind: str
-    rows: int
-    columns: int
-    source_rank: int
-    structure: str  # "LSR", "low rank", "keep" or "drop"
-    shape: str  # the Kronecker sizes of both sides
-    separation_ranks: tuple[int, int]
-    parameters_before: int
-    parameters: int
-    bytes: int
-    norm: float  # ‖ΔW‖_F
-    relative_error: float  # ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F
-    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the Fisher norm, where there are statistics
-    functional_error: float | None  # ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F
-    condition: float  # γ, the larger of the two sides
-    storage: str
-    met: bool = True  # the plan's tolerance
-
-    @property
-    def plan_error(self) -> float:
-        """The relative error in the norm that the plan speaks of."""
-        return self.relative_error if self.functional_error is None else self.functional_error
-
-
-def report_layer(
-    stored: Any,
-    layer: Layer,
-    product: SeparatedProduct | None,
-    *,
-    structure: str,
-    storage: str,
-    bytes: int | None = None,
-    error: float | None = None,
-    met: bool = True,
-) -> LayerReport:
-    """The row of a layer: the one place where one is made.
-
-    Parameters
-    ----------
-    stored : LoraLayer
-        As it stands in the source.
-    layer : Layer
-        The same with its norm.
-    product : SeparatedProduct, optional
-        What a reader gets of it; None if it was left out.
-    structure, storage, bytes, met
-        As in the row; ``bytes`` absent, those of the numbers in ``storage``.
-    error : float, optional
-        ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
-    """
-    norm, size, functional = layer.pair.norm, math.sqrt(layer.squared_norm), not layer.is_frobenius
-    if error is None:
-        error = size if product is None else math.sqrt(layer.squared_error(product))
-    frobenius = error
-    if functional:
-        frobenius = norm if product is None else layer.pair.residual_norm(product)
-    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
-    return LayerReport(
-        name=layer.name,
-        kind=stored.kind,
-        rows=stored.out_features,
-        columns=stored.in_features,
-        source_rank=stored.rank,
-        structure=structure,
-        shape="–" if product is None else str(product.product_shape),
-        separation_ranks=(0, 0) if product is None else product.separation_ranks,
-        parameters_before=stored.parameters,
-        parameters=parameters,
-        bytes=math.ceil(parameters * precision(storage).bytes) if bytes is None else bytes,
-        norm=norm,
-        relative_error=frobenius / norm if norm > 0.0 else frobenius,
-        functional_norm=size if functional else None,
-        functional_error=(error / size if size > 0.0 else error) if functional else None,
-        condition=1.0 if product is None else product.condition,
-        storage=storage,
-        met=met,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """All layers together.
-
-    Examples
-    --------
-    >>> from importlib.resources import files
-    >>> from lsrdecomp import compress
-    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
-    >>> result.totals.parameters_before, result.totals.parameters, round(result.totals.ratio, 1)
-    (73728, 5376, 13.7)
-    """
-
-    layers: int
-    dropped: int
-    parameters_before: int
-    parameters: int
-    extra_parameters: int  # heads and other saved modules, carried along untouched
-    bytes: int  # of the factors, without headers and extras
-    relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
-    functional_error: float | None  # the same in the Fisher norm
-    kl: float | None  # estimated divergence from the LoRA's answers, nats an answer; see `totals`
-    worst_error: float  # of a layer, in the norm of the plan
-    worst_layer: str
-    missed: int  # layers above the tolerance
-    low_rank_error: float | None  # the best truncated SVD found for the same budget, in the norm of the plan
-    effect: float | None  # KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer parameters."""
-        return self.parameters_before / self.parameters if self.parameters else math.inf
-
-    @property
-    def plan_error(self) -> float:
-        """The relative error over all layers in the norm that the plan speaks of."""
-        return self.relative_error if self.functional_error is None else self.functional_error
-
-    @property
-    def verdict(self) -> str:
-        """Whether the plan is met, in a sentence."""
-        if self.missed:
-            return f"{self.missed} of {self.layers} layers miss the tolerance."
-        return "Every layer meets the plan."
-
-
-def totals(
-    layers: Sequence[LayerReport],
-    extra_parameters: int = 0,
-    low_rank_error: float | None = None,
-    effect: float | None = None,
-) -> Totals:
-    """Sum up; relative errors combine through the absolute ones.
-
-    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
-    calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times
-    too low where a LoRA changes much.
-    """
-    functional = all(layer.functional_error is not None for layer in layers)
-    worst = max(layers, key=lambda layer: layer.plan_error)
-    lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
-    error = _share(lost, [layer.functional_norm or 0.0 for layer in layers])
-    kl = 0.5 * math.fsum(value**2 for value in lost) if effect is None else error**2 * effect
-    return Totals(
-        layers=len(layers),
-        dropped=sum(layer.structure == "drop" for layer in layers),
-        parameters_before=sum(layer.parameters_before for layer in layers),
-        parameters=sum(layer.parameters for layer in layers),
-        extra_parameters=extra_parameters,
-        bytes=sum(layer.bytes for layer in layers),
-        relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
-        functional_error=error if functional else None,
-        kl=kl if functional else None,
-        worst_error=worst.plan_error,
-        worst_layer=worst.name,
-        missed=sum(not layer.met for layer in layers),
-        low_rank_error=low_rank_error,
-        effect=effect,
-    )
-
-
-def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dict[str, Any]:
-    """Plain values for a JSON file."""
-    ratio = summary.ratio if math.isfinite(summary.ratio) else None
-    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, "layers": [asdict(layer) for layer in layers]}
-
-
-def _share(lost: list[float], sizes: list[float]) -> float:
-    size = math.hypot(*sizes)
-    return math.hypot(*lost) / size if size > 0.0 else math.hypot(*lost)
-
-
-def recorded_errors(written: Checkpoint) -> dict[str, Any]:
-    """``{"total": …, "layers": {name: …}}``, relative errors as far as a written adapter records them.
-
-    The report of a directory holds them, and an export of that directory repeats them in its header.
-    """
-    path = written.weights.parent / REPORT
-    if path.is_file():
-        report = read_json(path)
-        layers = report.get("layers")
-        rows = [mapping(row) for row in layers] if isinstance(layers, list) else []
-        errors = {row["name"]: row["relative_error"] for row in rows if {"name", "relative_error"} <= row.keys()}
-        total = mapping(report.get("totals")).get("relative_error")
-    else:
-        record = mapping(provenance(written).get("recorded"))
-        errors, total = mapping(record.get("layers")), record.get("total")
-    numbers = {str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)}
-    return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """The value if it is a JSON object, else an empty one: files may say anything."""
-    return value if isinstance(value, dict) else {}
-
-
 @dataclass(frozen=True, repr=False)
 class Compression:
     """The result of `compress`: a report, and the factors ready to be written.
@@ -344,3 +134,213 @@ class Compression:
             codes = made.codes
             if codes is not None:
                 yield row.name, codes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One layer, before and after; errors are measured on the tensors as written.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress
+    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
+    >>> layer = result.layers[0]
+    >>> layer.structure, layer.separation_ranks, layer.shape
+    ('LSR', (2, 2), '(24×2 ⊗ 16×4)(2×24 ⊗ 4×16)')
+    """
+
+    name: str
+    kind: str
+    rows: int
+    columns: int
+    source_rank: int
+    structure: str  # "LSR", "low rank", "keep" or "drop"
+    shape: str  # the Kronecker sizes of both sides
+    separation_ranks: tuple[int, int]
+    parameters_before: int
+    parameters: int
+    bytes: int
+    norm: float  # ‖ΔW‖_F
+    relative_error: float  # ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F
+    functional_norm: float | None  # ‖G^½ ΔW C^½‖_F in the Fisher norm, where there are statistics
+    functional_error: float | None  # ‖G^½ (ΔW − ΔŴ) C^½‖_F / ‖G^½ ΔW C^½‖_F
+    condition: float  # γ, the larger of the two sides
+    storage: str
+    met: bool = True  # the plan's tolerance
+
+    @property
+    def plan_error(self) -> float:
+        """The relative error in the norm that the plan speaks of."""
+        return self.relative_error if self.functional_error is None else self.functional_error
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """All layers together.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from lsrdecomp import compress
+    >>> result = compress(files("lsrdecomp.cli") / "demo_adapter", separation_rank=2, inner_shape=(2, 4))
+    >>> result.totals.parameters_before, result.totals.parameters, round(result.totals.ratio, 1)
+    (73728, 5376, 13.7)
+    """
+
+    layers: int
+    dropped: int
+    parameters_before: int
+    parameters: int
+    extra_parameters: int  # heads and other saved modules, carried along untouched
+    bytes: int  # of the factors, without headers and extras
+    relative_error: float  # (Σ‖ΔW − ΔŴ‖²)^½ / (Σ‖ΔW‖²)^½
+    functional_error: float | None  # the same in the Fisher norm
+    kl: float | None  # estimated divergence from the LoRA's answers, nats an answer; see `totals`
+    worst_error: float  # of a layer, in the norm of the plan
+    worst_layer: str
+    missed: int  # layers above the tolerance
+    low_rank_error: float | None  # the best truncated SVD found for the same budget, in the norm of the plan
+    effect: float | None  # KL(LoRA ‖ no adapter) in nats an answer, where calibration measured it
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer parameters."""
+        return self.parameters_before / self.parameters if self.parameters else math.inf
+
+    @property
+    def plan_error(self) -> float:
+        """The relative error over all layers in the norm that the plan speaks of."""
+        return self.relative_error if self.functional_error is None else self.functional_error
+
+    @property
+    def verdict(self) -> str:
+        """Whether the plan is met, in a sentence."""
+        if self.missed:
+            return f"{self.missed} of {self.layers} layers miss the tolerance."
+        return "Every layer meets the plan."
+
+
+def report_layer(
+    stored: Any,
+    layer: Layer,
+    product: SeparatedProduct | None,
+    *,
+    structure: str,
+    storage: str,
+    bytes: int | None = None,
+    error: float | None = None,
+    met: bool = True,
+) -> LayerReport:
+    """The row of a layer: the one place where one is made.
+
+    Parameters
+    ----------
+    stored : LoraLayer
+        As it stands in the source.
+    layer : Layer
+        The same with its norm.
+    product : SeparatedProduct, optional
+        What a reader gets of it; None if it was left out.
+    structure, storage, bytes, met
+        As in the row; ``bytes`` absent, those of the numbers in ``storage``.
+    error : float, optional
+        ‖G^½ (ΔW − ΔŴ) C^½‖_F, absolute, where it was measured before.
+    """
+    norm, size, functional = layer.pair.norm, math.sqrt(layer.squared_norm), not layer.is_frobenius
+    if error is None:
+        error = size if product is None else math.sqrt(layer.squared_error(product))
+    frobenius = error
+    if functional:
+        frobenius = norm if product is None else layer.pair.residual_norm(product)
+    parameters = 0 if product is None else sum(f.size for side in stored_factors(product) for f in side)
+    return LayerReport(
+        name=layer.name,
+        kind=stored.kind,
+        rows=stored.out_features,
+        columns=stored.in_features,
+        source_rank=stored.rank,
+        structure=structure,
+        shape="–" if product is None else str(product.product_shape),
+        separation_ranks=(0, 0) if product is None else product.separation_ranks,
+        parameters_before=stored.parameters,
+        parameters=parameters,
+        bytes=math.ceil(parameters * precision(storage).bytes) if bytes is None else bytes,
+        norm=norm,
+        relative_error=frobenius / norm if norm > 0.0 else frobenius,
+        functional_norm=size if functional else None,
+        functional_error=(error / size if size > 0.0 else error) if functional else None,
+        condition=1.0 if product is None else product.condition,
+        storage=storage,
+        met=met,
+    )
+
+
+def totals(
+    layers: Sequence[LayerReport],
+    extra_parameters: int = 0,
+    low_rank_error: float | None = None,
+    effect: float | None = None,
+) -> Totals:
+    """Sum up; relative errors combine through the absolute ones.
+
+    The divergence is the squared error in the Fisher norm times ``effect``, KL(LoRA ‖ no adapter) as measured in
+    calibration. Without one it is the norm's own second-order value ½ Σ‖G^½ (ΔW − ΔŴ) C^½‖², which is several times
+    too low where a LoRA changes much.
+    """
+    functional = all(layer.functional_error is not None for layer in layers)
+    worst = max(layers, key=lambda layer: layer.plan_error)
+    lost = [(layer.functional_norm or 0.0) * (layer.functional_error or 0.0) for layer in layers]
+    error = _share(lost, [layer.functional_norm or 0.0 for layer in layers])
+    kl = 0.5 * math.fsum(value**2 for value in lost) if effect is None else error**2 * effect
+    return Totals(
+        layers=len(layers),
+        dropped=sum(layer.structure == "drop" for layer in layers),
+        parameters_before=sum(layer.parameters_before for layer in layers),
+        parameters=sum(layer.parameters for layer in layers),
+        extra_parameters=extra_parameters,
+        bytes=sum(layer.bytes for layer in layers),
+        relative_error=_share([x.norm * x.relative_error for x in layers], [x.norm for x in layers]),
+        functional_error=error if functional else None,
+        kl=kl if functional else None,
+        worst_error=worst.plan_error,
+        worst_layer=worst.name,
+        missed=sum(not layer.met for layer in layers),
+        low_rank_error=low_rank_error,
+        effect=effect,
+    )
+
+
+def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dict[str, Any]:
+    """Plain values for a JSON file."""
+    ratio = summary.ratio if math.isfinite(summary.ratio) else None
+    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, "layers": [asdict(layer) for layer in layers]}
+
+
+def recorded_errors(written: Checkpoint) -> dict[str, Any]:
+    """``{"total": …, "layers": {name: …}}``, relative errors as far as a written adapter records them.
+
+    The report of a directory holds them, and an export of that directory repeats them in its header.
+    """
+    path = written.weights.parent / REPORT
+    if path.is_file():
+        report = read_json(path)
+        layers = report.get("layers")
+        rows = [mapping(row) for row in layers] if isinstance(layers, list) else []
+        errors = {row["name"]: row["relative_error"] for row in rows if {"name", "relative_error"} <= row.keys()}
+        total = mapping(report.get("totals")).get("relative_error")
+    else:
+        record = mapping(provenance(written).get("recorded"))
+        errors, total = mapping(record.get("layers")), record.get("total")
+    numbers = {str(name): float(error) for name, error in errors.items() if isinstance(error, int | float)}
+    return {"total": float(total) if isinstance(total, int | float) else None, "layers": numbers}
+
+
+def _share(lost: list[float], sizes: list[float]) -> float:
+    size = math.hypot(*sizes)
+    return math.hypot(*lost) / size if size > 0.0 else math.hypot(*lost)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """The value if it is a JSON object, else an empty one: files may say anything."""
+    return value if isinstance(value, dict) else {}

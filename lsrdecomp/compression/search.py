@@ -163,7 +163,7 @@ def search_layers(
 def _grid(table: SearchTable, indices: Sequence[int], limit: float, *, coarse: bool) -> list[Request]:
     """The grid for layers of one size, as far as a budget of so many parameters could want it."""
     first, ranks, search = table.layers[indices[0]], [table.layers[i].rank for i in indices], table.search
-    most = min(max(ranks) * sum(first.shape) / 2, table.most(first, limit))
+    most = min(max(ranks) * sum(first.shape) / 2, table.most_for(first, limit))
     if coarse:
         return coarse_grid(first.shape, search.orders, most)
     return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)

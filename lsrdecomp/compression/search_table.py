@@ -139,17 +139,13 @@ class SearchTable:
     ) -> None:
         self.layers, self.search, self.storages, self.cache = layers, search, tuple(storages), cache
         self.resources = resources
+        self.parameters = sum(layer.parameters for layer in layers)
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
         self._coded: dict[tuple[int, float], list[Entry]] = {}  # low rank in few bits, where integers are asked for
 
-    @property
-    def parameters(self) -> int:
-        """Numbers in the LoRA."""
-        return sum(layer.parameters for layer in self.layers)
-
-    def most(self, layer: Layer, limit: float) -> float:
+    def most_for(self, layer: Layer, limit: float) -> float:
         """Of so much for all layers, the most that one could want."""
         return min(limit, SHARE * limit * layer.parameters / self.parameters)
 
@@ -195,7 +191,7 @@ class SearchTable:
             corners = Options.of(sizes, errors).hull()
             limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
             falling = [e for e, limit in zip(falling, limits, strict=True) if e.exact.squared_error <= limit]
-            most = self.most(self.layers[i], draw.budget.most_parameters)
+            most = self.most_for(self.layers[i], draw.budget.most_parameters)
             falling = [e for e in falling if e.exact.parameters <= most]
         if draw.trusted and not self.whole_norm[i]:
             falling = [entry for entry in falling if entry.product.refined]
@@ -204,7 +200,9 @@ class SearchTable:
     def _coded_low_rank(self, i: int, budget: Budget) -> list[Entry]:
         """Low rank in integers: bits spread over the components where they cost something, else as fine as allowed."""
         layer, width = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
-        most = math.inf if budget.bytes is None else 2.0 ** math.ceil(math.log2(self.most(layer, budget.bytes + 1.0)))
+        most = (
+            math.inf if budget.bytes is None else 2.0 ** math.ceil(math.log2(self.most_for(layer, budget.bytes + 1.0)))
+        )
         if (i, most) not in self._coded:
             spread = (
                 water_filled_candidates(layer, most) if budget.counts_bytes else equal_bits_candidates(layer, width)

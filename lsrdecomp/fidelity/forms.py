@@ -23,7 +23,7 @@ from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression
-from lsrdecomp.compression.layers import LayerStatistics
+from lsrdecomp.compression.layers import StatisticsByLayer
 from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
@@ -124,7 +124,7 @@ class CompressedFormCache:
         self,
         evaluator: Evaluator,
         source: Checkpoint,
-        statistics: LayerStatistics,
+        statistics: StatisticsByLayer,
         steps: int,
         journal: Journal,
     ) -> None:
@@ -209,7 +209,7 @@ def distil_form(
     rate: float | None = None,
     micro: int | None = None,
     before: Behaviour | None = None,
-    statistics: LayerStatistics | None = None,
+    statistics: StatisticsByLayer | None = None,
     journal: Journal | None = None,
     key: str = "",
     words: str = "",

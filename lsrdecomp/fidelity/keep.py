@@ -17,7 +17,7 @@ from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.compress import EMPTY, SearchedAdapter
+from lsrdecomp.compression.compress import HEADER_BYTES, SearchedAdapter
 from lsrdecomp.compression.result import Compression
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
@@ -72,7 +72,7 @@ class SmallestForm:
         self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
         file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
-        largest = max(self.whole / LARGEST, EMPTY + 1.0) if self.counts_bytes else self.whole / LARGEST
+        largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
         self.searched = searches([self._plan(largest)])
         self.by_size: dict[float, CompressedForm] = {}  # untrained
 

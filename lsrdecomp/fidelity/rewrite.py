@@ -14,7 +14,7 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import dequantized, stored_product
-from lsrdecomp.compression.layers import Layer, LayerStatistics, layer_pair, layer_product, norm_of, stored_factors
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
 from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_json, totals
 from lsrdecomp.errors import CheckpointError
@@ -44,7 +44,7 @@ def rewrite(
     source: Checkpoint,
     forms: Mapping[str, SeparatedProduct],
     *,
-    statistics: LayerStatistics | None = None,
+    statistics: StatisticsByLayer | None = None,
 ) -> Path:
     """Write the directory ``written`` again with other factors, rounded as the old ones were.
 
@@ -71,7 +71,8 @@ def rewrite(
         form = forms.get(layer.name)
         if layer.name in codes:
             if form is not None:
-                codes[layer.name] = _codes(form, codes[layer.name], norm_of(statistics, layer.name))
+                norms = None if statistics is None else norm_of(statistics, layer.name)
+                codes[layer.name] = _codes(form, codes[layer.name], norms)
             continue
         storage = layer.dtype
         floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
@@ -155,7 +156,7 @@ def _record(
     source: Checkpoint,
     floats: Mapping[str, SeparatedProduct],
     codes: Mapping[str, CodedProduct],
-    statistics: LayerStatistics | None,
+    statistics: StatisticsByLayer | None,
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
     path = old.weights.parent / REPORT
@@ -171,7 +172,8 @@ def _record(
         if row is None and detailed:
             raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
         product = code.dequantized() if code is not None else floats.get(stored.name)
-        layer = Layer(stored.name, layer_pair(source, stored), norm_of(statistics, stored.name))
+        norms = None if statistics is None else norm_of(statistics, stored.name)
+        layer = Layer(stored.name, layer_pair(source, stored), norms)
         storage = storages.get(stored.name, "float32") if code is None else code.storage
         structure = "drop" if product is None else "LSR"
         if row is not None:  # a directory that records more than sums knows better

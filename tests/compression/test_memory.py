@@ -98,14 +98,14 @@ def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
 
 
 def test_pairs_stay_read_while_they_fit():
-    pairs, cache, read = Recent[LowRank](40), SpillCache(), []
+    pairs, cache, read = Recent(40, pair_entries), SpillCache(), []
 
     def stored(name: str) -> StoredLayer:
         def open_it() -> LowRank:
             read.append(name)
             return layer(name, 10).pair
 
-        return StoredLayer(name, (10, 10), 1, lambda: pairs.get(name, open_it, pair_entries), None, cache)
+        return StoredLayer(name, (10, 10), 1, lambda: pairs.get(name, open_it), None, cache)
 
     a, b, c = (stored(name) for name in "abc")
     for each in (a, b, a, c, a, b):

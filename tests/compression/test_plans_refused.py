@@ -13,7 +13,7 @@ import lsrdecomp
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan, compress
-from lsrdecomp.compression.compress import EMPTY
+from lsrdecomp.compression.compress import HEADER_BYTES
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.formats.quantized import SpectralCode
 
@@ -47,7 +47,7 @@ def test_int4_writes_no_wider_integers(tmp_path: Path) -> None:
 def test_bytes_that_the_heads_alone_take_are_refused_before_any_search() -> None:
     demo = open_checkpoint(DEMO)
     heads = sum(tensor.nbytes for tensor in demo.extras.values())
-    with pytest.raises(BudgetError, match=f"heads, header and config alone take {heads + EMPTY:,} bytes"):
+    with pytest.raises(BudgetError, match=f"heads, header and config alone take {heads + HEADER_BYTES:,} bytes"):
         compress(demo, CompressionPlan(bytes=heads, storage="float16"))
 
 
