@@ -2,10 +2,11 @@
 
 A Qwen3-MoE of two layers and eight experts is trained on the prose of our own pages, byte by byte, and then a LoRA of
 rank 8 on all its experts (PEFT's ``target_parameters``) on the sentences of the E2E challenge. The LoRA is made smaller
-in four ways, at equal numbers of parameters over all experts:
+in five ways, at equal numbers of parameters over all experts:
 
 - each expert by truncated SVD, one threshold over all (`lsrdecomp.compression.truncate`);
 - each expert by LSR or truncated SVD, whichever is nearer (`lsrdecomp.compress`);
+- the same in the norm of statistics of each expert, of 256 rows of what the LoRA was trained on;
 - shared terms: the stack of a layer's experts as Σ_k c_k(e) · A1_k ⊗ A2_k, at the best of some splits;
 - shared bases: Uᵀ ΔW_e V with U and V of all experts, a core for each (HOSVD, then ten sweeps).
 
@@ -17,6 +18,7 @@ The model is small and its LoRA is trained for minutes; no published LoRA on exp
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import json
 import os
@@ -32,7 +34,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lsrdecomp as lsr
+from lsrdecomp.calibration.base_model import adapted_modules
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.experts import with_stacked_lora
+from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.compression import truncate
 from lsrdecomp.compression.layers import layer_product
@@ -176,9 +183,24 @@ def main() -> None:
         train(model, sentences[:-256], "lora")
         model.save_pretrained(f"{folder}/lora")
         base = Qwen3MoeForCausalLM.from_pretrained(f"{folder}/base").eval()
+        measure(base, Path(folder), sentences[:-256])
         record = compared(base, Path(folder), rows)
     versions = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")}
     RESULT.write_text(json.dumps({"seed": SEED, "versions": versions, **record}, indent=1) + "\n")
+
+
+def measure(base: Any, folder: Path, texts: list[str]) -> None:
+    """Statistics of the experts with the LoRA on them."""
+    model = with_stacked_lora(copy.deepcopy(base), folder / "lora").eval()
+    calibrate(
+        model,
+        ({"input_ids": rows} for rows in batches(texts, SEED + 2)),
+        modules=adapted_modules(model),
+        out=folder / "statistics",
+        seed=SEED,
+        samples=256,
+        head=Head.causal_lm,
+    )
 
 
 def compared(base: Any, folder: Path, rows: torch.Tensor) -> dict[str, Any]:
@@ -206,9 +228,11 @@ def compared(base: Any, folder: Path, rows: torch.Tensor) -> dict[str, Any]:
     for ratio in RATIOS:
         most = adapter.adapter_parameters / ratio
         cut, small = truncate(adapter, ratio=ratio), lsr.compress(adapter, ratio=ratio)
+        near = lsr.compress(adapter, ratio=ratio, statistics=read_statistics(folder / "statistics"))
         made: dict[str, tuple[Deltas, int, dict[str, int]]] = {
             "each, truncated SVD": written(adapter, cut.save(folder / f"svd{ratio}"), cut.parameters),
             "each, LSR": written(adapter, small.save(folder / f"lsr{ratio}"), small.totals.parameters),
+            "each, calibrated": written(adapter, near.save(folder / f"near{ratio}"), near.totals.parameters),
         }
         made |= {way: allocated(curve, most) for way, curve in curves.items()}
         for way, (deltas, used, files) in made.items():

@@ -34,6 +34,7 @@ from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
 from lsrdecomp.calibration.answers import Answers, ask, output_layer
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import ENTRIES, divergences, without_delta
+from lsrdecomp.calibration.experts import least_reached
 from lsrdecomp.calibration.files import (
     Finished,
     check_unfinished,
@@ -171,11 +172,6 @@ def calibrate(
     """
     out = Path(out)
     named = modules_by_name(model)
-    for name, module in model.named_modules():
-        if hasattr(module, "parameter_name"):  # PEFT's wrapper of a bare parameter
-            stack = f"{name.removeprefix('base_model.model.').replace('.base_layer', '')}.{module.parameter_name}"
-            text = "its experts are one parameter in this base, and inputs are measured of Linear layers alone"
-            raise CalibrationError(f"{stack}: {text}; compress this adapter without --base and --calibrated")
     missing = [name for name in modules if name not in named]
     if missing or not modules:
         some = ", ".join(name for name in named if name)[:200]
@@ -268,9 +264,12 @@ class _Group:
         if counts.answers == 0:
             raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
         idle = [name for name, sums in self.layers.items() if sums.tokens == 0]
-        if idle:
-            text = "no answer of the model depends on it; leave it out of `modules`"
-            raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
+        for name in idle:
+            like = least_reached(name, {other: sums.tokens for other, sums in self.layers.items() if sums.tokens})
+            if like is None:
+                text = "no answer of the model depends on it; leave it out of `modules`"
+                raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
+            self.layers[name] = self.layers[like]
         if waits:
             save_sums(journal, key, self.layers, counts)
         return finished(self.layers, counts, texts.hexdigest())

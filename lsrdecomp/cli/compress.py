@@ -280,7 +280,7 @@ def _write(
 
 def _next(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
-    if checkpoint.format == "peft-lora" and _of_experts(checkpoint) and not checkpoint.config.get("target_parameters"):
+    if checkpoint.format == "peft-lora" and _of_named_experts(checkpoint):
         out = quoted(f"{output}-lora")
         return f"For PEFT, which stacks experts: lsrdecomp export {quoted(output)} --profile lorax --out {out}"
     if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
@@ -297,9 +297,10 @@ def _next(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     return f"As a {checkpoint.format} LoRA again: {again}"
 
 
-def _of_experts(checkpoint: Checkpoint) -> bool:
-    """Whether some layers are experts of a mixture, which transformers 5 holds as one parameter."""
-    return any(".experts." in layer.name for layer in checkpoint.layers)
+def _of_named_experts(checkpoint: Checkpoint) -> bool:
+    """Whether some layers are experts of a mixture by names that transformers 5, which stacks them, has not."""
+    stacked = checkpoint.config.get("target_parameters")
+    return not stacked and any(".experts." in layer.name for layer in checkpoint.layers)
 
 
 def quoted(path: object) -> str:
@@ -328,10 +329,10 @@ def _warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
     )
     source, plan = result.source, result.plan
     tasks = source.format.startswith("peft-") and source.config.get("task_type") in TASKS
-    if not tasks or _of_experts(source):
+    if not tasks or _of_named_experts(source):
         tables.say(
-            "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are "
-            f"run for PEFT adapters whose config has a task_type ({', '.join(TASKS)}), but not for experts."
+            "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are run "
+            f"for PEFT adapters whose config has a task_type ({', '.join(TASKS)}), but not for experts called by name."
         )
         return
     base = source.config.get("base_model_name_or_path") or "BASE"

@@ -1,0 +1,119 @@
+"""Experts that a base holds stacked are measured one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_tokenizer import word_tokenizer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from lsrdecomp import compress
+from lsrdecomp.calibration.base_model import load_base, open_base
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.experts import least_reached, with_stacked_lora
+from lsrdecomp.calibration.fisher import Head, sampled_answers
+from lsrdecomp.calibration.questions import CalibrationError
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression import export_lora
+
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+BATCHES = [
+    {"input_ids": torch.tensor([[4, 9, 11, 5, 17, 8, 6]])},
+    {"input_ids": torch.tensor([[7, 4, 12, 19, 3, 3, 10]])},
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A base of four experts and a LoRA on them, as directories."""
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=32, num_experts=4, num_experts_per_tok=2, **SIZES, **HEADS)
+    base = Qwen3MoeForCausalLM(config)
+    base.save_pretrained(folder / "base")
+    word_tokenizer().save_pretrained(folder / "base")
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks, task_type="CAUSAL_LM")
+    lora.init_lora_weights = False
+    get_peft_model(base, lora).save_pretrained(folder / "lora")
+    return folder
+
+
+def stacked(mixture) -> PeftModel:
+    """The same as PEFT opens it."""
+    return PeftModel.from_pretrained(Qwen3MoeForCausalLM.from_pretrained(mixture / "base"), mixture / "lora").eval()
+
+
+def measured(mixture, out, batches=BATCHES, word=""):
+    base = load_base(mixture / "base", mixture / "lora")
+    modules = [name for name in base.modules if word in name]
+    calibrate(base.model, batches, modules=modules, out=out, seed=0, samples=len(batches), head=base.head)
+    return read_statistics(out)
+
+
+@torch.no_grad()
+def test_with_and_without_the_lora_the_base_says_what_it_says_in_peft(mixture):
+    ours, theirs, rows = load_base(mixture / "base", mixture / "lora").model, stacked(mixture), BATCHES[0]
+    torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
+    with ours.disable_adapter(), theirs.disable_adapter():
+        torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
+
+
+@torch.no_grad()
+def test_an_lsr_of_experts_says_what_it_says_as_a_lora_in_peft(mixture, tmp_path):
+    source = open_checkpoint(mixture / "lora")
+    small = compress(source, separation_rank=2, inner_shape=(1, 2)).save(tmp_path / "small")
+    export_lora(open_checkpoint(small), tmp_path / "back", to="same", like=source)
+    ours = open_base(mixture / "base", mixture / "lora").adapted(small).model
+    base = Qwen3MoeForCausalLM.from_pretrained(mixture / "base")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "back").eval()
+    torch.testing.assert_close(ours(**BATCHES[0]).logits, theirs(**BATCHES[0]).logits)
+
+
+def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
+    statistics, model = measured(mixture, tmp_path / "statistics"), stacked(mixture)
+    names = [layer.name for layer in open_checkpoint(mixture / "lora").layers]
+    assert set(statistics) == set(names)
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer
+    parameters = {name: getattr(experts, name).requires_grad_() for name in ("gate_up_proj", "down_proj")}
+    squares = {name: torch.zeros(4) for name in parameters}
+    answers = 0
+    for number, batch in enumerate(BATCHES, start=1):
+        logits = model(**batch).logits[0, :-1]
+        answers += len(logits)
+        score = sampled_answers(logits, Head.causal_lm, torch.Generator().manual_seed(number))
+        gradients = torch.autograd.grad(score, list(parameters.values()))
+        for name, gradient in zip(parameters, gradients, strict=True):
+            squares[name] += gradient.square().sum((1, 2))
+    for name in names[:8]:
+        _, _, kind, number = name.rsplit(".", 3)
+        fisher = statistics[name].input.trace * statistics[name].output.trace
+        assert fisher == pytest.approx(
+            float(squares[kind][int(number)]) / answers, rel=5e-3
+        )  # stored in half precision
+
+
+def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixture, tmp_path):
+    tokens = {"experts.up.0": 9, "experts.up.2": 4, "experts.down.1": 1, "q_proj": 1}
+    assert least_reached("experts.up.1", tokens) == "experts.up.2"
+    assert least_reached("v_proj", tokens) is None
+    short = [{"input_ids": BATCHES[0]["input_ids"][:, :2]}]  # one answer: at least two experts are not asked
+    statistics = measured(mixture, tmp_path / "statistics", short, "down_proj")
+    traces = [statistics[f"model.layers.0.mlp.experts.down_proj.{expert}"].output.trace for expert in range(4)]
+    assert min(traces) > 0
+    assert len(set(traces)) == 2
+
+
+def test_experts_of_another_kind_are_refused(mixture):
+    model = Qwen3MoeForCausalLM.from_pretrained(mixture / "base")
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.Identity()
+    plain = type(model.model.layers[0].mlp.experts).forward
+    odd = type("OddExperts", (type(model.model.layers[0].mlp.experts),), {"forward": lambda *given: 2 * plain(*given)})
+    model.model.layers[0].mlp.experts.__class__ = odd
+    with pytest.raises(CalibrationError, match="mlp.experts is a OddExperts, whose experts are not computed as"):
+        with_stacked_lora(model, mixture / "lora")
