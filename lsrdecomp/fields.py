@@ -86,14 +86,9 @@ def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:
     return Check(lambda value: value in allowed(), lambda: f"one of {', '.join(allowed())}")
 
 
-def each(check: Check, wanted: str, *, least: int = 0, distinct: bool = False) -> Check:
-    """A list whose parts pass ``check``, with at least so many of them, all different if ``distinct``."""
-    return Check(
-        lambda value: (
-            len(value) >= least and all(map(check.test, value)) and not (distinct and len(set(value)) < len(value))
-        ),
-        lambda: wanted,
-    )
+def each(check: Check, wanted: str, *, least: int = 0) -> Check:
+    """A list whose parts pass ``check``, with at least so many of them."""
+    return Check(lambda value: len(value) >= least and all(map(check.test, value)), lambda: wanted)
 
 
 POSITIVE = Check(lambda value: _number(value) and value > 0, lambda: "a number above 0")

@@ -98,7 +98,7 @@ def statistics_of(subject: Subject, adapter: Mapping[str, Factors], directory: P
 
 def methods(layers: Sequence[Layer]) -> Iterator[tuple[str, list[list[Candidate]]]]:
     """Each way to compress, as the candidates it offers for every layer; LSR has low rank among its shapes."""
-    plain = [Layer(layer.name, layer.pair) for layer in layers]
+    plain = [Layer.of(layer.name, layer.pair) for layer in layers]
     yield "svd-frobenius", [[drop(layer), *low_rank_candidates(layer)] for layer in plain]
     low_rank = [[drop(layer), *low_rank_candidates(layer)] for layer in layers]
     yield "svd-kfac", low_rank
@@ -162,7 +162,9 @@ def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]
         for name, count, share, outcome in (("none", 0, 0.0, none), ("lora", 6144, 1.0, whole))
     ]
     stats = read_statistics(statistics_of(subject, adapter, work / task / f"seed-{seed}" / "statistics", seed))
-    layers = [Layer(name, LowRank(*factors), stats[name].weights(damping=DAMPING)) for name, factors in adapter.items()]
+    layers = [
+        Layer.of(name, LowRank(*factors), stats[name].weights(damping=DAMPING)) for name, factors in adapter.items()
+    ]
     for method, candidates in methods(layers):
         for budget in BUDGETS:
             chosen = under_budget(candidates, budget * len(layers))

@@ -180,7 +180,7 @@ def usable(path: Path, most: int, alpha: float) -> list[Layer]:
         checkpoint = open_checkpoint(path)
     except CheckpointError:  # relative errors do not depend on the scale
         checkpoint = open_checkpoint(path, alpha=alpha)
-    layers = [Layer(layer.name, layer_pair(checkpoint, layer)) for layer in checkpoint.layers]
+    layers = [Layer.of(layer.name, layer_pair(checkpoint, layer)) for layer in checkpoint.layers]
     layers = [layer for layer in layers if layer.pair.norm > 0.0]
     return layers[:: -(-len(layers) // most)]
 

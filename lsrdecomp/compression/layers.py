@@ -56,29 +56,42 @@ StatisticsByLayer = Mapping[str, LayerStatistics | NormWeights]
 
 
 class Layer:
-    """A LoRA layer to compress, and the norm its error counts in.
+    """A LoRA layer to compress, and the norm its error counts in: known by its sizes, its numbers read when asked for.
 
     Parameters
     ----------
     name : str
-    pair : LowRank, shape (m, n)
-        ΔW with its scale folded in.
-    weights : NormWeights, optional
-        Absent: the Frobenius norm.
+    shape : (m, n)
+    rank : int
+    read_pair : callable
+        Reads ΔW as a `LowRank` with its scale folded in.
+    read_norms : callable, optional
+        Reads the `NormWeights`; absent, the Frobenius norm.
+    cache : SpillCache, optional
+        Where its leading norm and its gauge wait; absent, in memory.
     """
 
-    def __init__(self, name: str, pair: LowRank, weights: NormWeights | None = None) -> None:
-        norms = NormWeights.frobenius(pair.shape) if weights is None else weights
-        self.name, self.shape, self.rank = name, pair.shape, pair.rank
-        self.is_frobenius = norms.is_frobenius
-        self._read_pair, self._read_norms = _in_memory(pair), _in_memory(norms)
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rank: int,
+        read_pair: Callable[[], LowRank],
+        read_norms: Callable[[], NormWeights] | None = None,
+        cache: SpillCache | None = None,
+    ) -> None:
+        self.name, self.shape, self.rank, self.is_frobenius = name, shape, rank, read_norms is None
+        self._read_pair = read_pair
+        self._read_norms = read_norms or _in_memory(NormWeights.frobenius(shape))
+        self._cache = cache
+        self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
+        self._leading: Callable[[], NormWeights] | None = None
 
-    # What the numbers are read from when they are asked for, where a value waits, and what waits there.
-    _read_pair: Callable[[], LowRank]
-    _read_norms: Callable[[], NormWeights]
-    _cache: SpillCache | None = None
-    _gauge: Callable[[], tuple[Array, Array, Array]] | None = None
-    _leading: Callable[[], NormWeights] | None = None
+    @classmethod
+    def of(cls, name: str, pair: LowRank, weights: NormWeights | None = None) -> Layer:
+        """A layer whose numbers are at hand."""
+        read_norms = None if weights is None or weights.is_frobenius else _in_memory(weights)
+        return cls(name, pair.shape, pair.rank, _in_memory(pair), read_norms)
 
     @property
     def pair(self) -> LowRank:
@@ -153,37 +166,6 @@ class Layer:
         return _in_memory(value) if self._cache is None else self._cache.put(value)
 
 
-class StoredLayer(Layer):
-    """A layer in a file: known by its sizes, its numbers read when they are asked for.
-
-    Parameters
-    ----------
-    name : str
-    shape : (m, n)
-    rank : int
-    read_pair : callable
-    read_norms : callable, optional
-        Absent: the Frobenius norm.
-    cache : SpillCache
-        Where its leading norm and its gauge wait.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rank: int,
-        read_pair: Callable[[], LowRank],
-        read_norms: Callable[[], NormWeights] | None,
-        cache: SpillCache,
-    ) -> None:
-        self.name, self.shape, self.rank = name, shape, rank
-        self.is_frobenius = read_norms is None
-        self._read_pair = read_pair
-        self._read_norms = _in_memory(NormWeights.frobenius(shape)) if read_norms is None else read_norms
-        self._cache = cache
-
-
 def _in_memory(value: T) -> Callable[[], T]:
     return lambda: value
 
@@ -240,12 +222,12 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
 
     cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(DENSE_ENTRIES, norm_entries)
 
-    def stored(layer: LoraLayer) -> StoredLayer:
+    def stored(layer: LoraLayer) -> Layer:
         read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
         read_norms = None
         if statistics is not None:
             read_norms = partial(norms.get, layer.name, partial(norm_of, statistics, layer.name))
-        return StoredLayer(layer.name, layer.shape, layer.rank, read_pair, read_norms, cache)
+        return Layer(layer.name, layer.shape, layer.rank, read_pair, read_norms, cache)
 
     return [stored(layer) for layer in checkpoint.layers]
 

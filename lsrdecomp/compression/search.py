@@ -127,7 +127,7 @@ def search_layers(
     --------
     >>> import numpy as np
     >>> from lsrdecomp.targets.base import LowRank
-    >>> layer = Layer("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
+    >>> layer = Layer.of("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
     >>> budget = Budget(parameters=layer.parameters / 4)
     >>> fitted = search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)).fit(budget)
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4

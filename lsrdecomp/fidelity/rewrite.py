@@ -140,7 +140,7 @@ def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
 
 def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None) -> CodedProduct:
     """Codes of as many bits as the old ones near ``form``, which is the layer aimed at."""
-    aim = Layer("", LowRank(*form.to_lora()), norms)
+    aim = Layer.of("", LowRank(*form.to_lora()), norms)
     if isinstance(old, SpectralCode):
         columns, sigma, rows = aim.gauge
         left, right = to_numpy(as_double(aim.pair.left) @ columns), to_numpy(rows @ as_double(aim.pair.right))
@@ -173,7 +173,7 @@ def _record(
             raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
         product = code.dequantized() if code is not None else floats.get(stored.name)
         norms = None if statistics is None else norm_of(statistics, stored.name)
-        layer = Layer(stored.name, layer_pair(source, stored), norms)
+        layer = Layer.of(stored.name, layer_pair(source, stored), norms)
         storage = storages.get(stored.name, "float32") if code is None else code.storage
         structure = "drop" if product is None else "LSR"
         if row is not None:  # a directory that records more than sums knows better

@@ -18,7 +18,7 @@ DEMO = Path(__file__).resolve().parents[2] / "lsrdecomp" / "cli" / "demo_adapter
 def some_layers(rng: np.random.Generator, count: int = 4) -> list[Layer]:
     decay = 0.6 ** np.arange(6)
     return [
-        Layer(str(i), LowRank(rng.standard_normal((40 + 8 * i, 6)) * decay, rng.standard_normal((6, 48))))
+        Layer.of(str(i), LowRank(rng.standard_normal((40 + 8 * i, 6)) * decay, rng.standard_normal((6, 48))))
         for i in range(count)
     ]
 
@@ -88,7 +88,7 @@ def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.G
     first, second = rng.standard_normal((4, 3)), rng.standard_normal((10, 3)) @ rng.standard_normal((3, 16))
     planted = np.kron(first, second)
     u, sigma, vh = np.linalg.svd(planted, full_matrices=False)
-    layer = Layer("q", LowRank(u[:, :9] * sigma[:9], vh[:9]))
+    layer = Layer.of("q", LowRank(u[:, :9] * sigma[:9], vh[:9]))
     fit = arms._LokrFit.of(layer, lambda size, factor: {40: (4, 10), 48: (3, 16)}[size], -1)
     assert fit.parameters(3) == 12 + 3 * 26
     assert fit.parameters(None) == fit.parameters(8) == 12 + 160  # LyCORIS keeps W2 whole from half its size on

@@ -55,7 +55,7 @@ def layers():
     rng = np.random.default_rng(0)
     pair = LowRank(rng.standard_normal((12, 4)), rng.standard_normal((4, 20)))
     sides = FactorwiseSVD().truncations(pair, ProductShape((4, 3), (2, 2), (5, 4)))
-    layer = Layer("c", pair)
+    layer = Layer.of("c", pair)
     svd = tuple(np.asarray(part) for part in weighted_svd(pair, layer.norms))
     return {
         "a.q": quantized_product(sides.truncate(3, 2), 4),

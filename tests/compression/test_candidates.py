@@ -42,7 +42,7 @@ def layers(rng: np.random.Generator, weighted: bool, count: int = 3) -> list[Lay
         m, n = (M, N) if i < 2 else (N, M)
         size = 2.0 ** -(i % 3)
         pair = LowRank(size * rng.standard_normal((m, RANK)) * 0.7 ** np.arange(RANK), rng.standard_normal((RANK, n)))
-        found.append(Layer(f"layer.{i}", pair, weights(rng, m, n) if weighted else None))
+        found.append(Layer.of(f"layer.{i}", pair, weights(rng, m, n) if weighted else None))
     return found
 
 
@@ -195,7 +195,7 @@ def test_layers_without_statistics_are_named(rng: np.random.Generator) -> None:
 
 
 def test_a_zero_layer_is_dropped(rng: np.random.Generator) -> None:
-    some = [*layers(rng, False), Layer("zero", LowRank(np.zeros((M, 2)), rng.standard_normal((2, N))))]
+    some = [*layers(rng, False), Layer.of("zero", LowRank(np.zeros((M, 2)), rng.standard_normal((2, N))))]
     fit = fit_layers(some, Budget(parameters=300), search=SEARCH)
     assert fit.layers[-1].candidate.structure == "drop"
     assert fit.layers[-1].form is None

@@ -272,7 +272,7 @@ def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):
 
 def test_zero_layers_become_zero_terms_or_nothing():
     m, n = 24, 36
-    layer = Layer("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
+    layer = Layer.of("zero", lsr.LowRank(np.zeros((m, 2)), np.ones((2, n))))
     (best,) = at_given_terms([layer], 3, (2, 1), "float16")
     assert best.candidate.squared_error == 0.0
     left, right = stored_factors(best.form)

@@ -13,7 +13,7 @@ from checkpoint_files import directory, pair
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.layers import Layer, Recent, SpillCache, StoredLayer, batches, pair_entries
+from lsrdecomp.compression.layers import Layer, Recent, SpillCache, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.targets.base import LowRank
@@ -87,7 +87,7 @@ def test_a_spilled_compression_writes_the_bytes_of_one_in_memory(adapters, tmp_p
 
 
 def layer(name: str, size: int) -> Layer:
-    return Layer(name, LowRank(np.ones((size, 1)), np.ones((1, size))))
+    return Layer.of(name, LowRank(np.ones((size, 1)), np.ones((1, size))))
 
 
 def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
@@ -100,12 +100,12 @@ def test_batches_hold_what_fits_and_at_least_one_layer(monkeypatch):
 def test_pairs_stay_read_while_they_fit():
     pairs, cache, read = Recent(40, pair_entries), SpillCache(), []
 
-    def stored(name: str) -> StoredLayer:
+    def stored(name: str) -> Layer:
         def open_it() -> LowRank:
             read.append(name)
             return layer(name, 10).pair
 
-        return StoredLayer(name, (10, 10), 1, lambda: pairs.get(name, open_it), None, cache)
+        return Layer(name, (10, 10), 1, lambda: pairs.get(name, open_it), None, cache)
 
     a, b, c = (stored(name) for name in "abc")
     for each in (a, b, a, c, a, b):

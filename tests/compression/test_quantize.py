@@ -124,7 +124,7 @@ def test_water_filling_spends_bits_where_they_count(weighted: bool, rng: np.rand
     if weighted:
         halves = [rng.standard_normal((48, 48)) @ np.diag(0.9 ** np.arange(48)) for _ in range(2)]
         weights = NormWeights(*(Dense(half @ half.T) for half in halves))
-    layer = Layer("q", pair(rng), weights)
+    layer = Layer.of("q", pair(rng), weights)
     found = water_filled_candidates(layer)
     sizes, errors = [c.bytes for c in found], [c.squared_error for c in found]
     assert sizes == sorted(sizes)
@@ -141,7 +141,7 @@ def _svd(layer: Layer) -> tuple[np.ndarray, ...]:
 
 
 def test_refitting_to_the_codes_pays(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer("q", pair(rng))
+    layer = Layer.of("q", pair(rng))
     svd, bits = _svd(layer), (4, 4, 3, 2, 0, 0)
     refitted = layer.squared_error(spectral_code(layer, svd, bits).dequantized())
     monkeypatch.setattr("lsrdecomp.compression.quantize.ROUNDS", 0)
@@ -152,7 +152,7 @@ def test_refitting_to_the_codes_pays(rng: np.random.Generator, monkeypatch: pyte
 def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.random.Generator) -> None:
     left, right = rng.uniform(-1.0, 1.0, (400, 6)), rng.uniform(-1.0, 1.0, (6, 500))
     left[:, 2] = 0.0
-    layer = Layer("q", LowRank(left, right))
+    layer = Layer.of("q", LowRank(left, right))
     (found,) = unrotated_candidates(layer)
     assert found.bytes == 5 * (900 + 3) + 1
     components = spectral_code(layer, _svd(layer), (8,) * 5)
@@ -160,7 +160,7 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.rand
     assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
     made = materialize(layer, found, SpillCache())
     assert layer.squared_error(made.codes.dequantized()) == found.squared_error
-    assert unrotated_candidates(Layer("zero", LowRank(0.0 * left, right))) == []
+    assert unrotated_candidates(Layer.of("zero", LowRank(0.0 * left, right))) == []
 
 
 def test_what_cannot_be_stored_is_said(product: SeparatedProduct) -> None:
@@ -176,7 +176,7 @@ def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same
     rng = np.random.default_rng(5)
     sizes = 10.0 ** -np.linspace(0.0, 1.0, 8)
     pairs = {str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32))) for i in range(3)}
-    layers = [Layer(name, pair) for name, pair in pairs.items()]
+    layers = [Layer.of(name, pair) for name, pair in pairs.items()]
     budget = CompressionPlan(ratio=ratio).budget(layers)
     fitted = search_layers(layers, [budget], storages=(f"int{bits}",)).fit(budget)
     plain = [svd_code(layer, (bits,) * (8 // ratio)) for layer in layers]

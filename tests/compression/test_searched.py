@@ -42,7 +42,7 @@ def weight(rng: np.random.Generator, size: int) -> LowRankPlusIdentity:
 @pytest.fixture
 def layers(rng: np.random.Generator) -> list[Layer]:
     return [
-        Layer(
+        Layer.of(
             f"l.{i}",
             LowRank(rng.standard_normal((M, RANK)), rng.standard_normal((RANK, N))),
             NormWeights(weight(rng, M), weight(rng, N)),

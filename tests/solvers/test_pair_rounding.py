@@ -63,7 +63,7 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
 
 
 def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
-    layer = Layer("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "dense"))
+    layer = Layer.of("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "dense"))
     candidate = in_int4(lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache()))
     plain, solved = quantized_product(candidate.product(), 4), materialize(layer, candidate, SpillCache())
     assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())
@@ -75,7 +75,7 @@ def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_scales_do_not_matter(scale: float, rng: np.random.Generator) -> None:
     pair = low_rank(rng, SMALL, 3)
-    layer = Layer("layer", LowRank(scale * pair.left, pair.right))
+    layer = Layer.of("layer", LowRank(scale * pair.left, pair.right))
     candidate = lsr_candidate(JointALS().solve(layer.pair, SMALL, 2), SpillCache())
     coded = materialize(layer, in_int4(candidate), SpillCache())
     assert coded.candidate.squared_error <= 0.9 * layer.squared_norm
