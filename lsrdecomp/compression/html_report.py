@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -116,26 +117,12 @@ def _shares(compression: Reported) -> str:
 
 def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:
     total, promise = compression.totals, getattr(compression, "promise", None)
-    kinds: dict[str, int] = {}
-    for layer in compression.layers:
-        kinds[layer.structure] = kinds.get(layer.structure, 0) + 1
-    tiles = [
-        ("times fewer parameters", f"{total.ratio:.2f}"),
-        ("relative error, all layers", f"{total.relative_error:.3g}"),
-        ("worst layer", f"{total.worst_error:.3g}"),
-        ("bytes of factors", f"{total.bytes:,}"),
-        ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items())),
-    ]
-    if total.functional_error is not None:
-        tiles.insert(1, ("error in the Fisher norm", f"{total.functional_error:.3g}"))
+    kinds = Counter(layer.structure for layer in compression.layers)
+    tiles = [*total.facts, ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))]
     if promise is not None:
         tiles.insert(0, ("kept of what the adapter does", f"{100 * promise.kept:.1f} %"))
     elif total.kl is not None:
         tiles.insert(2, (f"estimated KL, nats per {unit}", f"{total.kl:.3g}"))
-    if total.low_rank_error is not None:
-        tiles.append(("truncated SVD in the same size", f"{total.low_rank_error:.3g}"))
-    if total.extra_parameters:
-        tiles.append(("numbers kept as they are", f"{total.extra_parameters:,}"))
     return tiles
 
 

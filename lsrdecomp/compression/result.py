@@ -86,14 +86,7 @@ class Compression:
     def _repr_html_(self) -> str:
         """The same for a notebook."""
         total = self.totals
-        pairs = (
-            ("layers", f"{total.layers}"),
-            ("parameters", f"{total.parameters:,} of {total.parameters_before:,}"),
-            ("times fewer", f"{total.ratio:.2f}"),
-            ("relative error", f"{total.relative_error:.3g}"),
-            ("worst layer", f"{total.worst_layer}, {total.worst_error:.3g}"),
-            ("bytes", f"{total.bytes:,}"),
-        )
+        pairs = [("parameters", f"{total.parameters:,} of {total.parameters_before:,}"), *total.facts]
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
     def _report_text(self, record: bool) -> str:
@@ -212,6 +205,23 @@ class Totals:
     def plan_error(self) -> float:
         """The relative error over all layers in the norm that the plan speaks of."""
         return self.relative_error if self.functional_error is None else self.functional_error
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What a page or a notebook shows: words and values."""
+        pairs = [
+            ("times fewer parameters", f"{self.ratio:.2f}"),
+            ("relative error, all layers", f"{self.relative_error:.3g}"),
+            ("worst layer", f"{self.worst_error:.3g}"),
+            ("bytes of factors", f"{self.bytes:,}"),
+        ]
+        if self.functional_error is not None:
+            pairs.insert(1, ("error in the Fisher norm", f"{self.functional_error:.3g}"))
+        if self.low_rank_error is not None:
+            pairs.append(("truncated SVD in the same size", f"{self.low_rank_error:.3g}"))
+        if self.extra_parameters:
+            pairs.append(("numbers kept as they are", f"{self.extra_parameters:,}"))
+        return pairs
 
     @property
     def verdict(self) -> str:
