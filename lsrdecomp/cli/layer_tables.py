@@ -34,75 +34,48 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         A row for each layer, however many they are.
     """
     functional = total.functional_error is not None
-    sheet = Sheet(
-        (
-            LAYER,
-            Column("matrix", 6),
-            Column("rank", 8),
-            Column("structure", 1, "left"),
-            Column("shape", 7, "left"),
-            Column("terms", 5),
-            Column("parameters"),
-            Column("of", 4),
-            Column("storage", 3, "left"),
-            Column("error", 2 if functional else 0),
-            Column("Fisher error"),
-            Column("γ", 9),
-        )
-    )
-    cut = common_prefix([layer.name for layer in layers])
 
     def became(layer: LayerReport) -> Hashable:
         return kind_of(layer.name), layer.rows, layer.columns, layer.structure, layer.shape, layer.separation_ranks
 
-    for group in grouped(layers, became, each):
-        first = group[0]
-        left, right = first.separation_ranks
-        parameters = sum(layer.parameters for layer in group)
+    def terms(layer: LayerReport) -> str:
+        left, right = layer.separation_ranks
+        return "" if layer.structure == "drop" else f"{left}" if left == right else f"{left}+{right}"
+
+    def error(group: list[LayerReport]) -> str:
         missed = "" if all(layer.met for layer in group) else " !"
-        sheet.add_row(
-            group_name([layer.name for layer in group], len(cut)),
-            f"{first.rows}×{first.columns}",
-            _range([layer.source_rank for layer in group]),
-            first.structure,
-            first.shape,
-            (f"{left}" if left == right else f"{left}+{right}") if first.structure != "drop" else "",
-            f"{parameters:,}",
-            f"{sum(layer.parameters_before for layer in group):,}",
-            "/".join(sorted({layer.storage for layer in group if layer.parameters})),
-            f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}{missed}",
-            f"{_together(group, lambda x: x.functional_norm, lambda x: x.functional_error):.3g}" if functional else "",
-            f"{max(layer.condition for layer in group):.2f}",
-        )
-    sheet.total = (
-        f"{total.layers} layers",
-        *[""] * 5,
-        f"{total.parameters:,}",
-        f"{total.parameters_before:,}",
-        "",
-        f"{total.relative_error:.3g}",
-        f"{total.functional_error:.3g}" if total.functional_error is not None else "",
-        "",
-    )
-    return sheet
+        return f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}{missed}"
+
+    def fisher_error(group: list[LayerReport]) -> str:
+        return f"{_together(group, lambda x: x.functional_norm, lambda x: x.functional_error):.3g}"
+
+    # What each column says of layers that became the same.
+    cells: dict[Column, Callable[[list[LayerReport]], str]] = {
+        LAYER: _group_names(layers),
+        Column("matrix", 6): lambda group: f"{group[0].rows}×{group[0].columns}",
+        Column("rank", 8): lambda group: _range([layer.source_rank for layer in group]),
+        Column("structure", 1, "left"): lambda group: group[0].structure,
+        Column("shape", 7, "left"): lambda group: group[0].shape,
+        Column("terms", 5): lambda group: terms(group[0]),
+        Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        Column("of", 4): lambda group: f"{sum(layer.parameters_before for layer in group):,}",
+        Column("storage", 3, "left"): lambda group: "/".join(sorted({x.storage for x in group if x.parameters})),
+        Column("error", 2 if functional else 0): error,
+        Column("Fisher error"): fisher_error if functional else lambda _: "",
+        Column("γ", 9): lambda group: f"{max(layer.condition for layer in group):.2f}",
+    }
+    sums = {
+        "layer": f"{total.layers} layers",
+        "parameters": f"{total.parameters:,}",
+        "of": f"{total.parameters_before:,}",
+        "error": f"{total.relative_error:.3g}",
+        "Fisher error": "" if total.functional_error is None else f"{total.functional_error:.3g}",
+    }
+    return Sheet.of(cells, grouped(layers, became, each), [sums.get(column.head, "") for column in cells])
 
 
 def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]], *, each: bool = False) -> Sheet:
     """What an adapter holds; ``ranks`` are (‖ΔW‖_F, rank that keeps 99 % of it) by layer."""
-    sheet = Sheet(
-        (
-            LAYER,
-            Column("kind", 5, "left"),
-            Column("matrix", 1),
-            Column("rank"),
-            Column("structure", 4, "left"),
-            Column("parameters"),
-            Column("dtype", 3, "left"),
-            Column("‖ΔW‖", 2),
-            Column("rank for 1 %"),
-        )
-    )
-    cut = common_prefix([layer.name for layer in checkpoint.layers])
     ranks_by_name = dict(zip((layer.name for layer in checkpoint.layers), ranks, strict=True))
 
     def structure(layer: Any) -> str:
@@ -114,46 +87,43 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
         size = layer.out_features, layer.in_features
         return kind_of(layer.name), layer.kind, size, layer.rank, structure(layer), layer.dtype
 
-    for group in grouped(checkpoint.layers, alike, each):
-        first = group[0]
-        norms = [ranks_by_name[layer.name][0] for layer in group]
-        sheet.add_row(
-            group_name([layer.name for layer in group], len(cut)),
-            first.kind,
-            f"{first.out_features}×{first.in_features}",
-            str(first.rank),
-            structure(first),
-            f"{sum(layer.parameters for layer in group):,}",
-            first.dtype,
-            f"{math.hypot(*norms):.4g}",
-            _range([ranks_by_name[layer.name][1] for layer in group]),
-        )
-    return sheet
+    cells: dict[Column, Callable[[list[LoraLayer]], str]] = {
+        LAYER: _group_names(checkpoint.layers),
+        Column("kind", 5, "left"): lambda group: group[0].kind,
+        Column("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
+        Column("rank"): lambda group: str(group[0].rank),
+        Column("structure", 4, "left"): lambda group: structure(group[0]),
+        Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        Column("dtype", 3, "left"): lambda group: group[0].dtype,
+        Column("‖ΔW‖", 2): lambda group: f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}",
+        Column("rank for 1 %"): lambda group: _range([ranks_by_name[layer.name][1] for layer in group]),
+    }
+    return Sheet.of(cells, grouped(checkpoint.layers, alike, each))
 
 
 def verification_table(result: Verification, *, each: bool = False) -> Sheet:
     """Errors measured anew, beside those the writer recorded if it did; a layer that differs has a row of its own."""
     recorded = any(layer.recorded_error is not None for layer in result.layers)
-    beside = (Column("recorded", 1), Column("", 0, "left")) if recorded else (Column("", 0, "left"),)
-    error = Column("error now" if recorded else "error")
-    sheet = Sheet((LAYER, Column("parameters", 2), Column("‖ΔW‖", 3), error, *beside))
-    cut = common_prefix([layer.name for layer in result.layers])
 
     def alike(layer: LayerCheck) -> Hashable:
         return (kind_of(layer.name), layer.recorded_error is None) if layer.agrees else layer.name
 
-    for group in grouped(result.layers, alike, each):
-        has_record = group[0].recorded_error is not None
-        was = f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}" if has_record else "–"
-        sheet.add_row(
-            group_name([layer.name for layer in group], len(cut)),
-            f"{sum(layer.parameters for layer in group):,}",
-            f"{math.hypot(*(layer.norm for layer in group)):.4g}",
-            f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}",
-            *([was] if recorded else []),
-            "" if group[0].agrees else "differs",
-        )
-    return sheet
+    def was(group: list[LayerCheck]) -> str:
+        if group[0].recorded_error is None:
+            return "–"
+        return f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}"
+
+    cells: dict[Column, Callable[[list[LayerCheck]], str]] = {
+        LAYER: _group_names(result.layers),
+        Column("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
+        Column("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
+        Column("error now" if recorded else "error"): lambda group: (
+            f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}"
+        ),
+        **({Column("recorded", 1): was} if recorded else {}),
+        Column("", 0, "left"): lambda group: "" if group[0].agrees else "differs",
+    }
+    return Sheet.of(cells, grouped(result.layers, alike, each))
 
 
 def grouped(layers: Sequence[L], key: Callable[[L], Hashable], each: bool) -> Iterable[list[L]]:
@@ -175,6 +145,12 @@ def group_name(names: Sequence[str], cut: int) -> str:
     if len(names) == 1:
         return names[0][cut:]
     return f"{len(names)} layers {kind_of(names[0])}"
+
+
+def _group_names(layers: Sequence[Any]) -> Callable[[Sequence[Any]], str]:
+    """Names groups of these layers, without what all names share."""
+    cut = len(common_prefix([layer.name for layer in layers]))
+    return lambda group: group_name([layer.name for layer in group], cut)
 
 
 def _together(group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]) -> float:

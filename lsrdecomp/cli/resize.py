@@ -109,9 +109,8 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
     facts |= {"relative_error": cut.relative_error}
     facts["ranks"] = {layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)}
     if path is None:
-        sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")))
-        for ratio, size, error in cut.curve():
-            sheet.add_row(f"{ratio:g}", f"{size:,}", f"{error:.4f}")
+        rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in cut.curve()]
+        sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")), rows)
         tables.show(json, f"{name}: {whole:,} parameters", sheet)
         return facts | {"curve": curve}
     record = loads(read_header(path).metadata["lsrdecomp"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+
+T = TypeVar("T")
 
 GAP = 2
 """Blanks between two columns."""
@@ -29,16 +31,20 @@ class Column:
     prose: bool = False  # a sentence: may run over several lines
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sheet:
     """Rows of text under columns; laid out when it is printed, for the width it is printed at."""
 
     columns: Sequence[Column]
-    rows: list[Sequence[str]] = field(default_factory=list)
+    rows: Sequence[Sequence[str]]
     total: Sequence[str] | None = None
 
-    def add_row(self, *cells: str) -> None:
-        self.rows.append(cells)
+    @classmethod
+    def of(
+        cls, cells: Mapping[Column, Callable[[T], str]], items: Iterable[T], total: Sequence[str] | None = None
+    ) -> Sheet:
+        """A row for each item, under every column what its function says of it."""
+        return cls(tuple(cells), [[cell(item) for cell in cells.values()] for item in items], total)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.laid_out(options.max_width)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,22 +142,20 @@ def summary(result: Compression, unit: str = "example") -> Iterator[str]:
 
 def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
     """Errors against parameters, with a bar; ``reference`` is the parameter count of the LoRA itself."""
-    sheet = Sheet(
-        (
-            Column("structure", 0, "left", name=True),
-            Column("terms", 1),
-            Column("parameters"),
-            Column("of LoRA", 2),
-            Column("error"),
-            Column("", 3, "left"),
-        )
-    )
-    for curve in curves:
-        for rank, count, error in zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True):
-            share = f"{100 * count / reference:.1f} %"
-            bar = "█" * round(24 * min(error, 1.0))
-            sheet.add_row(curve.label, str(rank), f"{count:,}", share, f"{error:.3g}", bar)
-    return sheet
+    points = [
+        (curve.label, *point)
+        for curve in curves
+        for point in zip(curve.ranks, curve.parameters, curve.relative_errors, strict=True)
+    ]
+    cells: dict[Column, Callable[[tuple[str, int, int, float]], str]] = {
+        Column("structure", 0, "left", name=True): lambda point: point[0],
+        Column("terms", 1): lambda point: str(point[1]),
+        Column("parameters"): lambda point: f"{point[2]:,}",
+        Column("of LoRA", 2): lambda point: f"{100 * point[2] / reference:.1f} %",
+        Column("error"): lambda point: f"{point[3]:.3g}",
+        Column("", 3, "left"): lambda point: "█" * round(24 * min(point[3], 1.0)),
+    }
+    return Sheet.of(cells, points)
 
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
@@ -171,9 +169,9 @@ def file_sizes(source: Checkpoint, out: Path) -> str:
 
 def outcome_table(outcomes: Sequence[Outcome]) -> Sheet:
     """Adapters of a fleet that did not end well, and why."""
-    sheet = Sheet(
-        (Column("adapter", 0, "left", True), Column("state", 0, "left"), Column("reason", 0, "left", prose=True))
-    )
-    for outcome in outcomes:
-        sheet.add_row(outcome.name, outcome.state, outcome.message)
-    return sheet
+    cells: dict[Column, Callable[[Outcome], str]] = {
+        Column("adapter", 0, "left", name=True): lambda outcome: outcome.name,
+        Column("state", 0, "left"): lambda outcome: outcome.state,
+        Column("reason", 0, "left", prose=True): lambda outcome: outcome.message,
+    }
+    return Sheet.of(cells, outcomes)

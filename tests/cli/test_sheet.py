@@ -61,8 +61,8 @@ def test_wide_shows_all_that_is_known():
 
 
 def test_a_long_name_loses_its_middle_and_nothing_else():
-    sheet = Sheet((Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)))
-    sheet.add_row("transformer." + "block." * 20 + "q_proj", "123,456,789", "0.0625")
+    row = ("transformer." + "block." * 20 + "q_proj", "123,456,789", "0.0625")
+    sheet = Sheet((Column("layer", justify="left", name=True), Column("parameters"), Column("error", 1)), [row])
     text = printed(sheet, 60)
     assert max(map(len, text.splitlines())) <= 60
     assert "123,456,789" in text
