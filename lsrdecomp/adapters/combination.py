@@ -67,24 +67,6 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True)
-class CombinedLayer:
-    """What became of one layer.
-
-    Attributes
-    ----------
-    relative_error : float
-        ``‖ΔW - T‖_F / ‖T‖_F``, measured on the factors as stored. T is what the kind asks for: ``Σ weight · ΔW`` for
-        "cat", "linear" and "svd", the pruned or elected matrix for the other "…_svd"; for the remaining kinds, which
-        work on the sides Â and B̂, the product of the sides so combined.
-    distance : float
-        ``‖ΔW - S‖_F / ‖S‖_F`` with ``S = Σ weight · ΔW``, whatever the kind.
-    """
-
-    relative_error: float
-    distance: float
-
-
-@dataclass(frozen=True, slots=True)
 class Factors:
     """An LSR pair weighted as factors: out side, in side."""
 
@@ -98,14 +80,13 @@ class Factors:
 
 
 @torch.no_grad()
-def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Factors, CombinedLayer]:
-    """Factors of one layer's combination of the adapters ``weighted``, and how far they are from what was asked.
+def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Factors, float]:
+    """Factors of one layer's combination of the adapters ``weighted``, and their relative error as stored.
 
     ΔW is formed only for the kinds "…_svd" that prune or elect its entries; "svd" takes the QR decompositions of the
     concatenated pair and the SVD of a small core.
     """
-    exact = weighted_pair(layer, weighted)
-    wanted: Pair | Tensor = exact
+    wanted: Pair | Tensor = weighted_pair(layer, weighted)
     if how.kind == "cat":
         factors = concatenated(layer, weighted)
     elif how.kind == "linear":
@@ -119,8 +100,7 @@ def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Fac
             deltas = [wide(layer.get_delta_weight(adapter)) for adapter, _ in weighted]
             wanted = layer.geometry.to_matrix(how.elementwise(deltas, [weight for _, weight in weighted]))
         factors = low_rank(layer, weighted, *truncated(wanted, rank, how))
-    made = factors.pair
-    return factors, CombinedLayer(relative_distance(made, wanted), relative_distance(made, exact))
+    return factors, relative_distance(factors.pair, wanted)
 
 
 def weighted_pair(layer: LsrLayer, weighted: Weighted) -> Pair:

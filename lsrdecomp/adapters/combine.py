@@ -12,7 +12,7 @@ import torch
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from lsrdecomp.adapters.combination import SIDEWISE, Combination, CombinedLayer, Factors, combined
+from lsrdecomp.adapters.combination import SIDEWISE, Combination, Factors, combined
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.layer import LsrLayer
@@ -27,12 +27,12 @@ def combine(
     weights: Sequence[float],
     how: Combination,
     seed: int | None = None,
-) -> tuple[LsrConfig, dict[str, Factors], dict[str, CombinedLayer]]:
-    """Settings, factors and errors, by layer, of a combination; the model is left as it is."""
+) -> tuple[LsrConfig, dict[str, Factors], dict[str, float]]:
+    """Settings, factors and relative errors, by layer, of a combination; the model is left as it is."""
     check(configs, adapters, weights)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LsrLayer)}
     made: dict[str, Factors] = {}
-    records: dict[str, CombinedLayer] = {}
+    errors: dict[str, float] = {}
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
@@ -42,8 +42,8 @@ def combine(
             ]
             if weighted:
                 check_ranks(name, {adapter: layer.r[adapter] for adapter, _ in weighted}, how)
-                made[name], records[name] = combined(layer, weighted, how)
-    return combined_config(configs, made), made, records
+                made[name], errors[name] = combined(layer, weighted, how)
+    return combined_config(configs, made), made, errors
 
 
 def check(configs: Sequence[LsrConfig], adapters: Sequence[str], weights: Sequence[float]) -> None:
@@ -105,12 +105,12 @@ def fill(model: nn.Module, adapter: str, adapters: Sequence[str], made: Mapping[
                 module.modules_to_save[adapter].load_state_dict(module.modules_to_save[holder].state_dict())
 
 
-def warn_of_loss(adapter: str, kind: str, records: Mapping[str, CombinedLayer]) -> None:
+def warn_of_loss(adapter: str, kind: str, errors: Mapping[str, float]) -> None:
     """Say so where the new adapter is not what was asked for."""
-    name, worst = max(records.items(), key=lambda item: item[1].relative_error)
-    if worst.relative_error > WORTH_A_WARNING:
+    name, worst = max(errors.items(), key=lambda item: item[1])
+    if worst > WORTH_A_WARNING:
         warnings.warn(
-            f"adapter {adapter}, combined by {kind!r}, misses up to {worst.relative_error:.0%} of what was asked for "
+            f"adapter {adapter}, combined by {kind!r}, misses up to {worst:.0%} of what was asked for "
             f"(at {name}); combination_type='cat' is exact for a weighted sum, a larger svd_rank comes closer",
             stacklevel=3,
         )

@@ -9,7 +9,7 @@ from peft import LoraModel
 from torch import nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.combination import Combination, CombinedLayer
+from lsrdecomp.adapters.combination import Combination
 from lsrdecomp.adapters.combine import combine, fill, warn_of_loss
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
@@ -86,7 +86,7 @@ class LsrModel(KroneckerTuner):
         majority_sign_method: str = "total",
         *,
         seed: int | None = None,
-    ) -> dict[str, CombinedLayer]:
+    ) -> dict[str, float]:
         """Add an adapter that combines others, as PEFT's LoRA does: the same names, kinds and results.
 
         Parameters
@@ -120,8 +120,10 @@ class LsrModel(KroneckerTuner):
 
         Returns
         -------
-        dict of str to CombinedLayer
-            What was lost in every layer, measured; a warning is given where it is more than 1 %.
+        dict of str to float
+            ``‖ΔW - T‖_F / ‖T‖_F`` of every layer, measured on the factors as stored; a warning is given above 1 %. T is
+            what the kind asks for: ``Σ weight · ΔW`` for "cat", "linear" and "svd", the pruned or elected matrix for
+            the other "…_svd", and for the remaining kinds the product of the sides so combined.
 
         Raises
         ------
@@ -137,7 +139,7 @@ class LsrModel(KroneckerTuner):
         kind, _, targets = LoraModel._check_add_weighted_adapter(self, adapters, combination_type, svd_rank)  # type: ignore[arg-type]
         configs: list[LsrConfig] = [self.peft_config[adapter] for adapter in adapters]  # type: ignore[misc]
         how = replace(how, kind=kind)  # of one adapter "linear"
-        config, made, records = combine(self.model, configs, adapters, weights, how, seed)
+        config, made, errors = combine(self.model, configs, adapters, weights, how, seed)
         config.target_modules = targets
         # The copies of replicated layers are there already.
         replication, config.layer_replication = config.layer_replication, None
@@ -149,8 +151,8 @@ class LsrModel(KroneckerTuner):
             raise
         config.layer_replication = replication
         fill(self.model, adapter_name, adapters, made)
-        warn_of_loss(adapter_name, combination_type, records)
-        return records
+        warn_of_loss(adapter_name, combination_type, errors)
+        return errors
 
     def _check_new_adapter_config(self, config: Any) -> None:
         super()._check_new_adapter_config(config)

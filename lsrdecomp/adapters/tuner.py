@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora.model import _adapter_names_pre_forward_hook
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, replicate_layers
 from peft.utils import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
@@ -247,15 +248,9 @@ def unpacked(state_dict: dict[str, Tensor], index: str | None = None) -> dict[st
 
 
 def _pass_adapter_names(model: nn.Module, adapter_names: list[str]) -> list[torch.utils.hooks.RemovableHandle]:
-    hook = partial(_add_adapter_names, adapter_names=adapter_names)
+    hook = partial(_adapter_names_pre_forward_hook, adapter_names=adapter_names)
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
         for module in model.modules()
         if isinstance(module, AdaptedLayer | AuxiliaryTrainingWrapper)
     ]
-
-
-def _add_adapter_names(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, {**kwargs, "adapter_names": adapter_names}
