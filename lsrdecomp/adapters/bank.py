@@ -41,9 +41,9 @@ class PackedAdapter:
     layout: bytes
     numbers: NDArray[np.uint8]
 
-    def open(self, name: str, words: bytes) -> Checkpoint:
+    def open(self, name: str) -> Checkpoint:
         """What `pack` took up, its tensors in memory; errors call it ``name``."""
-        config, tensors = json.loads(zlib.decompressobj(zdict=words).decompress(self.layout))
+        config, tensors = json.loads(zlib.decompress(self.layout))
         path, start, stored = Path(name), 0, {}
         for key, dtype, shape in tensors:
             size = prod(shape) * DTYPES[dtype].itemsize
@@ -78,7 +78,6 @@ class AdapterBank:
             raise ValueError(f"a bank needs at least one slot, got {slots}")
         self.base, self.slots = model, slots
         self.shapes = {name: shape for name, module in model.named_modules() if (shape := _matrix_shape(module))}
-        self._words = "\n".join(self.shapes).encode()[-32768:]
         self._packed_by_name: dict[str, PackedAdapter] = {}
         self._layouts: dict[bytes, bytes] = {}
         self._targets: set[str] = set()
@@ -176,7 +175,7 @@ class AdapterBank:
             free.append(self._ready.popitem(last=False)[1])
         placed = dict(zip(missing, free, strict=False))
         if placed:
-            packed = {slot: self._packed_by_name[name].open(name, self._words) for name, slot in placed.items()}
+            packed = {slot: self._packed_by_name[name].open(name) for name, slot in placed.items()}
             self._fill({slot: adapter.layers for slot, adapter in packed.items()})
             self._ready.update(placed)
         return [self._ready.get(name, name) for name in names]
@@ -210,7 +209,7 @@ class AdapterBank:
         layers: tuple[LsrLayer, ...] = checkpoint.layers
         for layer in layers:
             self._check(layer, folder)
-        return pack(bundle, self._words), {layer.name for layer in layers}
+        return pack(bundle), {layer.name for layer in layers}
 
     def _check(self, layer: LsrLayer, folder: Path) -> None:
         shape = self.shapes.get(layer.name)
@@ -258,12 +257,11 @@ def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
 
 
-def pack(bundle: Bundle, words: bytes) -> PackedAdapter:
-    """An LSR directory in few bytes; ``words``, the names of the base's layers, are what zlib begins with."""
+def pack(bundle: Bundle) -> PackedAdapter:
+    """An LSR directory in few bytes."""
     tensors = list(bundle.tensors.values())
     layout = [bundle.config, [[tensor.name, tensor.dtype, tensor.shape] for tensor in tensors]]
-    packer = zlib.compressobj(9, zdict=words)
-    packed = packer.compress(json.dumps(layout, separators=(",", ":")).encode()) + packer.flush()
     return PackedAdapter(
-        packed, np.concatenate([np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors])
+        zlib.compress(json.dumps(layout).encode(), 9),
+        np.concatenate([np.ascontiguousarray(tensor.read()).view(np.uint8).ravel() for tensor in tensors]),
     )
