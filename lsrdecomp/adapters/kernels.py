@@ -64,21 +64,20 @@ def expand(factors: Sequence[Tensor]) -> Tensor:
 
 
 def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
-    """Apply ``Σ_k F1[k] ⊗ … ⊗ Fd[k]`` to the last axis of ``x`` without forming the matrix.
+    """Apply ``Σ_k F1[k] ⊗ F2[k]`` to the last axis of ``x`` without forming the matrix.
 
     Parameters
     ----------
     factors : sequence of Tensor
-        As for `expand`.
+        As for `expand`, two of them: (s, m_1, n_1) and (s, m_2, n_2).
     x : Tensor
-        Shape (..., n_1···n_d).
+        Shape (..., n_1 n_2).
 
     Returns
     -------
     Tensor
-        Shape (..., m_1···m_d). Two factors take two matrix products for all terms and tokens, in the order that costs
-        less: 2 s n_1 m_2 (n_2 + m_1) operations a token, or 2 s m_1 n_2 (n_1 + m_2). More take one small product per
-        factor and term.
+        Shape (..., m_1 m_2). Two matrix products for all terms and tokens, in the order that costs less:
+        2 s n_1 m_2 (n_2 + m_1) operations a token, or 2 s m_1 n_2 (n_1 + m_2).
 
     Raises
     ------
@@ -86,20 +85,22 @@ def apply(factors: Sequence[Tensor], x: Tensor) -> Tensor:
         If the sizes do not fit together.
     """
     terms = _check_terms(factors)
-    columns = [factor.shape[2] for factor in factors]
-    if x.shape[-1] != math.prod(columns):
-        sizes = " x ".join(map(str, columns))
-        raise ShapeError(f"{sizes} = {math.prod(columns)} columns, but the input has {x.shape[-1]} entries")
-    if len(factors) == 2:
-        y = _apply_two(factors[0], factors[1], x.reshape(-1, *columns))
-        return y.reshape(*x.shape[:-1], y.shape[1] * y.shape[2])
-    y = x.reshape(-1, 1, *columns).expand(-1, terms, *columns)  # (batch, s, n_1, ..., n_d)
-    for axis, factor in enumerate(factors, start=2):
-        last = y.movedim(axis, -1)
-        product = last.flatten(2, -2) if last.ndim > 3 else last.unsqueeze(2)
-        product = product @ factor.transpose(1, 2)  # (batch, s, rest, n_i) @ (s, n_i, m_i)
-        y = product.reshape(*last.shape[:-1], factor.shape[1]).movedim(-1, axis)
-    return y.sum(1).reshape(*x.shape[:-1], math.prod(factor.shape[1] for factor in factors))
+    first, second = factors
+    (_, a, b), (_, c, d) = first.shape, second.shape
+    if x.shape[-1] != b * d:
+        raise ShapeError(f"{b} x {d} = {b * d} columns, but the input has {x.shape[-1]} entries")
+    blocks = x.reshape(-1, b, d)
+    n = len(blocks)
+    # X of one token is b × d, and its result is Σ_k F1[k] X F2[k]ᵀ; nothing is moved between the products.
+    if b * c * (d + a) <= a * d * (b + c):
+        # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered alike.
+        half = (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
+        y = first.permute(1, 2, 0).flatten(1) @ half
+    else:
+        # U = [F1] X for all terms, rows ordered (a, k); then Y = U [F2]ᵀ with columns ordered alike.
+        half = (first.transpose(0, 1).flatten(0, 1) @ blocks).view(n * a, terms * d)
+        y = (half @ second.mT.flatten(0, 1)).view(n, a, c)
+    return y.reshape(*x.shape[:-1], a * c)
 
 
 def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> bool:
@@ -110,30 +111,12 @@ def kronecker_pays(terms: int, rows: Sequence[int], columns: Sequence[int]) -> b
     terms : int
         Number of terms.
     rows, columns : sequence of int
-        (m_1, …, m_d) and (n_1, …, n_d).
+        (m_1, …, m_d) and (n_1, …, n_d); more than two factors are always formed.
     """
-    if len(rows) == 2:
-        (a, c), (b, d) = rows, columns
-        applied = min(b * c * d + a * b * c, a * b * d + a * c * d)
-    else:
-        sizes, applied = list(columns), 0
-        for index, height in enumerate(rows):
-            applied += math.prod(sizes) * height
-            sizes[index] = height
-    return terms * applied < math.prod(rows) * math.prod(columns)
-
-
-def _apply_two(first: Tensor, second: Tensor, blocks: Tensor) -> Tensor:
-    """``Σ_k F1[k] X F2[k]ᵀ`` of blocks X (batch, b, d), shape (batch, a, c); nothing is moved between the products."""
-    (terms, a, b), (_, c, d) = first.shape, second.shape
-    n = len(blocks)
-    if b * c * (d + a) <= a * d * (b + c):
-        # Z = X [F2]ᵀ for all terms, rows ordered (b, k); then Y = [F1] Z with columns ordered alike.
-        half = (blocks.reshape(n * b, d) @ second.reshape(terms * c, d).mT).view(n, b * terms, c)
-        return first.permute(1, 2, 0).flatten(1) @ half
-    # U = [F1] X for all terms, rows ordered (a, k); then Y = U [F2]ᵀ with columns ordered alike.
-    half = (first.transpose(0, 1).flatten(0, 1) @ blocks).view(n * a, terms * d)
-    return (half @ second.mT.flatten(0, 1)).view(n, a, c)
+    if len(rows) != 2:
+        return False
+    (a, c), (b, d) = rows, columns
+    return terms * min(b * c * (d + a), a * d * (b + c)) < a * b * c * d
 
 
 def _khatri_rao(left: Tensor, right: Tensor) -> Tensor:

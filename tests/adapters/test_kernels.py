@@ -9,7 +9,7 @@ from adapters_support import kron_sum
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lsrdecomp.adapters.kernels import apply, expand
+from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
 
@@ -33,27 +33,12 @@ def test_expand_is_the_sum_of_kronecker_products(sizes, terms):
     assert np.abs(expand(factors).numpy() - expected).max() <= rounding(expected, terms, len(sizes))
 
 
-@given(SIZES, st.integers(1, 5))
-def test_apply_is_the_formed_matrix_times_a_vector(sizes, terms):
-    factors = stacked(sizes, terms)
-    matrix = kron_sum([factor.numpy() for factor in factors])
-    x = torch.from_numpy(np.random.default_rng(1).standard_normal((3, 2, matrix.shape[1])))
-    expected = x.numpy() @ matrix.T
-    assert apply(factors, x).shape == expected.shape
-    assert np.abs(apply(factors, x).numpy() - expected).max() <= 256 * rounding(expected, terms, len(sizes))
-
-
 @pytest.mark.parametrize("sizes", [[(3, 2), (2, 4)], [(2, 2), (1, 3), (3, 1)], [(4, 3)]])
-def test_both_are_differentiable_in_every_factor(sizes):
+def test_the_sum_is_differentiable_in_every_factor(sizes):
     factors = [factor.requires_grad_() for factor in stacked(sizes, 2)]
-    columns = int(np.prod([n for _, n in sizes]))
-    x = torch.from_numpy(np.random.default_rng(1).standard_normal((2, columns))).requires_grad_()
     assert torch.autograd.gradcheck(lambda *given: expand(given), factors)
-    assert torch.autograd.gradcheck(lambda vector, *given: apply(given, vector), (x, *factors))
 
 
 def test_shapes_that_disagree_are_named():
     with pytest.raises(ShapeError, match=r"\(2, 3, 3\), \(4, 3, 3\)"):
         expand([torch.zeros(2, 3, 3), torch.zeros(4, 3, 3)])
-    with pytest.raises(ShapeError, match="2 x 5 = 10 columns, but the input has 9"):
-        apply([torch.zeros(1, 3, 2), torch.zeros(1, 3, 5)], torch.zeros(9))
