@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -63,7 +64,7 @@ class Task:
         LsrError
             Naming the command that installs what is missing.
         """
-        if set(self.metrics) & set(BY_SCIKIT_LEARN) and importlib.util.find_spec("sklearn") is None:
+        if importlib.util.find_spec("sklearn") is None:
             raise LsrError(
                 f"{self.name} is judged by scikit-learn, which is not installed: pip install 'lsrdecomp[finetune]'"
             )
@@ -126,7 +127,8 @@ class Task:
         expected, answered = np.asarray(labels), np.asarray(answers)
         if expected.shape != answered.shape or expected.ndim != 1 or not expected.size:
             raise TaskError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
-        return {name: METRICS[name](expected, answered) for name in self.metrics}
+        metrics = _metrics()
+        return {name: float(metrics[name](expected, answered)) for name in self.metrics}
 
     def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
         """Every metric for always answering the commonest label (the mean score for a regression)."""
@@ -135,40 +137,24 @@ class Task:
         return self.score(labels, np.full_like(labels, constant))
 
 
-def _of_scikit_learn(name: str, **options: Any) -> Metric:
-    """One of its metrics, imported when it is first asked for."""
+def _metrics() -> Mapping[str, Metric]:
+    """All metrics by name; what computes them takes a second to load."""
+    from scipy.stats import pearsonr, spearmanr
+    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-    def metric(labels: np.ndarray, answers: np.ndarray) -> float:
-        import sklearn.metrics
-
-        return float(getattr(sklearn.metrics, name)(labels, answers, **options))
-
-    return metric
-
-
-def _of_scipy(name: str) -> Metric:
-    """One of its correlations. A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0."""
-
-    def metric(labels: np.ndarray, answers: np.ndarray) -> float:
-        import scipy.stats
-
+    def correlation(function: Callable[..., Any], labels: np.ndarray, answers: np.ndarray) -> float:
+        # A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0.
         constant = np.ptp(labels) == 0 or np.ptp(answers) == 0
-        return 0.0 if constant else float(getattr(scipy.stats, name)(labels, answers).statistic)
+        return 0.0 if constant else float(function(labels, answers).statistic)
 
-    return metric
-
-
-BY_SCIKIT_LEARN = ("accuracy", "f1", "macro_f1", "matthews")
-METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        "accuracy": _of_scikit_learn("accuracy_score"),
-        "f1": _of_scikit_learn("f1_score", pos_label=1.0, zero_division=0.0),
-        "macro_f1": _of_scikit_learn("f1_score", average="macro", zero_division=0.0),
-        "matthews": _of_scikit_learn("matthews_corrcoef"),
-        "pearson": _of_scipy("pearsonr"),
-        "spearman": _of_scipy("spearmanr"),
+    return {
+        "accuracy": accuracy_score,
+        "f1": partial(f1_score, pos_label=1.0, zero_division=0.0),
+        "macro_f1": partial(f1_score, average="macro", zero_division=0.0),
+        "matthews": matthews_corrcoef,
+        "pearson": partial(correlation, pearsonr),
+        "spearman": partial(correlation, spearmanr),
     }
-)
 
 
 COPA_QUESTIONS = MappingProxyType({"cause": "What was the cause of this?", "effect": "What happened as a result?"})
