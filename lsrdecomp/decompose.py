@@ -175,7 +175,9 @@ def decompose_each(
     if sizes.order != 2:
         return tuple(decompose(target, sizes, rank=rank, **goals) for target in targets)
     terms, _, storage = _goals(targets[0], rank, None, None, None, goals.get("storage"))
-    solutions = BatchedKrylov().solve_batch([cast(Dense, target).matrix for target in targets], sizes, rank=terms)
+    solutions = BatchedKrylov(tolerance=1e-3).solve_batch(
+        [cast(Dense, target).matrix for target in targets], sizes, rank=terms
+    )
     return tuple(measured(target, result, storage, None) for target, result in zip(targets, solutions, strict=True))
 
 

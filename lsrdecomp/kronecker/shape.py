@@ -176,14 +176,15 @@ class KroneckerShape:
     @property
     def essential_factors(self) -> tuple[int, ...]:
         """Which factors are not 1×1, which changes nothing; two are left, of as many as there are."""
-        large = [i for i, size in enumerate(self.sizes) if size > 1]
-        spare = [i for i, size in enumerate(self.sizes) if size == 1]
-        return tuple(sorted(large + spare[: max(0, min(2, self.order) - len(large))]))
+        largest_first = sorted(range(self.order), key=lambda i: self.factors[i] == (1, 1))
+        large = self.order - self.factors.count((1, 1))
+        return tuple(sorted(largest_first[: max(large, min(2, self.order))]))
 
     @property
     def essential(self) -> KroneckerShape:
         """The shape of the `essential_factors` alone."""
-        return KroneckerShape(tuple(self.factors[i] for i in self.essential_factors))
+        kept = self.essential_factors
+        return self if len(kept) == self.order else KroneckerShape(tuple(self.factors[i] for i in kept))
 
     @property
     def transposed(self) -> KroneckerShape:
@@ -195,6 +196,8 @@ class KroneckerShape:
 
     def check(self, matrix_shape: tuple[int, ...], name: str = "matrix") -> None:
         """Raise `ShapeError` unless the factors tile a matrix of this shape."""
+        if tuple(matrix_shape) == self.matrix_shape:
+            return
         if len(matrix_shape) != 2:
             raise ShapeError(f"{name}: expected two dimensions, got shape {tuple(matrix_shape)}")
         for side, sizes, length in (("rows", self.rows, matrix_shape[0]), ("columns", self.columns, matrix_shape[1])):
@@ -314,6 +317,8 @@ def splits(n: int, order: int) -> Iterator[tuple[int, ...]]:
 
 
 def _size(value: object) -> int:
+    if type(value) is int and value > 0:  # the usual case, asked for many times in small problems
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"a size must be an integer, got {value!r}")
     size = int(value.__index__())

@@ -36,9 +36,9 @@ class Terms:
     factors: tuple[Array, ...]
 
     def __post_init__(self) -> None:
-        shape = factor_shape(self.factors)
-        if tuple(self.weights.shape) != (self.factors[0].shape[0],):
-            raise ShapeError(f"{self.factors[0].shape[0]} terms of {shape}, but weights {tuple(self.weights.shape)}")
+        shape, terms = self.kronecker_shape, self.factors[0].shape[0]
+        if tuple(self.weights.shape) != (terms,):
+            raise ShapeError(f"{terms} terms of {shape}, but weights {tuple(self.weights.shape)}")
 
     @classmethod
     def _of(cls, weights: Array, factors: tuple[Array, ...]) -> Self:
@@ -91,7 +91,7 @@ class Terms:
         order = xp.asarray(positive, dtype=xp.int64, device=device(scale))
         return cls._of(xp.take(scale, order), tuple(xp.take(unit, order, axis=0) for unit in units))
 
-    @property
+    @cached_property
     def kronecker_shape(self) -> KroneckerShape:
         return factor_shape(self.factors)
 

@@ -78,8 +78,9 @@ def test_error_is_the_optimum_within_the_reported_gap(name, rank, kind):
 
 @pytest.fixture
 def begun_in_single(monkeypatch):
-    """Matrices of any size begin in single precision; how many did."""
+    """Matrices of any size begin in single precision, where no random columns come before; how many did."""
     begun, in_single = [], single.in_single
+    monkeypatch.setattr(golub_kahan.Rearrangement, "from_random_columns", lambda *given: None)
     monkeypatch.setattr(single, "SMALLEST", 1)
     monkeypatch.setattr(golub_kahan, "in_single", lambda *given: begun.append(given) or in_single(*given))
     return begun
@@ -406,6 +407,18 @@ def test_a_gram_matrix_needs_no_full_svd_where_terms_stand_apart(base, remainder
     optimum = Dense(matrix).residual_norm(SVD().solve(Dense(matrix), shape, rank=5).approximation)
     assert solution.relative_error * np.linalg.norm(matrix) <= optimum * (1.0 + solution.optimality_gap) + 1e-14
     assert solution.optimality_gap <= 1e-3
+
+
+def test_a_large_matrix_of_few_terms_needs_no_krylov_space(monkeypatch, rng):
+    monkeypatch.setattr(single, "SMALLEST", 1)
+    monkeypatch.setattr(golub_kahan, "Bidiagonal", None)
+    for sigma in (0.3**K, np.where(K <= 4, 1.0, 1e-6)):
+        target = Dense(with_spectrum(sigma, rng))
+        solution = BlockGolubKahan().solve(target, SHAPE, rank=4)
+        error = target.residual_norm(solution.approximation)
+        assert error <= np.linalg.norm(sigma[4:]) * (1.0 + solution.optimality_gap + 1e-12)
+        assert solution.gap_kind is ErrorKind.bounded
+        assert len(solution.sweeps) == 1
 
 
 def spectrum(name, side):

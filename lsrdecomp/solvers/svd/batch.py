@@ -25,7 +25,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.base import ErrorKind, Solution
+from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import chosen_rank, signed
 
@@ -51,34 +51,33 @@ def truncated_svds(
     require_finite(batch, "batch")
     operators = rearrange(batch, shape)
     u, sigma, vh = namespace(batch).linalg.svd(operators, full_matrices=False)
-    sums = as_sums(u[:, :, :most], sigma[:, :most], vh[:, :most, :], shape)
-    values = to_numpy(sigma).astype(np.float64)
-    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, 0]
-    terms, ends, norms, expected = np.sum(values[:, :most] > floors[:, None], axis=1), [], [], []
-    for i, spectrum in enumerate(values):
-        tails = tail_norms(spectrum)
-        enough, status = chosen_rank(tails, most, atol)
-        terms[i] = min(int(terms[i]), enough)
-        ends.append(status)
-        norms.append(tails[0] or 1.0)
-        expected.append(tails[enough] / norms[i])
-    progress.note(max(expected), objective=max(expected) ** 2)
-    weights = np.where(np.arange(most) < terms[:, None], values[:, :most], 0.0) / np.asarray(norms)[:, None]
-    errors = residual_norms(operators, np.asarray(norms), u[:, :, :most], weights, vh[:, :most, :])
-    record = progress.sweeps[-1:]
+    u, vh, values = u[:, :, :most], vh[:, :most, :], to_numpy(sigma).astype(np.float64)
+    ends = [(most, Status.rank_reached)] * len(values)
+    if atol is not None:
+        ends = [chosen_rank(tail_norms(spectrum), most, atol) for spectrum in values]
+    floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, :1]
+    terms = np.minimum(np.sum(values[:, :most] > floors, axis=1), [enough for enough, _ in ends])
+    errors = relative_errors(operators, u, values, vh, terms)
+    progress.note(float(np.max(errors)), objective=float(np.max(errors)) ** 2)
+    sums, record = as_sums(u, sigma[:, :most], vh, shape), progress.sweeps[-1:]
     return [
         Solution(x if k == most else x.truncate(int(k)), status, record, 0.0, ErrorKind.bounded, float(error))
-        for x, k, status, error in zip(sums, terms, ends, errors, strict=True)
+        for x, k, (_, status), error in zip(sums, terms, ends, errors, strict=True)
     ]
 
 
-def residual_norms(operators: Array, norms: np.ndarray, u: Array, sigma: np.ndarray, vh: Array) -> np.ndarray:
-    """‖R/‖R‖ − U σ Vᴴ‖ of each matrix, measured from entries in double precision."""
-    rows, u, vh = as_double(operators), as_double(u), as_double(vh)
-    xp = namespace(rows)
-    real = xp.real(rows) if is_complex(rows) else rows
-    rest = rows / like(norms, real)[:, None, None] - (u * like(sigma, real)[:, None, :]) @ vh
-    return to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2)))
+def relative_errors(operators: Array, u: Array, sigma: np.ndarray, vh: Array, terms: np.ndarray) -> np.ndarray:
+    """‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision, all for σ_1 = 1."""
+    largest = np.where(sigma[:, :1] > 0.0, sigma[:, :1], 1.0)
+    sigma = sigma / largest
+    weights = np.where(np.arange(vh.shape[1]) < terms[:, None], sigma[:, : vh.shape[1]], 0.0)
+    rest, u, vh = as_double(operators), as_double(u), as_double(vh)
+    xp = namespace(rest)
+    real = xp.real(rest[:1, :1, :1]) if is_complex(rest) else rest
+    rest = rest / like(largest, real)[:, :, None]
+    rest -= (u * like(weights, real)[:, None, :]) @ vh
+    errors: np.ndarray = to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2))) / np.linalg.norm(sigma, axis=1).clip(1.0)
+    return errors
 
 
 def as_sums(u: Array, sigma: Array, vh: Array, shape: KroneckerShape) -> list[SeparatedMatrix]:

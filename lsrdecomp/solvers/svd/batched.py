@@ -40,7 +40,10 @@ from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.targets.base import Dense
 
 CHUNK_ENTRIES = 2**20
-"""Entries of the matrices that take their steps together: few enough to stay in a processor's cache."""
+"""Entries of the matrices that take their steps together."""
+
+CACHED = 2**16
+"""Entries of the matrices whose residuals are formed together: 512 KiB, which stay in a processor's cache."""
 
 SMALL = 160
 """Terms that a matrix can have up to which its SVD is the faster way."""
@@ -145,7 +148,7 @@ class BatchedKrylov(MatrixSolver):
     ) -> list[Solution]:
         block = -(-most // self.columns) * self.columns
         whole = shape.max_separation_rank <= max(SMALL, 3 * block) or is_differentiated(batch)
-        height = max(1, CHUNK_ENTRIES // (batch.shape[1] * batch.shape[2]))
+        height = max(1, (CACHED if whole else CHUNK_ENTRIES) // (batch.shape[1] * batch.shape[2]))
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
             part = batch[start : min(start + height, batch.shape[0]), :, :]

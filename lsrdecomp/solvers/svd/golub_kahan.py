@@ -11,10 +11,10 @@ from lsrdecomp.solvers.base import Event, Solution
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
-from lsrdecomp.solvers.svd.gram import Gram
+from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.growth import Growth
 from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_double, in_single
-from lsrdecomp.targets.base import Dense, LowRank, Rearranged
+from lsrdecomp.targets.base import Dense, LowRank, Rearranged, RearrangedDense
 from lsrdecomp.targets.separated import Separated
 from lsrdecomp.targets.sparse import Sparse
 
@@ -28,12 +28,13 @@ class BlockGolubKahan(MatrixSolver):
     is enough too: where the optimum itself is that small, the gap says what is left open. Where the Krylov space would
     grow to a third of the smaller side of R(M), `Gram` takes over, which is cheaper there. Terms are orthogonal, γ = 1.
 
-    A large float64 matrix in memory whose number of terms is given is first read in single precision, at half the
-    price: its Krylov space only has to hold the terms, which a product or two in double precision then take from it.
-    So what single precision costs is the square of its rounding; two machines agree within ``tolerance``, not to the
-    last digits. Where a first block shows fewer directions above that rounding than it has columns, double precision
-    takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout. It ends a float32 matrix too whose error is
-    no more than the rounding of its terms; these are in double precision then.
+    A large float64 matrix in memory whose number of terms is given is first multiplied by random columns, as in `Gram`,
+    which are enough where the spectrum falls fast; up to 2²² entries, of which R(M) is held. Then it is read in single
+    precision, at half the price: its Krylov space only has to hold the terms, which a product or two in double
+    precision then take from it. So what single precision costs is the square of its rounding; two machines agree within
+    ``tolerance``, not to the last digits. Where a first block shows fewer directions above that rounding than it has
+    columns, double precision takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout. It ends a float32
+    matrix too whose error is no more than the rounding of its terms; these are in double precision then.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.
@@ -103,6 +104,12 @@ class BlockGolubKahan(MatrixSolver):
         settings = self.tolerance, target, shape, swapped, rank, most, problem.goal
         if fits_single(target, rank, problem.goal, self.tolerance):
             rows = in_double(target, shape)
+            if isinstance(rows, RearrangedDense):
+                matrix = Rearrangement.of(rows.matrix, norm, shape)
+                solution = matrix.from_random_columns(most, self.tolerance, self.seed)
+                if solution is not None:
+                    progress.note(solution.relative_error or 0.0)
+                    return replace(solution, sweeps=progress.sweeps)
             space = self._space(in_single(target, shape, rows), swapped, norm, block)
             single = SingleGrowth(space, *settings, rows=rows)
             solution = self._grown(single, progress)

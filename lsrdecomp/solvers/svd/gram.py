@@ -9,15 +9,13 @@ from typing import ClassVar
 import numpy as np
 import scipy.linalg
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, like, namespace, tail_norms, to_numpy
-from lsrdecomp.arrays import norm as norm_of
+from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, like, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.svd.batch import rayleigh_ritz
-from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error
-from lsrdecomp.targets.residual import CACHED, row_blocks
+from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error, residual_blocks
 
 OVERSAMPLED = 8
 """Random columns beside as many as there are terms."""
@@ -107,12 +105,12 @@ class Rearrangement:
     shape: KroneckerShape
 
     @classmethod
-    def of(cls, matrix: Array, norm: float, shape: KroneckerShape) -> Rearrangement:
+    def of(cls, matrix: Array, size: float, shape: KroneckerShape) -> Rearrangement:
         rows, scale = as_double(matrix), 1.0
-        if not 1e-100 < norm < 1e100:
-            rows, norm, scale = rows / norm, 1.0, norm
+        if not 1e-100 < size < 1e100:
+            rows, size, scale = rows / size, 1.0, size
         turned = rows.shape[0] > rows.shape[1]
-        return cls(adjoint(rows) if turned else rows, turned, norm, scale, shape)
+        return cls(adjoint(rows) if turned else rows, turned, size, scale, shape)
 
     def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
         """A few terms from the range of R times random columns, where what these leave of R falls fast; else None."""
@@ -124,8 +122,8 @@ class Rearrangement:
         left = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
         if left[-1] > 0.5 * left[rank - 1]:
             return None
-        if left[-1] > 0.1 * left[rank]:  # a flat remainder, which a power takes out
-            basis, _ = xp.linalg.qr(rows @ (adjoint(rows) @ basis))
+        if left[-1] > 0.05 * left[-6]:  # a flat remainder, or rounding, which one more product takes out
+            basis, _ = xp.linalg.qr(rows @ adjoint(rayleigh_ritz(rows, basis)[2]))
         return self.solution(basis, rank, tolerance, certain=False)
 
     def solution(self, basis: Array, rank: int, tolerance: float, *, certain: bool) -> Solution | None:
@@ -138,9 +136,13 @@ class Rearrangement:
             # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error is measured.
             u, sigma, vh = rayleigh_ritz(rows, basis)
             left, weights, right = u[:, :rank], sigma[:rank], vh[:rank, :]
-            error, coupled = residual(rows, left, weights, right)
-            error, coupled, theta = error / self.norm, coupled / self.norm, to_numpy(weights) / self.norm
+            errors, squares = [], np.zeros(rank)
+            for rest in residual_blocks(rows, left, weights, right):
+                errors.append(norm(rest))
+                squares += np.sum(np.abs(to_numpy(rest @ adjoint(right))) ** 2, axis=0)
+            error, coupled = math.hypot(*errors) / self.norm, np.sqrt(squares) / self.norm
             # Gram 2: the optimum is known by the couplings, or by what they and squaring may have lost.
+            theta = to_numpy(weights) / self.norm
             last = float(theta[-1]) if rank else 2.0  # without terms nothing couples
             least = float(least_error(last, error, float(np.linalg.norm(coupled))))
             gain = loss(rank) + float(coupled @ theta)
@@ -175,14 +177,3 @@ def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
     if vectors.shape[1] < count:  # of values that are all alike it has been seen to leave out more
         values, vectors = xp.linalg.eigh(matrix)
     return xp.flip(values), xp.flip(vectors, axis=1)
-
-
-def residual(rows: Array, left: Array, sigma: Array, vh: Array) -> tuple[float, np.ndarray]:
-    """‖R − U Σ Vᴴ‖ from its entries, a block of rows at a time, and the length of each column of (I − UUᴴ) R V."""
-    weighted = left * namespace(left).astype(sigma, left.dtype)
-    errors, coupled = [], np.zeros(int(sigma.shape[0]))
-    for part in row_blocks(rows.shape[0], rows.shape[1], CACHED):
-        rest = rows[part, :] - weighted[part, :] @ vh
-        errors.append(norm_of(rest))
-        coupled += np.sum(np.abs(to_numpy(rest @ adjoint(vh))) ** 2, axis=0)
-    return math.hypot(*errors), np.sqrt(coupled)
