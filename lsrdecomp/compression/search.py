@@ -310,11 +310,10 @@ def _more_terms(table: SearchTable, chosen: Sequence[Entry], indices: Sequence[i
         fresh = tuple(ranks for ranks in more_terms(product.ranks) if ranks not in solved)
         if fresh:
             same.setdefault((product.ranks, fresh), []).append(i)
-    tasks = []
+    tasks: list[Task] = []
     for (_, fresh), members in same.items():
-        for part in table.parts(members):
-            starts = [chosen[i].product.product() for i in part]
-            tasks.append(table.task(part, [Request(chosen[part[0]].product.shape, fresh, starts)]))
+        starts = {i: chosen[i].product.product() for i in members}
+        tasks += table.tasks(members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts)
     return tasks
 
 
@@ -379,7 +378,13 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
         left = table.search.sweeps - swept
         alone = Effort(left, left, REFINED, 1, least, table.resources.device)
         some = replace(alone, sweeps=min(PORTION, left), cold_sweeps=min(PORTION, left))
-        tasks = table.continued({i: (chosen[i].product, product) for i, (product, _) in standing.items()}, some, alone)
+        same: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
+        for i in standing:
+            same[table.layers[i].kind, chosen[i].product.configuration].append(i)
+        starts, tasks = {i: product for i, (product, _) in standing.items()}, []
+        for (_, (shape, ranks)), members in same.items():
+            request = Request(shape, (ranks,))
+            tasks += table.tasks(members, [request], starts=starts, effort=some, alone=alone)
         before, standing = standing, {}
         for task, answers in table.answers(tasks, Counter(None, "", 0, "")):
             for position, i in enumerate(task.indices):

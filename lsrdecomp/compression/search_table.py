@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from lsrdecomp.compression.candidates import (
 from lsrdecomp.compression.layers import Layer, SpillCache, batches
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
-from lsrdecomp.compression.shapes import Configuration, Request, parameters
+from lsrdecomp.compression.shapes import Request, parameters
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
@@ -138,7 +137,7 @@ class SearchTable:
         self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
     ) -> None:
         self.layers, self.search, self.storages, self.cache = layers, search, tuple(storages), cache
-        self.resources = resources
+        self.resources, self._pool = resources, worker_pool(resources.workers)
         self.parameters = sum(layer.parameters for layer in layers)
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
@@ -259,31 +258,27 @@ class SearchTable:
 
     # -- solving -------------------------------------------------------------------------------------------------------
 
-    def parts(self, indices: Sequence[int]) -> list[list[int]]:
-        """Layers of one kind in runs that fit in memory together, those that need as many coordinates side by side."""
-        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries)
-        return [ordered[part] for part in batches([self.layers[i] for i in ordered], leading=True)]
-
-    def task(self, indices: Sequence[int], requests: Sequence[Request], effort: Effort | None = None) -> Task:
-        """Requests for layers that fit in memory together; targets and norms are read when the task is run."""
-        return Task(tuple(indices), (), None, requests, effort or Effort(device=self.resources.device))
-
-    def tasks(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Task]:
-        """The same requests for any number of layers of one kind."""
-        return [self.task(part, requests) for part in self.parts(indices)] if requests else []
-
-    def continued(
-        self, standing: Mapping[int, tuple[Lsr, SeparatedProduct]], effort: Effort, alone: Effort
+    def tasks(
+        self,
+        indices: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        starts: Mapping[int, SeparatedProduct] | None = None,
+        effort: Effort | None = None,
+        alone: Effort | None = None,
     ) -> list[Task]:
-        """Layers go on each from a product at its shape and terms; with ``alone`` one that is a batch of its own."""
-        same: dict[tuple[tuple[object, ...], Configuration], list[int]] = {}
-        for i, (lsr, _) in standing.items():
-            same.setdefault((self.layers[i].kind, lsr.configuration), []).append(i)
-        tasks = []
-        for (_, (shape, ranks)), indices in same.items():
-            for part in self.parts(indices):
-                request = Request(shape, (ranks,), [standing[i][1] for i in part])
-                tasks.append(self.task(part, [request], effort if len(part) > 1 else alone))
+        """The same requests for any number of layers of one kind, in parts that fit in memory together.
+
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product;
+        ``alone`` is the effort for a part of one layer. Targets and norms are read when a task is run.
+        """
+        usual, tasks = effort or Effort(device=self.resources.device), []
+        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
+        for span in batches([self.layers[i] for i in ordered], leading=True):
+            part = tuple(ordered[span])
+            begun = None if starts is None else [starts[i] for i in part]
+            chosen = alone if alone is not None and len(part) == 1 else usual
+            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], chosen))
         return tasks
 
     def solve(self, tasks: Sequence[Task], stage: str) -> None:
@@ -304,10 +299,6 @@ class SearchTable:
         loaded = (self._loaded(task) for task in tasks)
         workers, journal = self.resources.workers, self.resources.journal
         yield from run(loaded, workers=workers, pool=self._pool, journal=journal, on_done=done)
-
-    @cached_property
-    def _pool(self) -> Any:
-        return worker_pool(self.resources.workers)
 
     def _loaded(self, task: Task) -> Task:
         layers = [self.layers[i] for i in task.indices]

@@ -295,7 +295,7 @@ def test_neighbours_are_one_step_away() -> None:
 def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
     table, shape = searched.table, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
-    table.solve([table.task([0], [solve.Request(shape, ((1, 1), (2, 2)))])], "solving")
+    table.solve(table.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
         entries = [[entry.exact for entry in row] for row in table.rows]
