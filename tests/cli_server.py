@@ -87,11 +87,15 @@ def _child(order: dict[str, Any], notes: str) -> None:
 
 
 def _serve() -> None:
-    from lsrdecomp import analysis, checkpoints, compression, fleet, plots
+    from typer.testing import CliRunner
+
+    from lsrdecomp import analysis, checkpoints, cli, compression, fleet, plots
+    from lsrdecomp.cli.app import app
 
     for room in (analysis, checkpoints, compression, fleet, plots):  # loaded here once, not by every child
         for name in room.__all__:
             getattr(room, name)
+    CliRunner().invoke(app, ["inspect", str(Path(cli.__file__).parent / "demo_adapter")])
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         for line in sys.stdin:

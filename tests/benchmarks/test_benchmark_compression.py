@@ -97,7 +97,8 @@ def test_lokr_finds_a_planted_product_and_prices_its_truncation(rng: np.random.G
         assert layer.squared_error(fit.form(dim)) == pytest.approx(fit.squared_error(dim), rel=1e-2)
 
 
-def test_the_benchmark_runs_small(tmp_path: Path) -> None:
+def test_the_benchmark_runs_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budgets, "TIMES", (8, 48))
     out = tmp_path / "found.json"
     command = [str(DEMO), "--out", str(out), "--layers", "2"]
     budgets.main(command)

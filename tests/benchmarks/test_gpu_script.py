@@ -30,7 +30,7 @@ def arguments(folder, *more):
     rows = [json.dumps({"prompt": f"user {first} {second}", "completion": second}) for first, second in pairs]
     (task / "train.jsonl").write_text("\n".join(rows))
     (task / "held.jsonl").write_text("\n".join(rows[:8]))
-    base = str(make_base(folder))
+    base = str(make_base(folder, layers=1))
     of_small = ["--model", base, "--task", str(task), "--steps", "4", "--recover", "2", "--batch", "4", "--ratio", "4"]
     of_large = ["--llm", base, "--data", sums(folder / "sums.jsonl", 12), "--test", sums(folder / "test.jsonl", 6)]
     of_large += ["--rank", "4", "--llm-steps", "2", "--samples", "8", "--new-tokens", "3", "--max-length", "32"]
@@ -63,7 +63,7 @@ def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
     }
     for row in rows[1:]:
         assert row["parameters"] * row["ratio"] <= stages["large lora"]["parameters"]
-        assert row["kl"] > 0
+        assert row["kl"] >= 0
     config = json.loads((tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]

@@ -1,5 +1,6 @@
 """The pictures of the pages are drawn from their records by the scripts that drew them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_recovery_has_a_picture_for_each_task(tmp_path):
-    recover_picture.main(RESULTS / "recover-minilm.json", tmp_path)
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        "recover-cola.png",
-        "recover-mrpc.png",
-        "recover-sst2.png",
-    ]
+    results = json.loads((RESULTS / "recover-minilm.json").read_text())
+    of_two = [line for line in results["lines"] if line["task"] in ("CoLA", "SST-2")][-40:]
+    (tmp_path / "some.json").write_text(json.dumps({**results, "lines": of_two}))
+    recover_picture.main(tmp_path / "some.json", tmp_path)
+    assert {each.name for each in tmp_path.glob("*.png")} == {
+        f"recover-{line['task'].lower().replace('-', '')}.png" for line in of_two
+    }
 
 
 def test_a_language_model_has_its_picture(tmp_path):

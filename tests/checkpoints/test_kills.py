@@ -97,12 +97,14 @@ def outputs(out: Path) -> dict[str, bytes]:
     return {name: content for name, content in found.items() if name != MANIFEST and "/." not in name}
 
 
-@pytest.mark.parametrize(("kills", "count"), [(2, 3), pytest.param(210, 12, marks=LONG)])
-def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Path, kills: int, count: int) -> None:
+@pytest.mark.parametrize(("kills", "count", "workers"), [(2, 3, 0.0), pytest.param(210, 12, 0.25, marks=LONG)])
+def test_a_fleet_loses_nothing_and_does_nothing_twice(
+    run: Server, tmp_path: Path, kills: int, count: int, workers: float
+) -> None:
     pytest.importorskip("joblib")
     folder, plan = make_fleet(tmp_path / "in", count), tmp_path / "plan.toml"
     plan.write_text('[compress]\nseparation_rank = 2\nstorage = "float16"\n')
-    usual = run("fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1)
+    usual = run("fleet", folder, tmp_path / "calm", "--plan", plan, "--workers", 1, here=not workers)
     assert usual["code"] == 0
     calm = outputs(tmp_path / "calm")
     full, idle = (run("fleet", folder, tmp_path / "alone", "--plan", plan, here=True, step=0) for _ in range(2))
@@ -111,7 +113,7 @@ def test_a_fleet_loses_nothing_and_does_nothing_twice(run: Server, tmp_path: Pat
 
     def moment(left: int) -> dict[str, object]:
         """When to kill a run with so many adapters to do: somewhere on its way, or just too late."""
-        if chance.random() < 0.25:  # with workers, which may outlive their master for a moment
+        if chance.random() < workers:  # with workers, which may outlive their master for a moment
             seconds = chance.uniform(0.0 if left == count else 0.5, 1.1) * usual["seconds"]
             return {"seconds": seconds, "whole": chance.random() < 0.75}
         span = idle["steps"] + (full["steps"] - idle["steps"]) * left / count

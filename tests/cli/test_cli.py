@@ -26,10 +26,10 @@ def test_compress_verify_export_and_verify_again(tmp_path):
     assert report["totals"]["worst_error"] <= 0.5
     assert f"{report['totals']['parameters']:,} parameters instead of 73,728" in done.stdout
     assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
-    plain = process("verify", DEMO, tmp_path / "lsr")
+    plain = lsr("verify", DEMO, tmp_path / "lsr")
     assert plain.returncode == 0
     assert "recorded" not in plain.stdout  # a column of dashes
-    assert process("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
+    assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
     checked = lsr("verify", DEMO, tmp_path / "lora", "--json", "-")
     assert checked.returncode == 0
     assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
@@ -45,9 +45,12 @@ def test_fixed_shape_and_terms(tmp_path):
 
 
 def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(tmp_path):
-    done = lsr("compress", DEMO, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
+    rng = np.random.default_rng(0)
+    layers = [(name, rng.standard_normal((12, 2)), rng.standard_normal((2, 12))) for name in "ab"]
+    source = write_lora(tmp_path / "lora", layers=layers, config={"base_model_name_or_path": "base"})
+    done = lsr("compress", source, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
     assert done.returncode == 1
-    assert "12 of 12 layers stay above 1e-05 in bfloat16" in done.stderr
+    assert "2 of 2 layers stay above 1e-05 in bfloat16" in done.stderr
     assert not (tmp_path / "o").exists()
 
 

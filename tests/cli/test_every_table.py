@@ -55,7 +55,7 @@ def command(verb, written):
         "curve": ["curve", str(DEMO), "--quiet"],
         "compress": ["compress", str(DEMO), "--separation-rank", "2", "--dry-run", "--quiet"],
         "compress --calibrated": [
-            *("compress", str(DEMO), "--ratio", "48", "--calibrated", str(STATISTICS), "--dry-run", "--quiet"),
+            *("compress", str(DEMO), "--separation-rank", "2", "--calibrated", str(STATISTICS), "--dry-run", "--quiet"),
         ],
         "verify": ["verify", str(DEMO), str(written), "--quiet"],
     }[verb]

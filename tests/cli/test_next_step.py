@@ -51,7 +51,7 @@ def update(checkpoint):
 def test_a_lora_comes_back_as_it_was_by_the_command_shown(form, tmp_path):
     given = write(tmp_path, form)
     alpha = ["--alpha", "4"] if form in OUTSIDE else []
-    done = lsr("compress", given, *alpha, "--ratio", "1.5", "--out", "small", cwd=tmp_path)
+    done = lsr("compress", given, *alpha, "--separation-rank", "2", "--out", "small", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = re.findall(r"lsrdecomp (export .*)", done.stdout)
     if form == "peft-lora":

@@ -24,6 +24,7 @@ from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.tables import summary  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
+from lsrdecomp.compression.settings import STORAGES  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator  # noqa: E402
@@ -234,13 +235,15 @@ def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monk
 
 
 def test_keep_on_the_command_line(folder, lines, tmp_path):
+    """Absent any word of it, storage is automatic."""
     out, page, facts = tmp_path / "out", tmp_path / "page.html", tmp_path / "facts.json"
-    done = command(
-        folder, lines, "--keep", 0.7, "--storage", "float16", "--out", out, "--report", page, "--json", facts
-    )
+    done = command(folder, lines, "--keep", 0.4, "--out", out, "--report", page, "--json", facts)
     assert done.exit_code == 0, done.output
     promise = json.loads(facts.read_text())["promise"]
-    assert promise["kept"] >= 0.7
+    written = lsr.open_checkpoint(out)
+    assert {layer.dtype for layer in written.layers} <= set(STORAGES["auto"])
+    assert verify(lsr.open_checkpoint(folder / "lora"), written).passed
+    assert promise["kept"] >= 0.4
     shown = " ".join(done.stdout.split())
     assert promise["sentence"] in shown
     assert "held-out examples of lines.txt" in promise["sentence"]
