@@ -29,7 +29,7 @@ from lsrdecomp.arrays import zero_padded
 from lsrdecomp.checkpoints.format import PREFIX
 from lsrdecomp.checkpoints.tensors import DTYPES, FLOATS
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.formats.bit_packing import Codes, pack, packed_size, unpack
+from lsrdecomp.formats.number_formats import Codes, pack, packed_size, unpack
 from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
-from lsrdecomp.cli import promise, resize, tables
+from lsrdecomp.cli import resize, tables
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
@@ -34,6 +34,7 @@ from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.fidelity import Measurement
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
@@ -210,13 +211,13 @@ def compress(
                     tables.show(json, f"Wrote {output}. {_next(checkpoint, output, alpha)}")
                 if report is not None:
                     tables.show(json, f"Wrote {report}.")
-                tables.show(json, *promise.words(result))
+                tables.show(json, *_promise(result))
                 if calibrated is None and base is None:
                     _warn_of_wreck(result, adapter, output)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
-    if promise.kept_too_little(results, "distil" in of_base) or not all(result.met for result in results):
+    if _kept_too_little(results, "distil" in of_base) or not all(result.met for result in results):
         raise typer.Exit(1)
 
 
@@ -276,6 +277,43 @@ def _write(
         if report is not None:  # again, now with the sizes of the files
             page = compression.html_report(result, curves, out=output, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
+
+
+def _promise(result: Any) -> Iterator[str]:
+    """The promise, if there is one."""
+    promise, tried = getattr(result, "promise", None), getattr(result, "tried", ())
+    if promise is not None:
+        forms = f"{_tried(tried)} " if len(tried) > 1 else ""
+        yield f"{forms}It {promise.sentence()}."
+        for each in getattr(result, "differing", ()):
+            yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
+
+
+def _tried(tried: Sequence[Measurement]) -> str:
+    """How many forms were measured, and which of them were trained, with what each kept.
+
+    >>> from lsrdecomp.fidelity import Measurement
+    >>> print(_tried([Measurement(30_000, 7_400, 0.951), Measurement(12_100, 2_900, 0.87, 0.943, 60)]))
+    2 forms were measured, 1 of them also trained for 60 steps: 12 kB 87.0 → 94.3 %.
+    """
+    trained = [measurement for measurement in tried if measurement.steps]
+    if not trained:
+        return f"{len(tried)} forms were measured."
+    steps = max(measurement.steps for measurement in trained)
+    words = f"{len(tried)} forms were measured, {len(trained)} of them also trained for {steps} steps"
+    return f"{words}: {', '.join(map(str, trained))}."
+
+
+def _kept_too_little(results: Sequence[Any], distilled: bool) -> bool:
+    """Say so where less than half is kept; whether that is a failure: not where the size was asked for by ratio."""
+    little = [result for result in results if getattr(result, "promise", None) is not None and result.promise.little]
+    for result in little:
+        more = "more room" if distilled else "--distil 200"
+        tables.say(
+            f"WARNING: this form keeps only {100 * result.promise.kept:.0f} % of what the adapter does; "
+            f"try --keep 0.9, {more}, or texts nearer to its task"
+        )
+    return any(result.plan.ratio is None for result in little)
 
 
 def _next(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:

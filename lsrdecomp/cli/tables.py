@@ -69,11 +69,10 @@ def quiet() -> Iterator[None]:
 
 def write_json(value: Any, path: Path) -> None:
     """Write to a file as a whole, or to standard output for ``-``."""
-    text = _json(value)
     if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        write_text(text, path)
+        sys.stdout.write(_json(value))
+    with files(json_text(value, path)):
+        pass
 
 
 def json_text(value: Any, path: Path | None) -> dict[Path, str]:
@@ -85,17 +84,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def write_text(text: str, path: Path) -> None:
-    """A file that appears as a whole; whether it may was asked before, by `lsrdecomp.cli.outputs.checked`."""
-    with files({path: text}):
-        pass
-
-
 @contextmanager
 def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
     """Files that appear when the block ends; if it fails, or one of them does not fit, none appears.
 
-    Yields where each waits until then.
+    Yields where each waits until then. Whether they may was asked before, by `lsrdecomp.cli.outputs.checked`.
     """
     with ExitStack() as together:
         waiting = {path: together.enter_context(checkpoints.new_file(path, force=True)) for path in texts}

@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import PrecisionError
-from lsrdecomp.formats.bit_packing import Codes
-from lsrdecomp.formats.number_formats import FORMATS
-from lsrdecomp.formats.number_formats import nearest_codes as nearest_codes
+from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
 from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.precision import INTEGERS

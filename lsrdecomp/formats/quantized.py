@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.formats.bit_packing import Codes, packed_size
+from lsrdecomp.formats.number_formats import Codes, packed_size
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.kronecker.shape import ProductShape
 

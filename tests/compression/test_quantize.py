@@ -19,12 +19,12 @@ from lsrdecomp.compression.candidates import (
     water_filled_candidates,
 )
 from lsrdecomp.compression.layers import SpillCache
-from lsrdecomp.compression.quantize import GAUSSIAN, nearest_codes, quantize, spectral_code, svd_code, water_fill
+from lsrdecomp.compression.quantize import GAUSSIAN, quantize, spectral_code, svd_code, water_fill
 from lsrdecomp.compression.search import search_layers
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
-from lsrdecomp.formats.bit_packing import pack, unpack
+from lsrdecomp.formats.number_formats import nearest_codes, pack, unpack
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
-from lsrdecomp.formats.bit_packing import Codes
+from lsrdecomp.formats.number_formats import Codes
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import safe_ratio
