@@ -331,6 +331,17 @@ def test_where_every_term_is_needed_the_fibres_are_taken_at_once(rng):
     assert decompose(short + 1e-5 * matrix, shape, rtol=1e-2).separation_rank == 1
 
 
+def test_where_no_sum_is_shorter_than_the_matrix_an_exact_one_is_found_without_newton_steps(monkeypatch, rng):
+    """Four seconds went into 39 terms of 1,599 numbers for the 1,200 of a matrix of noise."""
+    monkeypatch.setattr("lsrdecomp.solvers.cp.incremental.refine", None)
+    monkeypatch.setattr("lsrdecomp.solvers.cp.incremental.CHEAP", 0)
+    matrix, shape = rng.standard_normal((20, 18)), KroneckerShape(((4, 3), (5, 3), (1, 2)))
+    record = decompose(matrix, shape, rtol=1.3e-11)
+    assert record.relative_error <= 1.3e-11
+    assert record.separation_rank <= 24
+    assert "nothing is gained" in record.remark
+
+
 def test_a_core_keeps_the_directions_that_hold_more_than_a_tolerance(xp, rng):
     columns = [xp.asarray(rng.standard_normal((p, 3))) for p in (6, 7, 8)]
     tensor = assemble(columns, xp.asarray([1.0, 1e-3, 1e-9]))

@@ -100,6 +100,9 @@ class CoreFit:
             if unknowns(terms) <= CHEAP:
                 terms = self._refined(terms, guide, self.goal, iterations=20, rtol=1e-2)
             error = self.misfit(terms)
+            # More unknowns than entries: what Newton steps would find, the expansion in fibres has for nothing.
+            if self.goal > ROUNDING and unknowns(terms) > max(CHEAP, self.core.size):
+                continue
             if terms.rank == rank:
                 return self._best_of(before, terms, self.initializations if unknowns(terms) <= CHEAP else 1)
             # Core 3: near the goal, the penalty falls to the one asked for.
