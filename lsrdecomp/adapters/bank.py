@@ -165,7 +165,8 @@ class AdapterBank:
             raise LsrError(f"{len(wanted)} adapters at once, but the bank has {self.slots} slots; make it with more")
         if not wanted:
             return list(names)
-        self._ensure_slots()
+        if self._model is None:
+            self._fill({_slot(slot): () for slot in range(self.slots)})
         for name in wanted:
             if name in self._ready:
                 self._ready.move_to_end(name)
@@ -186,10 +187,6 @@ class AdapterBank:
         if self.model.active_adapter != slot:
             self.model.set_adapter(slot, inference_mode=True)
         return slot
-
-    def _ensure_slots(self) -> None:
-        if self._model is None:
-            self._fill({_slot(slot): () for slot in range(self.slots)})
 
     def _unload(self) -> None:
         """Back to the bare base: the next `load` makes slots for all layers that are targeted by then."""

@@ -171,6 +171,7 @@ class LsrModel(KroneckerTuner):
         LoraModel._add_targets_to_tie(self, peft_config, tied)  # type: ignore[arg-type]
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie
+    _prepare_adapter_config = LoraModel._prepare_adapter_config
 
 
 register("lsr", LsrConfig, LsrModel)

@@ -94,16 +94,6 @@ class KroneckerTuner(BaseTuner):
         if peft_config.layer_replication:
             replicate_layers(model, peft_config.layer_replication)
 
-    def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        has_usual_targets = model_config.get("model_type") in self.target_module_mapping
-        if (
-            peft_config.target_modules is None
-            and getattr(peft_config, "target_parameters", None)
-            and not has_usual_targets
-        ):
-            return peft_config
-        return super()._prepare_adapter_config(peft_config, model_config)
-
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         # PEFT's own version hands the weight to a module without base_layer, which breaks merging once
         # trainable_token_indices has wrapped the layer.
