@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper as LoraParamWrapper
+from peft.tuners.lora.layer import _LoraParameterProxy
+from peft.utils import ALLOWED_COMPUTE_DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -14,23 +17,6 @@ from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.geometry import Geometry, LinearGeometry
 from lsrdecomp.adapters.layer import LsrLayer
-
-ADDABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class AddDelta(nn.Module):
-    """A parametrization: the parameter is read as itself plus ΔW."""
-
-    def __init__(self, delta: Tensor) -> None:
-        super().__init__()
-        self.delta = delta
-
-    def forward(self, weight: Tensor) -> Tensor:
-        if weight.dtype in ADDABLE:
-            return weight + self.delta.to(weight.dtype)
-        # 8-bit floats have no addition, and overflow to NaN when cast down.
-        limits = torch.finfo(weight.dtype)
-        return (weight.to(self.delta.dtype) + self.delta).clamp(limits.min, limits.max).to(weight.dtype)
 
 
 class ParamWrapper(LsrLayer):
@@ -103,19 +89,18 @@ class ParamWrapper(LsrLayer):
             yield
             return
         module, name = self.get_base_layer(), self.parameter_name
-        trained = self.get_param().requires_grad
-        addition = AddDelta(torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0])
+        parameter, delta = self.get_param(), torch.stack(deltas).sum(0) if len(deltas) > 1 else deltas[0]
+        trained = parameter.requires_grad
+        # To 8-bit floats, which have no addition, PEFT adds in the precision of ΔW.
+        narrow = parameter.dtype not in ALLOWED_COMPUTE_DTYPES
+        addition: Any = _LoraParameterProxy(delta if narrow else delta.to(parameter.dtype))  # type: ignore[no-untyped-call]
         parametrize.register_parametrization(module, name, addition)
-        stack: Any = module.parametrizations[name]  # type: ignore[index]
-        stack.original.requires_grad_(trained)
+        module.parametrizations[name].original.requires_grad_(trained)  # type: ignore[index, union-attr]
         try:
             with parametrize.cached():
                 yield
         finally:
-            if len(stack) == 1:
-                parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-            else:
-                del stack[next(index for index, entry in enumerate(stack) if entry is addition)]
+            LoraParamWrapper._remove_parametrizations(self)  # type: ignore[arg-type, no-untyped-call]
 
     def unload_and_optionally_merge_module(
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
