@@ -12,6 +12,9 @@ from lsrdecomp.errors import LsrError
 from lsrdecomp.fleet.batch import Job, Runner, run_job
 from lsrdecomp.fleet.manifest import Outcome
 
+IN_FLIGHT = 1000
+"""Jobs handed to a Ray cluster at a time."""
+
 
 def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1) -> Runner:
     """Processes of this host, one linear-algebra thread each so that the bytes do not depend on their number.
@@ -82,17 +85,13 @@ def _devices(workers: int, device: str | None, per_gpu: int) -> tuple[int, list[
     return workers if workers > 0 else count * per_gpu, [f"cuda:{i}" for i in range(count)]
 
 
-def ray_runner(
-    address: str = "auto", jobs_in_flight: int = 1000, device: str | None = None, per_gpu: int = 1
-) -> Runner:
+def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 1) -> Runner:
     """Workers of a Ray cluster that share the file system.
 
     Parameters
     ----------
     address : str
         Of the cluster, as ``ray.init`` takes it.
-    jobs_in_flight : int
-        Jobs handed to the cluster at a time.
     device : str, optional
         As for `lsrdecomp.compress`. With ``"cuda"`` every job asks the cluster for its share of a GPU.
     per_gpu : int
@@ -126,7 +125,7 @@ def ray_runner(
         waiting = [replace(job, device=device) for job in reversed(jobs)]
         running: dict[Any, Job] = {}
         while waiting or running:
-            while waiting and len(running) < jobs_in_flight:
+            while waiting and len(running) < IN_FLIGHT:
                 job = waiting.pop()
                 running[remote.remote(job, plan)] = job
             ready, _ = ray.wait(list(running), num_returns=1)

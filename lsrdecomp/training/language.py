@@ -165,9 +165,7 @@ def _table(rows: Sequence[Tokens]) -> Table:
 
 
 @torch.no_grad()
-def judge_tokens(
-    model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast: bool, batch: int = EVALUATION_BATCH
-) -> tuple[Scores, list[bool]]:
+def judge_tokens(model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast: bool) -> tuple[Scores, list[bool]]:
     """Loss and accuracy per completion token, and which examples greedy decoding would answer word for word.
 
     Parameters
@@ -184,9 +182,9 @@ def judge_tokens(
     total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
     base = Base("", model, None, Head.causal_lm, ())
     with evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
-        for start in range(0, len(order), batch):
-            chosen = order[start : start + batch]
-            (inputs,) = token_batches([rows[i] for i in chosen], size=batch, seed=None, pad=pad, device=device)
+        for start in range(0, len(order), EVALUATION_BATCH):
+            chosen = order[start : start + EVALUATION_BATCH]
+            (inputs,) = token_batches([rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device)
             answers = ask(base, inputs)
             wanted = inputs["input_ids"][:, 1:][inputs[ANSWER_MASK][:, 1:].bool()]
             total += float(F.cross_entropy(answers.logits, wanted, reduction="sum"))
