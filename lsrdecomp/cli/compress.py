@@ -285,6 +285,8 @@ def _promise(result: Any) -> Iterator[str]:
     if promise is not None:
         forms = f"{_tried(tried)} " if len(tried) > 1 else ""
         yield f"{forms}It {promise.sentence()}."
+        if getattr(result, "truncated_svd", None) is not None:
+            yield f"Truncated SVD in bits, on the same texts: {result.truncated_svd}."
         for each in getattr(result, "differing", ()):
             yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
 

@@ -207,7 +207,7 @@ class SearchedAdapter:
     cache: SpillCache
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
 
-    def compress(self, plan: CompressionPlan, *, solve: bool = True) -> Compression:
+    def compress(self, plan: CompressionPlan, *, solve: bool = True, fill: bool = True) -> Compression:
         """The adapter under one plan.
 
         Parameters
@@ -218,15 +218,19 @@ class SearchedAdapter:
             Whether to try neighbours of the shapes that this plan chooses and to refine those it takes. Without, what
             was solved already is allocated, rounded and measured: milliseconds a layer, so a bisection over budgets
             costs little. The errors reported are measured on the stored factors either way.
+        fill : bool
+            Of a plan of bytes, whether files are tried, and solved for, till one is as full as may be. Without, it is
+            the first, which may be some hundred bytes larger.
 
         Raises
         ------
         BudgetError
             If the plan cannot be met; says what is reachable.
         """
-        if plan.bytes is not None:
+        if plan.bytes is not None and fill:
             return self._filled(plan, plan.bytes, solve)
-        return self._reported(plan, self._fit(plan, solve))
+        budget = None if plan.bytes is None else Budget(bytes=_room(self.checkpoint, plan.bytes))
+        return self._reported(plan, self._fit(plan, solve, budget))
 
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.

@@ -72,6 +72,7 @@ def html_report(
         promise=_promise(compression),
         tiles=_tiles(compression, unit),
         shares=shares,
+        truncated_svd=getattr(compression, "truncated_svd", None),
         differing=getattr(compression, "differing", ()),
         svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
         columns=_columns(total.functional_error is not None),
@@ -112,6 +113,9 @@ def _shares(compression: Reported) -> str:
         )
         for label, share in (("untrained", "kept"), ("trained", "distilled"))
     ]
+    rival = getattr(compression, "truncated_svd", None)
+    if rival is not None:
+        lines.append(Line("truncated SVD in bits", [(float(rival.bytes), rival.kept)]))
     return svg_shares(lines, (promise.bytes_after, promise.kept))
 
 

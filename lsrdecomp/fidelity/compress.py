@@ -14,8 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
+from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.settings import (
@@ -35,7 +37,7 @@ from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
-    from lsrdecomp.fidelity.evaluate import Texts
+    from lsrdecomp.fidelity.evaluate import Evaluator, Texts
     from lsrdecomp.fidelity.forms import CompressedForm
 
 
@@ -216,6 +218,7 @@ class MeasuredCompression:
     _folder: TemporaryDirectory[str]
     tried: tuple[Measurement, ...] = ()  # every form that was measured, in that order
     differing: tuple[Answered, ...] = ()  # examples that the form answers differently; in no file but the report
+    truncated_svd: Measurement | None = None  # in bits, of as many bytes, on the texts of the promise
 
     def __repr__(self) -> str:
         """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
@@ -253,7 +256,8 @@ class MeasuredCompression:
         return publish(self.written, out, self.promise, facts=facts, inputs=inputs, force=force, every_layer=record)
 
     def _facts(self) -> dict[str, Any]:
-        return {**self.facts, "tried": [asdict(measurement) for measurement in self.tried]}
+        rival = {} if self.truncated_svd is None else {"truncated_svd": asdict(self.truncated_svd)}
+        return {**self.facts, "tried": [asdict(measurement) for measurement in self.tried], **rival}
 
 
 def _measured(
@@ -320,10 +324,13 @@ def _measured(
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
-    answered = evaluator.answered(best.path) if settings.examples else []
+    answered, rival = [], None
+    if settings.examples:
+        answered, size = evaluator.answered(best.path), bytes_to_open(best.path / WEIGHTS)
+        rival = _truncated_svd(evaluator, partial(search, statistics=forms.statistics), size, Path(folder.name) / "svd")
     differing = [each for each in answered if each.form != each.lora]
     fidelity = evaluator.fidelity(
-        evaluator.measure_held_out(best.path, best.behaviour),
+        best.behaviour if evaluator.chooser is evaluator.reference else evaluator.measure_held_out(best.path),
         best.path,
         checkpoint,
         data_name(data),
@@ -334,4 +341,20 @@ def _measured(
         alike=len(answered) - len(differing),
     )
     shown = tuple(differing[: settings.examples])
-    return MeasuredCompression(best.compression, fidelity, written, best.facts, folder, forms.measurements, shown)
+    return MeasuredCompression(
+        best.compression, fidelity, written, best.facts, folder, forms.measurements, shown, rival
+    )
+
+
+def _truncated_svd(
+    evaluator: Evaluator, search: Callable[..., SearchedAdapter], size: int, out: Path
+) -> Measurement | None:
+    """What truncated SVD in bits keeps in at most ``size`` bytes of the texts that chose nothing; None: none fits."""
+    plan = CompressionPlan(bytes=size, storage="auto")
+    evaluator.say("measuring truncated SVD in as many bytes")
+    try:
+        made = search([plan], search=Search(orders=())).compress(plan)
+    except BudgetError:
+        return None
+    behaviour = evaluator.measure_held_out(made.save(out))
+    return Measurement(bytes_to_open(out / WEIGHTS), made.totals.parameters, behaviour.kept)

@@ -50,6 +50,8 @@ LEFT, LEFT_OF_CLASSIFIER = 0.15, 0.5
 """What distillation is guessed to leave of a loss till one is measured: .08 to .23 on SmolLM2, .27 to .62 on MiniLM."""
 NEXT = 1.06
 """Ratio of the file sizes that are tried in turn where one is too small for any layer."""
+PRECISE = 2e-3
+"""Of the logarithm of a size that is looked for."""
 TINY = 1e-12
 
 Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
@@ -151,7 +153,7 @@ class SmallestForm:
         """To a size; where the file's header leaves no room for a layer, to the next larger that has it."""
         while True:
             try:
-                return self.searched.compress(self._plan(size))
+                return self.searched.compress(self._plan(size), fill=False)  # any size near it will do
             except BudgetError:
                 size *= NEXT
                 if not self.counts_bytes or size > self.whole:
@@ -264,13 +266,23 @@ def loss_at(size: float, measured: Sequence[MeasuredSize], expected: Callable[[f
 
 
 def size_for(loss: float, low: float, high: float, lost: Callable[[float], float]) -> float:
-    """The size, between two, at which so much is lost: bisection on its logarithm."""
-    a, b = math.log(low), math.log(high)
-    for _ in range(12):
-        middle = 0.5 * (a + b)
+    """The size, between two, at which so much is lost: bisection on its logarithm.
+
+    From below by powers of two first: the larger a form may be, the more shapes there are whose prices are asked for.
+    """
+
+    def enough(logarithm: float) -> bool:
         try:
-            enough = lost(math.exp(middle)) <= loss
+            return lost(math.exp(logarithm)) <= loss
         except BudgetError:
-            enough = False
-        a, b = (a, middle) if enough else (middle, b)
+            return False
+
+    a, b = math.log(low), math.log(high)
+    power = a + math.log(2.0)
+    while power < b and not enough(power):
+        a, power = power, power + math.log(2.0)
+    b = min(b, power)
+    while b - a > PRECISE:
+        middle = 0.5 * (a + b)
+        a, b = (a, middle) if enough(middle) else (middle, b)
     return math.exp(b)

@@ -52,7 +52,7 @@ class MeasuredSettings(EvaluatorSettings):
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
     examples: Annotated[
-        int, OPTION, whole(0), "With --base: show so many held-out examples that the form answers differently."
+        int, OPTION, whole(0), "With --base: show so many examples that the form answers differently; SVD beside it."
     ] = 0
     passes: Annotated[
         int, OPTION, whole(1), "With --base: 2 searches again in the norm around the form that came of the first."

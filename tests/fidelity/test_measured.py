@@ -114,8 +114,7 @@ def test_what_chooses_a_form_promises_nothing_of_it_where_texts_are_many(folder)
     assert [len(part) for part in parts] == [72, 36, 180]
     assert len({text for part in parts for text, _ in part}) == len(many)
     assert evaluator.measure(folder / "lora").examples == 36
-    measured = evaluator.measure(folder / "lora")
-    assert evaluator.measure_held_out(folder / "lora", measured).examples == 72
+    assert evaluator.measure_held_out(folder / "lora").examples == 72
     few = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED, chooses=True)
     assert (few.choosing, few.chooser) == ([], few.reference)
 
@@ -391,10 +390,14 @@ def test_a_kill_in_the_second_pass_repeats_no_calibration_and_leaves_nothing(fol
     assert not list(tmp_path.iterdir())
 
 
-def test_examples_that_are_answered_differently_are_shown_and_counted(folder, lines, tmp_path):
+def test_examples_that_are_answered_differently_are_shown_and_counted_with_svd_beside_them(folder, lines, tmp_path):
     out, page = tmp_path / "out", tmp_path / "page.html"
-    done = command(folder, lines, "--params", 40, "--out", out, "--report", page, "--examples", 3)
-    promise = json.loads((out / "compression.json").read_text())["promise"]
+    done = command(folder, lines, "--bytes", 2000, "--out", out, "--report", page, "--examples", 3)
+    record = json.loads((out / "compression.json").read_text())
+    promise, rival = record["promise"], record["truncated_svd"]
+    assert rival["bytes"] <= promise["bytes_after"]
+    assert f"Truncated SVD in bits, on the same texts: {Measurement(**rival)}." in " ".join(done.stdout.split())
+    assert f"truncated SVD in bits: {rival['bytes']:,} bytes" in page.read_text()
     assert promise["answered"] == 12  # all that are held out
     assert promise["alike"] == round(12 * promise["agreement"])
     assert f"the same answer to {promise['alike']} of 12 examples" in " ".join(done.stdout.split())
