@@ -1,6 +1,7 @@
 """What distillation without labels brings on MiniLM, and whether promised shares hold on fresh texts.
 
     python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out benchmarks/results/promise.json]
+    python -m benchmarks.behaviour.kept --only promise --prompts E2E/train.jsonl --lora smollm2-e2e-r8
 
 On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA each seed has a LoRA
 of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
@@ -8,8 +9,9 @@ LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of
 split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
 promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
 the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; ``same`` is what
-would be promised, had the 128 texts chosen as well. Rows are added to the file as they come; a run that was stopped
-goes on. One thread.
+would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits:
+of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the record. Rows are added to the file
+as they come; a run that was stopped goes on. One thread.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import platform
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -37,9 +40,13 @@ from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import read_jsonl
 from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import Journal, open_checkpoint
+from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
@@ -59,11 +66,16 @@ STRUCTURES = {"LSR": Search(), "SVD": Search(orders=())}
 LADDER = (96.0, 68.0, 48.0, 34.0, 24.0, 17.0, 12.0, 8.0)
 KEEPS = (0.6, 0.7, 0.8, 0.9)
 FRESH, CHOOSING, HELD, DRAWS = 1000, 64, 128, 40
+PROMPTS, CHOOSING_PROMPTS, PROMISING_PROMPTS, SAMPLES = 300, 50, 100, 900
+BYTES = (1600, 2500, 4000, 6500, 10_000, 16_000)
+"""Of the forms of a language model's LoRA."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="directory of GLUE's tasks")
+    parser.add_argument("--prompts", type=Path, help="JSON lines, for the promises of a language model")
+    parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--out", type=Path, default=RESULTS / "promise.json")
     parser.add_argument("--work", type=Path, default=Path("promise-work"))
     parser.add_argument("--tasks", nargs="+", choices=(DEMO, "MRPC", "CoLA"), default=[DEMO])
@@ -76,7 +88,9 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     record = Record(arguments.out)
     for name, part in (("distil", distilled), ("promise", promises), ("passes", passes)):
-        if arguments.only in (None, name):
+        if arguments.prompts is not None and name == arguments.only == "promise":
+            prompted(arguments, record)
+        elif arguments.only in (None, name):
             part(arguments, record)
 
 
@@ -101,6 +115,9 @@ class Record:
     def add(self, row: dict[str, Any], where: str = "rows") -> None:
         print(row, flush=True)
         self.value[where].append(row)
+        self.write()
+
+    def write(self) -> None:
         self.path.write_text(json.dumps(self.value, indent=1) + "\n", encoding="utf-8")
 
 
@@ -293,28 +310,55 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0] for ratio in LADDER}
-    effects = reference.effects
     record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "fresh": FRESH, **facts()}}
+    for row in drawn(losses, reference.effects, CHOOSING, HELD):
+        record.add(row, "draws")
+
+
+def drawn(
+    losses: dict[float, torch.Tensor], effects: torch.Tensor, choosing: int, promising: int
+) -> Iterator[dict[str, Any]]:
+    """Forty draws from what forms lose, (texts,) by the ratio of their size, and from what the LoRA does."""
     holding = {"apart": 0, "same": 0}
     for draw in range(DRAWS):
         keep = KEEPS[draw % len(KEEPS)]
-        chosen = np.random.default_rng(draw).permutation(FRESH)
-        promising, choosing = (torch.from_numpy(part) for part in (chosen[:HELD], chosen[HELD : HELD + CHOOSING]))
-        fresh = torch.from_numpy(chosen[HELD + CHOOSING :])
+        order = np.random.default_rng(draw).permutation(len(effects))
+        parts = [torch.from_numpy(part) for part in np.split(order, [promising, promising + choosing])]
 
         def share(ratio: float, some: torch.Tensor) -> float:
             return 1.0 - float(losses[ratio][some].sum() / effects[some].sum())
 
         row: dict[str, Any] = {"draw": draw, "keep": keep}
-        for name, choosers in (("apart", choosing), ("same", promising)):
-            ratio = max((r for r in LADDER if share(r, choosers) >= keep), default=min(LADDER))
-            error = ratio_error(losses[ratio][promising], effects[promising]) or 0.0
-            promised, true = share(ratio, promising), share(ratio, fresh)
+        for name, choosers in (("apart", parts[1]), ("same", parts[0])):
+            ratio = max((r for r in losses if share(r, choosers) >= keep), default=min(losses))
+            error = ratio_error(losses[ratio][parts[0]], effects[parts[0]]) or 0.0
+            promised, true = share(ratio, parts[0]), share(ratio, parts[2])
             holds = abs(true - promised) <= 2.0 * error
             holding[name] += holds
             row[name] = {"ratio": ratio, "promised": promised, "error": error, "fresh": true, "holds": holds}
-        record.add(row, "draws")
+        yield row
     print(f"{holding} of {DRAWS} promises hold within two standard errors")
+
+
+def prompted(arguments: argparse.Namespace, record: Record) -> None:
+    """The same of a language model. What each form loses is kept in ``--work``: a run that was stopped goes on."""
+    lines = random.Random(0).sample(read_jsonl(arguments.prompts), PROMPTS + SAMPLES)
+    evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))
+    reference, work, bytes_before = evaluator.reference, arguments.work, bytes_to_open(arguments.lora / WEIGHTS)
+    plans = [CompressionPlan(bytes=size, storage="auto") for size in BYTES]
+    statistics = evaluator.statistics(Journal(work / "journal"))
+    searched = search_adapter(open_checkpoint(arguments.lora), plans, statistics=statistics)
+    losses = {}
+    for plan in plans:
+        form, file = work / f"form-{plan.bytes}", work / f"losses-{plan.bytes}.npy"
+        if not file.exists():
+            made = searched.compress(plan, fill=False).save(form, force=True)
+            np.save(file, reference.losses(evaluator.base.adapted(made))[0].numpy())
+        losses[round(bytes_before / bytes_to_open(form / WEIGHTS), 1)] = torch.from_numpy(np.load(file))
+    rows = list(drawn(losses, reference.effects, CHOOSING_PROMPTS, PROMISING_PROMPTS))
+    about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "fresh": reference.examples}
+    record.value["prompted"] = {**about, **facts(), "draws": rows}
+    record.write()
 
 
 if __name__ == "__main__":
