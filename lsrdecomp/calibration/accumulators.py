@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lsrdecomp.calibration.covariance import Covariance, Spectrum
-from lsrdecomp.calibration.fisher import Pairs
-from lsrdecomp.calibration.questions import CalibrationError
+from lsrdecomp.calibration.fisher import CalibrationError, Pairs
 
 State = dict[str, NDArray[np.generic]]
 

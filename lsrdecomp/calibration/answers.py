@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.dataset import model_inputs
-from lsrdecomp.calibration.fisher import Head, answer_logits
-from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, answer_mask
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head, answer_logits, answer_mask
 
 FEW = 4096
 """Classes up to which answers are kept as logits, where the output layer does not make them."""

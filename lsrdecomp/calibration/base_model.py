@@ -32,8 +32,7 @@ from lsrdecomp.calibration.dataset import (
     tokenize,
 )
 from lsrdecomp.calibration.experts import with_stacked_lora
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import IGNORED, CalibrationError
+from lsrdecomp.calibration.fisher import IGNORED, CalibrationError, Head
 from lsrdecomp.checkpoints.files import read_json, read_text_lines, sha256
 from lsrdecomp.checkpoints.format import CONFIG
 from lsrdecomp.checkpoints.tensors import read_header

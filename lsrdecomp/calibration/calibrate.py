@@ -43,9 +43,8 @@ from lsrdecomp.calibration.files import (
     save_sums,
     write_statistics,
 )
-from lsrdecomp.calibration.fisher import Head, Pairs, sampled_answers, watched
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head, Pairs, sampled_answers, watched
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
-from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
 from lsrdecomp.checkpoints import Journal, content_key
 
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import Batch, CalibrationError
+from lsrdecomp.calibration.fisher import Batch, CalibrationError, Head
 from lsrdecomp.checkpoints import Journal
 
 RATES = (0.01, 0.03, 0.1)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch, CalibrationError
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head
 from lsrdecomp.errors import ShapeError
 
 ENTRIES = 2**22

@@ -16,7 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.calibration.questions import CalibrationError
+from lsrdecomp.calibration.fisher import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array

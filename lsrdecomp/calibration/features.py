@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from lsrdecomp.calibration.answers import Answers, ask, keep_answers
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import without_delta
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import Batch
+from lsrdecomp.calibration.fisher import Batch, Head
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lsrdecomp.errors import ShapeError
+from lsrdecomp.calibration.dataset import ANSWER_MASK
+from lsrdecomp.errors import LsrError, ShapeError
+
+
+class CalibrationError(LsrError, RuntimeError):
+    """The data or the model gave nothing to measure; the message says what was missing."""
 
 
 class Head(Enum):
@@ -23,6 +28,11 @@ class Head(Enum):
     tokens = "one class per token"
     causal_lm = "the next token at every position"
     seq2seq = "the next token of the output at every position"
+
+
+Batch = Mapping[str, Tensor]
+TOKEN_HEADS = (Head.tokens, Head.causal_lm, Head.seq2seq)
+IGNORED = -100  # label of a token that is not to be answered, as transformers has it
 
 
 @dataclass(slots=True)
@@ -188,3 +198,14 @@ def answer_logits(logits: Tensor, head: Head, mask: Tensor | None = None) -> Ten
     if expected == 3:
         logits = logits.reshape(-1, logits.shape[-1]) if mask is None else logits[mask.bool()]
     return logits.float()
+
+
+def answer_mask(batch: Batch, head: Head) -> Tensor | None:
+    """Which positions of a batch hold real tokens of the answer, (examples, tokens); None where all do."""
+    if ANSWER_MASK in batch:
+        return batch[ANSWER_MASK]
+    if head is not Head.seq2seq:
+        return batch.get("attention_mask")
+    if "labels" in batch:
+        return batch["labels"] != IGNORED
+    return batch.get("decoder_attention_mask")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lsrdecomp.calibration.questions import CalibrationError
+from lsrdecomp.calibration.fisher import CalibrationError
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:

@@ -62,7 +62,7 @@ def calibrate(
     try:
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.calibrate import calibrate as run
-        from lsrdecomp.calibration.questions import TOKEN_HEADS
+        from lsrdecomp.calibration.fisher import TOKEN_HEADS
     except ImportError as error:
         raise LsrError(f"calibration runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():

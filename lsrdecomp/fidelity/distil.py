@@ -36,7 +36,7 @@ class Distilled:
     >>> was, now = (Behaviour(96, 1_895, "token", kl, same, 1.36) for kl, same in ((0.24, 0.86), (0.022, 0.95)))
     >>> facts = {"data": "e2e.jsonl", "base": "base", "bytes_before": 3_700_000, "bytes_after": 39_000}
     >>> fidelity = Fidelity.of(now, **facts)
-    >>> Distilled(Path("small"), fidelity, DistilledForm(Path("small"), was, now, None))
+    >>> Distilled(Path("small"), fidelity, DistilledForm(Path("was"), Path("small"), was, now, None))
     Distilled small, which kept 82.4 %
        Promise: keeps 98.4 % of what the adapter does
        divergence 0.022 of 1.36 nats per token; likeliest token the same for 95 %

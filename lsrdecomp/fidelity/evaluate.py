@@ -25,8 +25,7 @@ from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_jsonl, tokenize
 from lsrdecomp.calibration.divergence import Reference
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import TOKEN_HEADS, Batch
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open, sha256
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics

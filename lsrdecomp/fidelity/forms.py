@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.distil import Distillation, distil_factors
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson
-from lsrdecomp.calibration.questions import Batch
+from lsrdecomp.calibration.fisher import Batch
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -40,20 +39,31 @@ CHECK_BATCHES = 4
 class DistilledForm:
     """A form before and after distillation; the better of the two is kept."""
 
-    path: Path  # where the better one is written
+    untrained: Path
+    trained: Path
     before: Behaviour
     after: Behaviour
     training: Distillation
 
     @property
+    def gained(self) -> bool:
+        """Whether the trained one keeps more."""
+        return share_kept(self.after) > share_kept(self.before)
+
+    @property
+    def path(self) -> Path:
+        """Where the better one is written."""
+        return self.trained if self.gained else self.untrained
+
+    @property
     def behaviour(self) -> Behaviour:
-        """Of the form that is kept."""
-        return self.after if share_kept(self.after) > share_kept(self.before) else self.before
+        """Of the better one."""
+        return self.after if self.gained else self.before
 
     @property
     def steps(self) -> int:
-        """Of the form that is kept."""
-        return self.training.steps if self.behaviour is self.after else 0
+        """Of the better one."""
+        return self.training.steps if self.gained else 0
 
     def to_json(self) -> dict[str, Any]:
         """How it was trained, and the two behaviours."""
@@ -173,7 +183,8 @@ class CompressedFormCache:
         key = content_key(form.path.name, self.steps, enough)
         out, measured = self.journal.directory(key), self.journal.get(key)
         if measured is not None:
-            trained = _distilled_form(measured.facts, form.path, out)
+            before, after = (Behaviour(**measured.facts[name]) for name in ("before", "after"))
+            trained = DistilledForm(form.path, out, before, after, Distillation(**measured.facts["training"]))
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
             trained = distil_form(
@@ -247,29 +258,16 @@ def distil_form(
     # 4. What the new numbers keep as written: rounded as the old ones were.
     evaluator.say(f"{words}writing and measuring again")
     rewrite(out, form, source, products_of(student), statistics=statistics)
-    trained = DistilledForm(out, before, evaluator.measure(out), training)
-    return trained if trained.behaviour is trained.after else replace(trained, path=form)
+    return DistilledForm(form, out, before, evaluator.measure(out), training)
 
 
-def products_of(student: Base, adapter: str = "default") -> dict[str, SeparatedProduct]:
+def products_of(student: Base) -> dict[str, SeparatedProduct]:
     """The products in the LSR layers of an open model, by the names of the modules in the plain base."""
     products = {}
     for name, module in student.model.get_base_model().named_modules():  # type: ignore[operator]
-        if isinstance(module, LsrLayer) and adapter in module.lsr_A:
-            left, right = (_arrays(side[adapter]) for side in (module.lsr_B, module.lsr_A))
-            left[0] = left[0] * module.scaling[adapter]
+        if isinstance(module, LsrLayer):
+            sides: Any = (side["default"].factors for side in (module.lsr_B, module.lsr_A))
+            left, right = ([to_numpy(factor.detach().double().cpu()) for factor in side] for side in sides)
+            left[0] = left[0] * module.scaling["default"]
             products[name] = SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))
     return products
-
-
-def _distilled_form(facts: Mapping[str, Any], form: Path, out: Path) -> DistilledForm:
-    """As it was written."""
-    before, after = (Behaviour(**facts[name]) for name in ("before", "after"))
-    training = dict(facts["training"])
-    checks = tuple((int(step), float(share)) for step, share in training.pop("checks"))
-    trained = DistilledForm(out, before, after, Distillation(**training, checks=checks))
-    return trained if trained.behaviour is trained.after else replace(trained, path=form)
-
-
-def _arrays(side: Any) -> list[Any]:
-    return [to_numpy(factor.detach().double().cpu()) for factor in side.factors]

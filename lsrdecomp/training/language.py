@@ -36,8 +36,7 @@ from lsrdecomp.calibration.dataset import (
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.calibration.questions import IGNORED
+from lsrdecomp.calibration.fisher import IGNORED, Head
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError

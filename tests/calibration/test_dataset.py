@@ -21,8 +21,7 @@ from lsrdecomp.calibration.dataset import (  # noqa: E402
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.fisher import Head  # noqa: E402
-from lsrdecomp.calibration.questions import answer_mask  # noqa: E402
+from lsrdecomp.calibration.fisher import Head, answer_mask  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"

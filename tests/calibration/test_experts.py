@@ -12,8 +12,7 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import load_base, open_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.experts import least_reached, with_stacked_lora
-from lsrdecomp.calibration.fisher import Head, sampled_answers
-from lsrdecomp.calibration.questions import CalibrationError
+from lsrdecomp.calibration.fisher import CalibrationError, Head, sampled_answers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression import export_lora

@@ -171,7 +171,7 @@ def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
 
 def test_calibration_names_the_layer_that_it_cannot_measure(fused, tmp_path):
     from lsrdecomp.calibration import calibrate
-    from lsrdecomp.calibration.questions import CalibrationError
+    from lsrdecomp.calibration.fisher import CalibrationError
 
     model = peft.PeftModel.from_pretrained(base(), fused)
     with pytest.raises(

@@ -136,9 +136,8 @@ def pretend_to_distil(monkeypatch, left):
     def distilled(evaluator, made, source, out, *, steps, before, **_):
         shutil.copytree(made, out)
         done.append(made)
-        return DistilledForm(
-            out, before, replace(before, kl=left * before.kl), Distillation(steps, 0.03, 0.0, 0.0, 0.0)
-        )
+        after = replace(before, kl=left * before.kl)
+        return DistilledForm(made, out, before, after, Distillation(steps, 0.03, 0.0, 0.0, 0.0))
 
     monkeypatch.setattr("lsrdecomp.fidelity.forms.distil_form", distilled)
     return done
