@@ -229,7 +229,7 @@ class SearchedAdapter:
         """
         if plan.bytes is not None and fill:
             return self._filled(plan, plan.bytes, solve)
-        budget = None if plan.bytes is None else Budget(bytes=_room(self.checkpoint, plan.bytes))
+        budget = None if plan.bytes is None else Budget(bytes=_bytes_for_factors(self.checkpoint, plan.bytes))
         return self._reported(plan, self._fit(plan, solve, budget))
 
     def expected_error(self, plan: CompressionPlan) -> float:
