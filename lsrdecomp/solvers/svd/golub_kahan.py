@@ -7,16 +7,18 @@ from typing import ClassVar
 
 from lsrdecomp.arrays import Array, is_differentiated
 from lsrdecomp.errors import BudgetError
+from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import Event, Solution
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress, iterate
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint, Bidiagonal
 from lsrdecomp.solvers.svd.gram import Gram, Rearrangement
 from lsrdecomp.solvers.svd.growth import Growth
-from lsrdecomp.solvers.svd.single import SingleGrowth, fits_single, in_double, in_single
-from lsrdecomp.targets.base import Dense, LowRank, Rearranged, RearrangedDense
-from lsrdecomp.targets.separated import Separated
-from lsrdecomp.targets.sparse import Sparse
+from lsrdecomp.solvers.svd.single import SingleGrowth, Widened, fits_single, in_double, in_single
+from lsrdecomp.targets.base import Dense, Rearranged, RearrangedDense
+
+FINE = 1e-4
+"""Relative errors below which the rounding of single precision would cost terms: these are sought in double."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class BlockGolubKahan(MatrixSolver):
     precision then take from it. So what single precision costs is the square of its rounding; two machines agree within
     ``tolerance``, not to the last digits. Where a first block shows fewer directions above that rounding than it has
     columns, double precision takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout. It ends a float32
-    matrix too whose error is no more than the rounding of its terms; these are in double precision then.
+    matrix or stream too whose error is no more than the rounding of its terms, and begins it where an error below 1e-4
+    of the norm is asked for; the terms are in double precision then.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.
@@ -119,16 +122,20 @@ class BlockGolubKahan(MatrixSolver):
             operator = target.rearranged(shape)
             if is_differentiated(operator.prototype):  # a space that grows on the host passes no gradients
                 return problem.delegate_to(Gram())
+            narrow = unit_roundoff(operator.prototype.dtype) > 1e-12
+            widened = target if narrow and isinstance(target, Widened) else None
+            if widened is not None and problem.goal is not None and problem.goal < FINE:
+                operator = in_double(widened, shape)
             space = self._space(operator, swapped, norm, block)
             solution = self._grown(Growth(space, *settings), progress)
             if solution is None:
                 return problem.delegate_to(Gram())
             # What single precision rounds of the terms themselves may be seen in their error.
             error, rounding = solution.relative_error, 64.0 * space.roundoff
-            coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2 and rounding > 1e-12
-            if not coarse or problem.goal is not None or not isinstance(target, Dense | LowRank | Separated | Sparse):
+            coarse = error is not None and rounding**2 > 2.0 * self.tolerance * error**2
+            if not coarse or widened is None or problem.goal is not None:
                 return solution
-            rows = in_double(target, shape)
+            rows = in_double(widened, shape)
         # Single precision sees no further: a space in double, from the vectors that it has come to.
         block = self.block or max(block, min(2 * most, side // 6))
         progress.mark(Event.start)

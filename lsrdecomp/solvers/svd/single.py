@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.growth import Growth, Projection
 from lsrdecomp.targets.base import Dense, LowRank, Rearranged, RearrangedDense, Target
+from lsrdecomp.targets.row_stream import RearrangedRows, RowStream
 from lsrdecomp.targets.separated import Separated
 from lsrdecomp.targets.sparse import Sparse
 
@@ -43,8 +44,16 @@ def fits_single(target: Target, rank: int | None, goal: float | None, tolerance:
     return double and math.prod(target.shape) >= SMALLEST and 1.0 / LARGEST_NORM < target.norm < LARGEST_NORM
 
 
-def in_double(target: Dense | LowRank | Separated | Sparse, shape: KroneckerShape) -> Rearranged:
-    """R(M) in double precision, held or from factors; of a large dense matrix read by blocks of rows."""
+Widened: TypeAlias = Dense | LowRank | RowStream | Separated | Sparse
+"""Targets whose entries can be had in double precision."""
+
+
+def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
+    """R(M) in double precision, held or from factors; of a stream or a large dense matrix read by blocks of rows."""
+    if isinstance(target, RowStream):
+        rows = target.rearranged(shape)
+        parts = lambda: ((start, as_double(part)) for start, part in target.parts())  # noqa: E731
+        return RearrangedRows(parts, shape, as_double(rows.prototype))
     if isinstance(target, Sparse):
         return Sparse(target.matrix.astype(np.result_type(target.matrix.dtype, np.float64))).rearranged(shape)
     if isinstance(target, LowRank):
