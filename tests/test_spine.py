@@ -125,5 +125,5 @@ def test_what_training_changes_survives_saving(encoder, batch, written, tmp_path
     assert difference(logits(model.eval(), batch), before) > 0.0
     model.save_pretrained(tmp_path / "trained")
     again = open_with_peft(encoder, tmp_path / "trained").eval()
-    assert difference(logits(again, batch), logits(model, batch)) == 0.0
+    assert difference(logits(again, batch), logits(model, batch)) <= 1e-5
     assert open_checkpoint(tmp_path / "trained").format == "lsr"  # and our own reader agrees

@@ -107,7 +107,7 @@ def test_dora_saves_its_magnitudes(tmp_path):
         model.save_pretrained(tmp_path)
         for low in (False, True):
             again = PeftModel.from_pretrained(tiny_bert(), tmp_path, low_cpu_mem_usage=low).eval()
-            assert torch.equal(again(**token_batch()).logits, expected)
+            torch.testing.assert_close(again(**token_batch()).logits, expected)
 
 
 def test_tied_layers_share_one_adapter(tmp_path):
@@ -122,7 +122,7 @@ def test_tied_layers_share_one_adapter(tmp_path):
         assert relative(expected, tiny_llama(tie_word_embeddings=True)(rows).logits) > 0.01
         model.save_pretrained(tmp_path)
         again = PeftModel.from_pretrained(tiny_llama(tie_word_embeddings=True), tmp_path).eval()
-        assert torch.equal(again(rows).logits, expected)
+        torch.testing.assert_close(again(rows).logits, expected)
         model.merge_adapter()
         assert relative(model(rows).logits, expected) < 1e-5
         model.unmerge_adapter()
@@ -168,7 +168,7 @@ def test_stacked_experts_get_a_delta_each(tmp_path, transposed):
     again.base_model.model["experts"].get_base_layer().load_state_dict(
         {name.removeprefix("experts."): value for name, value in start.items()}
     )
-    assert torch.equal(again.base_model.model["experts"](x), result)
+    torch.testing.assert_close(again.base_model.model["experts"](x), result)
     merged = model.merge_and_unload(safe_merge=True)["experts"]
     assert isinstance(merged, Experts)
     assert relative(merged(x), result) < 1e-5
@@ -313,7 +313,7 @@ def test_trainable_tokens_beside_an_adapter(tmp_path):
                 parameter.add_(1.0)
         expected = model(rows).logits
         model.save_pretrained(tmp_path)
-        assert torch.equal(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
+        torch.testing.assert_close(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
         assert relative(model.merge_and_unload()(rows).logits, expected) < 1e-5
 
 

@@ -216,6 +216,15 @@ def test_a_ceiling_on_memory_is_one_line(tmp_path, verb):
     assert verb == "fleet" or not (tmp_path / "o").exists()
 
 
+def test_a_lack_of_memory_is_one_line(monkeypatch):
+    def full(**_):
+        raise MemoryError
+
+    monkeypatch.setattr("lsrdecomp.cli.app.app", full)
+    done = lsr("inspect", DEMO)
+    assert (done.returncode, done.stderr) == (2, "lsrdecomp: not enough memory for a layer of this size\n")
+
+
 @pytest.mark.parametrize(("text", "size"), [("48KiB", 49152), ("1M", 2**20), ("2 GB", 2 * 10**9), ("7", 7), ("7B", 7)])
 def test_sizes_as_people_write_them(text, size):
     assert memory_size(text) == size

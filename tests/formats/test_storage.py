@@ -9,7 +9,7 @@ from oracles import exact_error
 from lsrdecomp.errors import BudgetError, PrecisionError
 from lsrdecomp.formats.allocation import cheapest_formats
 from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, smallest
-from lsrdecomp.formats.number_formats import FORMATS, round_factor
+from lsrdecomp.formats.number_formats import CLIPS, FORMATS, nearest_codes, round_factor
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -41,6 +41,20 @@ def test_codes_read_back_to_the_error_that_was_measured(name, kind, rng):
     assert stored.bytes == FORMATS[name].bytes(factor.size * (2 if kind is np.complex128 else 1))
     if FORMATS[name].kind == "float":
         assert error <= unit_roundoff(name)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integer_codes_are_those_of_the_best_clipping_level(bits, rng):
+    rows, top = rng.standard_normal((3, 200)), 2 ** (bits - 1) - 1
+    codes, steps = nearest_codes(rows, bits)
+    errors = np.linalg.norm(rows - steps[:, None] * codes, axis=1)
+    for row, error in zip(rows, errors, strict=True):
+        left = []
+        for level in np.linspace(1.0, 0.25, CLIPS):
+            tried = np.clip(np.rint(row / (level * np.max(np.abs(row)) / top)), -top, top)
+            left.append(np.linalg.norm(row - tried * (row @ tried) / (tried @ tried)))
+        assert error == pytest.approx(min(left), rel=1e-12)
+        assert bits == 8 or error < 0.95 * left[0]  # the largest of so many is worth clipping
 
 
 @pytest.mark.parametrize("entries", [1, 2, 7, 8])

@@ -15,6 +15,7 @@ from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.pair.stacking import stack_weights
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import (
+    weighted_gauge,
     weighted_norm,
     weighted_residual_norm,
 )
@@ -150,3 +151,12 @@ def test_singular_weights_do_no_harm(rng: np.random.Generator) -> None:
     assert np.all(np.isfinite(two.left))
     assert np.all(np.isfinite(two.right))
     assert weighted_residual_norm(target, two, weights) <= 1e-7 * weighted_norm(target, weights)
+
+
+def test_a_component_below_rounding_is_left_out() -> None:
+    b, a = np.eye(10, 3) * [2.0, 1.0, 1e-20], np.eye(3, 9)
+    columns, sigma, rows = weighted_gauge(b, a, NormWeights.frobenius((10, 9)))
+    np.testing.assert_allclose(sigma, [2.0, 1.0, 0.0], rtol=1e-14)
+    np.testing.assert_allclose((b @ columns * sigma) @ (rows @ a), b @ a, atol=1e-14)
+    assert not columns[:, 2].any()
+    assert not rows[2].any()
