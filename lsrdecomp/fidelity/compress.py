@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -19,7 +20,6 @@ from lsrdecomp.checkpoints.format_table import AdapterSource
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
-from lsrdecomp.compression.result import LayerReport, Totals
 from lsrdecomp.compression.settings import (
     GOALS,
     CompressionPlan,
@@ -207,47 +207,30 @@ def usual_storage(checkpoint: Checkpoint, base: object, keep: float | None, size
     return "auto" if base is not None and (keep is not None or size is not None) else checkpoint.storage
 
 
-@dataclass(frozen=True, repr=False)
-class MeasuredCompression:
-    """A compression with its measured promise: it looks like a `Compression` and is saved like one."""
+@dataclass(frozen=True, repr=False, kw_only=True)
+class MeasuredCompression(Compression):
+    """A compression with its measured promise."""
 
-    compression: Compression
     promise: Fidelity
     written: Path  # the form as written, in a temporary directory that lives as long as this
     facts: dict[str, Any]
-    _folder: TemporaryDirectory[str]
+    _folder: TemporaryDirectory[str] | None
     tried: tuple[Measurement, ...] = ()  # every form that was measured, in that order
     differing: tuple[Answered, ...] = ()  # examples that the form answers differently; in no file but the report
     truncated_svd: Measurement | None = None  # in bits, of as many bytes, on the texts of the promise
 
     def __repr__(self) -> str:
         """The compression's goal, sizes and errors, then what it keeps, in ten lines or fewer."""
-        *compression, unsaved = repr(self.compression).split("\n")
+        *compression, unsaved = super().__repr__().split("\n")
         return "\n".join([*compression, *(f"   {line.strip()}" for line in repr(self.promise).split("\n")), unsaved])
 
-    @property
-    def source(self) -> Checkpoint:
-        return self.compression.source
-
-    @property
-    def plan(self) -> CompressionPlan:
-        return self.compression.plan
-
-    @property
-    def layers(self) -> tuple[LayerReport, ...]:
-        return self.compression.layers
-
-    @property
-    def totals(self) -> Totals:
-        return self.compression.totals
-
-    @property
-    def met(self) -> bool:
-        return self.compression.met
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        return f"{super()._repr_html_()}<p>It {escape(self.promise.sentence())}.</p>"
 
     def to_json(self) -> dict[str, Any]:
         """The report of the compression, the promise, and the forms that were measured."""
-        return {**self.compression.to_json(), **self._facts(), "promise": self.promise.to_json()}
+        return {**super().to_json(), **self._facts(), "promise": self.promise.to_json()}
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
@@ -340,9 +323,15 @@ def _measured(
         answered=len(answered),
         alike=len(answered) - len(differing),
     )
-    shown = tuple(differing[: settings.examples])
     return MeasuredCompression(
-        best.compression, fidelity, written, best.facts, folder, forms.measurements, shown, rival
+        **{field.name: getattr(best.compression, field.name) for field in fields(Compression)},
+        promise=fidelity,
+        written=written,
+        facts=best.facts,
+        _folder=folder,
+        tried=forms.measurements,
+        differing=tuple(differing[: settings.examples]),
+        truncated_svd=rival,
     )
 
 

@@ -70,7 +70,10 @@ def test_a_promise_is_read_at_a_prompt(tmp_path):
     behaviour = Behaviour(128, 128, "example", 0.0463, 0.95, 0.248, 0.025)
     facts = {"data": "reviews.txt", "base": "b", "bytes_before": 302_000, "bytes_after": 18_000, "head_bytes": 3_100}
     told = Fidelity.of(behaviour, **facts)
-    result = MeasuredCompression(lsr.compress(DEMO, separation_rank=1, search=QUICK), told, tmp_path, {}, None)
+    made = lsr.compress(DEMO, separation_rank=1, search=QUICK)
+    of_result = {"promise": told, "written": tmp_path, "facts": {}, "_folder": None}
+    result = MeasuredCompression(made.source, made.plan, made.layers, made.chosen, **of_result)
+    assert told.sentence() in result._repr_html_()
     lines = repr(result).splitlines()
     assert len(lines) <= 10
     assert max(map(len, lines)) <= 110
