@@ -49,20 +49,6 @@ from lsrdecomp.checkpoints import Journal, content_key
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a calibration is, given to ``on_batch`` after every batch.
-
-    ``batches`` and ``answers`` are of the group at work, ``examples`` and ``samples`` (of which there will be at least
-    so many) count each group's.
-    """
-
-    batches: int
-    examples: int
-    answers: int
-    samples: int
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """What a calibration did.
 
@@ -101,7 +87,7 @@ def calibrate(
     effect: bool = True,
     max_memory: int | None = None,
     save_every: int = 50,
-    on_batch: Callable[[Progress], None] | None = None,
+    on_batch: Callable[[int, int], object] | None = None,
 ) -> Calibration:
     """Measure the statistics of ``modules`` on batches of inputs and write them to the directory ``out``.
 
@@ -147,7 +133,7 @@ def calibrate(
         Bytes that the sums of all layers may take. Where they take more the layers are measured in groups, and the
         batches are gone through once for each group.
     on_batch : callable, optional
-        Called with a `Progress` after every batch.
+        Called after every batch with the examples so far and those there will be at least, over all groups.
 
     Returns
     -------
@@ -195,12 +181,10 @@ def calibrate(
             }
             key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
             group = _Group(model, watching, sums, head, seed, effect and number == 1 and adapted)
-            earlier = samples * (number - 1)
 
-            def tell(counts: Counts, earlier: int = earlier) -> None:
+            def tell(examples: int, earlier: int = samples * (number - 1)) -> None:
                 if on_batch is not None:
-                    examples, planned = earlier + counts.examples, samples * len(groups)
-                    on_batch(Progress(counts.batches, examples, counts.answers, planned))
+                    on_batch(earlier + examples, samples * len(groups))
 
             with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
                 whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))
@@ -227,7 +211,7 @@ class _Group:
         key: str,
         save_every: int,
         waits: bool,
-        on_counts: Callable[[Counts], None],
+        on_examples: Callable[[int], None],
     ) -> Finished:
         """Statistics of the layers, once through the batches; batches that the sums in the journal hold are skipped.
 
@@ -259,7 +243,7 @@ class _Group:
                 del answers, bare, gradient
                 if number % save_every == 0:
                     save_sums(journal, key, self.layers, counts)
-                on_counts(counts)
+                on_examples(counts.examples)
         if counts.answers == 0:
             raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
         idle = [name for name, sums in self.layers.items() if sums.tokens == 0]

@@ -84,7 +84,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            on_batch=lambda now: show(Step("calibrating", now.examples, now.samples, "examples")),
+            on_batch=lambda done, planned: show(Step("calibrating", done, planned, "examples")),
         )
     typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {result.examples:,} examples.")
     if result.effect is not None:

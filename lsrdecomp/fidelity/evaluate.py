@@ -211,7 +211,7 @@ class Evaluator:
                     adapter_base=self.source.adapter_base,
                     adapter=adapter,
                     effect=False,
-                    on_batch=lambda now: self.say(stage, now.examples, now.samples, "examples"),
+                    on_batch=lambda done, planned: self.say(stage, done, planned, "examples"),
                 )
         return read_statistics(out)
 

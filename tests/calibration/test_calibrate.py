@@ -197,8 +197,8 @@ class StopHereError(Exception):
 def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
     settings = {"modules": [QUERY, DENSE], "seed": 3, "samples": 40, "save_every": 2, "max_full": 30, "rank": 5}
 
-    def stop(progress):
-        if progress.batches == 3:
+    def stop(examples, _):
+        if examples == 24:  # in three batches
             raise StopHereError
 
     with pytest.raises(StopHereError):
@@ -206,16 +206,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".a.journal"]
     others = []
 
-    def stop_others(progress):
-        others.append(progress.batches)
-        stop(progress)
+    def stop_others(examples, planned):
+        others.append(examples)
+        stop(examples, planned)
 
     with pytest.raises(StopHereError):  # with another seed: it goes on from nothing, and takes nothing away
         calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop_others, **{**settings, "seed": 4})
-    assert others == [1, 2, 3]
+    assert others == [8, 16, 24]
     seen = []
-    calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=seen.append, **settings)
-    assert [progress.batches for progress in seen] == [3, 4, 5]
+    calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=lambda *now: seen.append(now), **settings)
+    assert seen == [(24, 40), (32, 40), (40, 40)]
     calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     names = {path.name for path in (tmp_path / "a").iterdir()}
