@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -99,7 +100,7 @@ def show_comparison(results: Results, out: Path, json: Path | None) -> None:
     rows = compare_table.lines(results)
     if rows:
         out.mkdir(parents=True, exist_ok=True)
-        tables.write_text(compare_table.markdown(results), out / "table.md")
+        (out / "table.md").write_text(compare_table.markdown(results), encoding="utf-8")
         tables.show(json, text_table(*compare_table.overview(rows)))
         tables.show(json, "", text_table(*compare_table.details(rows)), "")
         _draw_comparison(rows, out)
@@ -109,9 +110,7 @@ def show_comparison(results: Results, out: Path, json: Path | None) -> None:
 
 
 def _draw_comparison(rows: Any, out: Path) -> None:
-    try:
-        plots.available()
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return
     baselines = {row.task: row.baseline for row in rows}
     what = f"mean of {len(baselines)} tasks" if len(baselines) > 1 else f"{rows[0].task}, {rows[0].metric}"
@@ -174,7 +173,7 @@ def show_recovery(found: Recovery, out: Path, json: Path | None) -> None:
             tables.show(json, text_table(*each), "")
         title = f"# {found.suite.title or 'Compress and recover'}"
         text = [title, *map(compare_table.markdown_table, shown), *recover_table.notes(found)]
-        tables.write_text("\n\n".join(text) + "\n", out / "table.md")
+        (out / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         _draw_recovery(found, out)
     tables.show(json, *recover_table.notes(found))
     if json is not None:
@@ -182,9 +181,7 @@ def show_recovery(found: Recovery, out: Path, json: Path | None) -> None:
 
 
 def _draw_recovery(found: Recovery, out: Path) -> None:
-    try:
-        plots.available()
-    except ImportError:
+    if find_spec("matplotlib") is None:
         return
     for task in dict.fromkeys(gain.task for gain in found.gains):
         for size in ("parameters", "bytes"):

@@ -34,6 +34,12 @@ class MethodSpec:
         return slug(self.label)
 
 
+def _different(check: Check, wanted: str) -> Check:
+    """A list of at least one part that passes ``check``, all different."""
+    listed = each(check, wanted, least=1)
+    return Check(lambda values: listed.test(values) and len(set(values)) == len(values), listed.wanted)
+
+
 @settings
 class Suite(Settings):
     """What is to be run. A method's settings go over its task's, and those over the common ones.
@@ -50,12 +56,12 @@ class Suite(Settings):
     title: Annotated[str, Check(lambda value: isinstance(value, str), lambda: "a text"), "Of the tables."] = ""
     seeds: Annotated[
         tuple[int, ...],
-        each(whole(0), "different whole numbers of 0 or more, at least one", least=1, distinct=True),
+        _different(whole(0), "different whole numbers of 0 or more, at least one"),
         "Each method is reported over all of them.",
     ] = (0,)
     rates: Annotated[
         tuple[float, ...],
-        each(POSITIVE, "different numbers above 0, at least one", least=1, distinct=True),
+        _different(POSITIVE, "different numbers above 0, at least one"),
         "The learning rates tried, the same for every method.",
     ] = (1e-3,)
     tune_seeds: Annotated[

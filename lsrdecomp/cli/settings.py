@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from lsrdecomp.cli.help import HelpAll
+from lsrdecomp.cli.help import PANELS, HelpAll
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.fields import OPTION, READ, Field, Settings
 
@@ -41,7 +41,7 @@ def options_of(
         fields = [each for each in settings.fields.values() if each.name not in elsewhere]
         chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
-        if HELP_ALL.name not in signature.parameters:
+        if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
             made.append(HELP_ALL)
         names = {each.name for each in made}
 
