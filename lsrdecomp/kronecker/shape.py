@@ -10,9 +10,6 @@ from typing import Any
 
 from lsrdecomp.errors import ShapeError, unknown
 
-SIZES = re.compile(r"\s*\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?\s*")
-"""One pair of sizes in a text: ``16x16``."""
-
 
 def divisors(n: int) -> tuple[int, ...]:
     """All positive divisors of ``n``, ascending.

@@ -379,9 +379,7 @@ def deviation(factor: Array) -> float:
 
 def require_invertible(factor: Array, name: str) -> None:
     """Raise `MatrixError` where σ_min / σ_max is below the unit roundoff of the element type."""
-    sigma = to_numpy(namespace(factor).linalg.svdvals(factor)) if hasattr(namespace(factor).linalg, "svdvals") else None
-    if sigma is None:  # pragma: no cover - every library of the standard has it
-        return
+    sigma = to_numpy(namespace(factor).linalg.svdvals(factor))
     rcond = float(sigma[-1] / sigma[0]) if sigma[0] > 0 else 0.0
     if rcond <= tolerance(factor.dtype, 1) / 8.0:
         raise MatrixError(

@@ -249,7 +249,7 @@ def most_terms(
     ``order`` is the one number of factors that the solver is for, None for any. Raises as `Solver.solve` says.
     """
     if order is not None and shape.order != order:
-        raise ShapeError(f"this solver is for {NUMBERS.get(order, order)} factors; {shape} has {shape.order}")
+        raise ShapeError(f"this solver is for {'two' if order == 2 else order} factors; {shape} has {shape.order}")
     shape.check(size)
     if rank is None and atol is None:
         raise BudgetError("say what is wanted: rank= or atol=")
@@ -260,9 +260,6 @@ def most_terms(
     if isinstance(rank, bool) or rank != int(rank) or rank < 1:
         raise ShapeError(f"a separation rank is a positive integer, got {rank}")
     return min(int(rank), shape.max_separation_rank)
-
-
-NUMBERS = {2: "two"}
 
 
 def pair_terms(

@@ -102,11 +102,8 @@ def check_rearrange(
     __tracebackhide__ = True
     called = guarded(rearrange)
 
-    def flipped(shape: KroneckerShape) -> KroneckerShape:
-        return KroneckerShape(tuple((n, m) for m, n in shape.factors))
-
     def by_columns(matrix: Array, shape: KroneckerShape) -> Array:
-        return called(namespace(matrix).matrix_transpose(matrix), flipped(shape))
+        return called(namespace(matrix).matrix_transpose(matrix), shape.transposed)
 
     yours = by_columns if columns else called
     tried: list[Trial] = [

@@ -63,7 +63,6 @@ class Bidiagonal:
         kind = np.complex128 if is_complex(fresh) else np.float64
         self.small: np.ndarray = np.zeros((0, 0), kind)
         self.coupling: np.ndarray = np.zeros((block, 0), kind)
-        self._image: tuple[Array, np.ndarray, np.ndarray] | None = None
 
     @property
     def size(self) -> int:
@@ -75,19 +74,11 @@ class Bidiagonal:
         """μ of the arithmetic of the large products."""
         return unit_roundoff(self.left.dtype)
 
-    def reach(self) -> float:
-        """The first half of a step, the product with R; the least that a direction of its image adds, for ‖R‖ = 1."""
-        self._image = extend(self.left, self.operator.matmat(self.following) / self.norm, self._random)
-        return _smallest(self._image[2])
-
     def step(self) -> None:
         """One product with R, one with Rᴴ, each reorthogonalised against all earlier blocks."""
         xp = namespace(self.following)
         # Bidiagonal 1: R W = U C + (new block of U) T, C and T the new columns of B.
-        if self._image is None:
-            self.reach()
-        assert self._image is not None
-        (new, along, triangle), self._image = self._image, None
+        new, along, triangle = extend(self.left, self.operator.matmat(self.following) / self.norm, self._random)
         below = np.zeros((self.block, self.size), self.small.dtype)
         self.small = np.block([[self.small, along], [below, triangle]])
         self.left = xp.concat((self.left, new), axis=1)

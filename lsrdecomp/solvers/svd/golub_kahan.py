@@ -34,10 +34,9 @@ class BlockGolubKahan(MatrixSolver):
     which are enough where the spectrum falls fast; up to 2²² entries, of which R(M) is held. Then it is read in single
     precision, at half the price: its Krylov space only has to hold the terms, which a product or two in double
     precision then take from it. So what single precision costs is the square of its rounding; two machines agree within
-    ``tolerance``, not to the last digits. Where a first block shows fewer directions above that rounding than it has
-    columns, double precision takes over at once; a ``tolerance`` below 1e-7 keeps to it throughout. It ends a float32
-    matrix or stream too whose error is no more than the rounding of its terms, and begins it where an error below 1e-4
-    of the norm is asked for; the terms are in double precision then.
+    ``tolerance``, not to the last digits. Where it sees no further, double precision takes over; a ``tolerance`` below
+    1e-7 keeps to that throughout. It ends a float32 matrix or stream too whose error is no more than the rounding of
+    its terms, and begins it where an error below 1e-4 of the norm is asked for; the terms are in double precision then.
 
     Where torch differentiates what is computed (``requires_grad``) `Gram` takes over at once, through which gradients
     are right.

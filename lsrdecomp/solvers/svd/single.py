@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeGuard
 
@@ -13,7 +12,6 @@ from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, 
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind
-from lsrdecomp.solvers.progress import Step
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint
 from lsrdecomp.solvers.svd.certificate import Certificate
 from lsrdecomp.solvers.svd.dense import as_separated
@@ -86,11 +84,6 @@ class SingleGrowth(Growth):
 
     rows: Rearranged = field(kw_only=True)  # R(M) in double precision
     blind: bool = False  # single precision sees no further, though more may be gained
-
-    def steps(self) -> Iterator[Step[Projection | None]]:
-        # Where fewer directions than those of a block reach above rounding, no step in single precision tells more.
-        self.blind = self.space.reach() <= 64.0 * self.space.roundoff
-        return iter(()) if self.blind else Growth.steps(self)
 
     def _hopeless(self, certificate: Certificate, rank: int, side: int) -> bool:
         if self._seen(certificate, rank):
