@@ -54,7 +54,6 @@ class MatrixSolver(ABC):
         atol: float | None = None,
         on_sweep: Callable[[Sweep], Any] | None = None,
     ) -> Solution:
-        shape.check(target.shape)
         essential = shape.essential
         most = most_terms(target.shape, essential, rank, atol, order=self.order)
         solution = self._solve(MatrixProblem(target, essential, rank, atol, most, SolveProgress(on_sweep)))

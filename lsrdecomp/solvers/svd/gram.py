@@ -71,8 +71,8 @@ class Gram(MatrixSolver):
         Returns
         -------
         Solution
-            In double precision. ``optimality_gap`` is a bound, zero after `SVD`; an estimate where terms that do not
-            stand apart came from random columns. ``relative_error`` is measured; ``sweeps`` is one record.
+            In double precision. ``optimality_gap`` is a bound, zero after `SVD`; ``relative_error`` is measured;
+            ``sweeps`` is one record.
         """
         target, shape, progress, goal = problem.target, problem.shape, problem.progress, problem.goal
         finest, s, status = math.inf if goal is None else goal, problem.most, Status.rank_reached
@@ -120,16 +120,16 @@ class Rearrangement:
         xp, random = namespace(rows), np.random.default_rng(seed).standard_normal((rows.shape[1], columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
         left = np.abs(np.diagonal(to_numpy(triangle)))  # about ‖R‖ at first
-        if left[-1] > 0.5 * left[rank - 1]:
+        if left[-1] > 0.25 * left[rank - 1]:
             return None
         if left[-1] > 0.05 * left[-6]:  # a flat remainder, or rounding, which one more product takes out
             basis, _ = xp.linalg.qr(rows @ adjoint(rayleigh_ritz(rows, basis)[2]))
         return self.solution(basis, rank, tolerance, certain=False)
 
     def solution(self, basis: Array, rank: int, tolerance: float, *, certain: bool) -> Solution | None:
-        """The leading terms in the span of a basis, or of a better one; None unless they are near the optimum.
+        """The leading terms in the span of a basis, or of a better one; None unless a bound says that they are near.
 
-        ``certain`` says that nothing larger than these can have been missed: then what is known is a bound.
+        ``certain`` says that nothing larger than these can have been missed: then they need not stand apart.
         """
         rows, xp, followed = self.rows, namespace(self.rows), is_differentiated(self.rows)
         for _ in range(2):
@@ -148,15 +148,14 @@ class Rearrangement:
             gain = loss(rank) + float(coupled @ theta)
             # Gradients of directions that are rounding have no meaning: `SVD` refuses them by name.
             apart = not followed and error <= least * (1.0 + tolerance) + ROUNDING
-            if apart or gain <= 2.0 * (1e-6 if followed else tolerance) * error**2:
-                bound = error / least - 1.0 if least else math.inf
-                gap = min(bound, 0.5 * gain / error**2) if error else math.inf
-                known = gap <= tolerance
-                kind = ErrorKind.bounded if known and (certain or bound <= gap) else ErrorKind.estimated
+            if apart or (certain and gain <= 2.0 * (1e-6 if followed else tolerance) * error**2):
+                gap = error / least - 1.0 if least else math.inf
+                gap = min(gap, 0.5 * gain / error**2) if certain and error else gap
+                known, kind = (gap, ErrorKind.bounded) if gap <= tolerance else (None, ErrorKind.estimated)
                 weights = weights * self.scale
                 triple = (adjoint(right), weights, adjoint(left)) if self.turned else (left, weights, right)
                 terms = as_separated(*triple, self.shape, rank)
-                return Solution(terms, Status.rank_reached, (), gap if known else None, kind, error)
+                return Solution(terms, Status.rank_reached, (), known, kind, error)
             # Gram 3: squares that sink in rounding mix directions, which one more product with R and Rᴴ sorts.
             basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return None
