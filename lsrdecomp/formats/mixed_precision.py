@@ -217,7 +217,6 @@ class _Rounding:
     """Every factor of every term rounded in every format, with the errors that leaves."""
 
     exponent: int
-    names: tuple[str, ...]
     weights: np.ndarray  # (s,), λ / 2^exponent
     units: tuple[np.ndarray, ...]  # (s, m_i, n_i)
     rounded: tuple[tuple[tuple[StoredFactor, ...], ...], ...]  # [term][factor][format]
@@ -242,7 +241,7 @@ class _Rounding:
             every.append(tuple(row))
         parts = 2 if any(np.iscomplexobj(u) for u in units) else 1
         sizes = [[storage_format(name).bytes(u.shape[1] * u.shape[2] * parts) for name in names] for u in units]
-        return cls(exponent, names, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes))
+        return cls(exponent, np.ldexp(weights, -exponent), units, tuple(every), squares, np.asarray(sizes))
 
     def scaled(self, error: float) -> float:
         """An error in the units of the weights."""
