@@ -46,10 +46,10 @@ def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]
         if inputs and isinstance(output, Tensor):
             calls.append((inputs[0], output))
 
-    last = [module for module in base.model.modules() if isinstance(module, nn.Linear)]
-    if base.head not in (Head.classification, Head.regression):
-        last = []
-    handles = [module.register_forward_hook(hook) for module in last if module.out_features == _classes(base)]
+    classes = getattr(getattr(base.model, "config", None), "num_labels", 0)
+    linear = [module for module in base.model.modules() if isinstance(module, nn.Linear)]
+    last = linear if base.head in (Head.classification, Head.regression) else []
+    handles = [module.register_forward_hook(hook) for module in last if module.out_features == classes]
     try:
         answers = ask(base, batch)
     finally:
@@ -77,10 +77,6 @@ def distance_without(source: Base, lessons: list[Lesson]) -> float | None:
                 return None
             total, answers = total + float((bare - each.features).square().sum()), answers + each.answers
     return total / answers if total > 0.0 else None
-
-
-def _classes(base: Base) -> int:
-    return int(getattr(getattr(base.model, "config", None), "num_labels", 0))
 
 
 def _rows(inputs: Tensor, output: Tensor, logits: Tensor) -> Tensor | None:

@@ -119,7 +119,7 @@ def distil(
         from accelerate import PartialState
 
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
-        from lsrdecomp.fidelity.forms import distil_form
+        from lsrdecomp.fidelity.forms import Lessons, distil_form
     except ImportError as error:
         raise LsrError(f"distillation needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
@@ -144,14 +144,16 @@ def distil(
     about |= {"max_length": chosen.max_length, "truncate": chosen.truncate}
     with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
+        evaluator.say("measuring")
         form = distil_form(
             evaluator,
             directory,
             source,
             Path(folder) / "made",
+            before=evaluator.measure(directory),
+            lessons=Lessons.of(evaluator, chosen.steps, chosen.micro),
             steps=chosen.steps,
             rate=chosen.rate,
-            micro=chosen.micro,
             statistics=statistics,
             journal=journal,
             key=content_key(about, texts),

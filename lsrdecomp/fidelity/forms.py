@@ -216,29 +216,22 @@ def distil_form(
     source: Checkpoint,
     out: Path,
     *,
+    before: Behaviour,
+    lessons: Lessons,
     steps: int,
     rate: float | None = None,
-    micro: int | None = None,
-    before: Behaviour | None = None,
     statistics: StatisticsByLayer | None = None,
     journal: Journal | None = None,
     key: str = "",
     words: str = "",
-    lessons: Lessons | None = None,
     enough: float = math.inf,
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
 
-    ``before`` is what it keeps, if that was measured; ``words`` go before those on each part of the work.
+    ``before`` is what it keeps as it is; ``words`` go before those on each part of the work.
     """
-    # 1. What it keeps as it is.
+    # 1. Training.
     student = evaluator.base.adapted(form)
-    if before is None:
-        evaluator.say(f"{words}measuring")
-        before = evaluator.chooser.compare(student)
-    # 2. Of the texts that are not held out, some say when to stop, the others are learned from.
-    lessons = lessons or Lessons.of(evaluator, steps, micro)
-    # 3. Training.
     stage = f"{words}distilling, at most {steps} steps of {evaluator.size} examples"
     evaluator.say(stage)
     training = distil_factors(
@@ -255,7 +248,7 @@ def distil_form(
         key=key,
         on_step=lambda step, all_steps, _: evaluator.say(stage, step, all_steps, "steps"),
     )
-    # 4. What the new numbers keep as written: rounded as the old ones were.
+    # 2. What the new numbers keep as written: rounded as the old ones were.
     evaluator.say(f"{words}writing and measuring again")
     rewrite(out, form, source, products_of(student), statistics=statistics)
     return DistilledForm(form, out, before, evaluator.measure(out), training)

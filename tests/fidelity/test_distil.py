@@ -87,8 +87,13 @@ def test_a_distilled_adapter_keeps_more_and_says_how_much(kind, request, tmp_pat
 
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
 def test_a_distilled_form_keeps_its_storage_and_its_size(classifier, tmp_path, storage, monkeypatch):
-    measure = Evaluator.measure  # of the trained form: it is kept, whatever a few steps bring
-    monkeypatch.setattr(Evaluator, "measure", lambda evaluator, path: replace(measure(evaluator, path), kl=0.0))
+    measure = Evaluator.measure
+
+    def best(evaluator, path):  # the trained form: it is kept, whatever a few steps bring
+        behaviour = measure(evaluator, path)
+        return behaviour if path == tmp_path / "made" else replace(behaviour, kl=0.0)
+
+    monkeypatch.setattr(Evaluator, "measure", best)
     lora = open_checkpoint(classifier / "lora")
     compress(lora, CompressionPlan(separation_rank=2, storage=storage)).save(tmp_path / "made")
     before = open_checkpoint(tmp_path / "made")
@@ -201,12 +206,11 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
     lessons, lora = Lessons.of(evaluator, 60), open_checkpoint(classifier / "lora")
+    before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
-        form = distil_form(
-            evaluator, classifier / "lsr", lora, tmp_path / name, steps=60, rate=0.03, lessons=lessons, **settings
-        )
-        return form.training
+        settings |= {"before": before, "lessons": lessons, "steps": 60, "rate": 0.03}
+        return distil_form(evaluator, classifier / "lsr", lora, tmp_path / name, **settings).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
     assert len(lessons.answered) > 1
