@@ -30,12 +30,15 @@ def tried(make):
         return "–"
 
 
-def base(folder):
-    """A language model whose only block has the layer that the language formats here adapt."""
-    config = transformers.LlamaConfig(
-        vocab_size=99, hidden_size=64, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "base")
+def base(folder, form):
+    """A language model whose only block has the layer that the language formats here adapt, or two such experts."""
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes)
+    if "experts" in form:
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "head_dim": 32}
+        config = transformers.Qwen3MoeConfig(**sizes, **experts)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     word_tokenizer().save_pretrained(folder / "base")
     return folder / "base"
 
@@ -59,7 +62,7 @@ def row(form):
             return check.passed and check.recorded and {layer.dtype for layer in made.layers} == {"float16"}
 
         def measured():
-            if list(load_base(base(folder), written).modules) != [layer.name for layer in source.layers]:
+            if list(load_base(base(folder, form), written).modules) != [layer.name for layer in source.layers]:
                 raise CalibrationError("its layers are no Linear layers of the base")
             return True
 
