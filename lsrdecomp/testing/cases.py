@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypedDict
 
 import numpy as np
@@ -74,8 +74,7 @@ class Cases:
         return [self.draw(st.sampled_from(among)) for _ in range(count)]
 
     def matrix(self, shape: tuple[int, int]) -> Array:
-        integers = small_matrices(shape, complex_values=self._complex)
-        return self.array(self.draw(integers | matrices(shape, scale=1.0, complex_values=self._complex)))
+        return self.array(self.draw(_entries(shape, self._complex)))
 
     def matrices(self, *layouts: str, among: Sequence[int] = SIZES) -> tuple[Array, ...]:
         """Matrices with a letter for each side, as in `numpy.einsum`: ``"mn", "np"`` for a product; ``1`` is one."""
@@ -123,6 +122,13 @@ class Cases:
         """Two terms, the second with 1e-4 of the weight of the first and a minus sign."""
         stacks = [self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]])) for _ in range(order or 2)]
         return self.array([1.0, -1e-4], self._real), tuple(stacks)
+
+
+@cache
+def _entries(shape: tuple[int, int], complex_values: bool) -> st.SearchStrategy[Any]:
+    """Small integers or Gaussian numbers; made once, for hypothesis checks every new strategy."""
+    integers = small_matrices(shape, complex_values=complex_values)
+    return integers | matrices(shape, scale=1.0, complex_values=complex_values)
 
 
 Trial = tuple[str, Callable[[Cases], None]]

@@ -72,7 +72,7 @@ def test_few_eigenpairs_in_half_precision_are_kept(place, tmp_path):
     calibrated(place, tmp_path / "all", *data)
     few, whole = read_statistics(tmp_path / "few"), read_statistics(tmp_path / "all")
     for name in few:
-        assert few[name].input.rank == 5
+        assert few[name].input.values.shape == (5,)
         assert few[name].input.trace == pytest.approx(whole[name].input.trace, rel=1e-3)
         np.testing.assert_allclose(few[name].input.values, whole[name].input.values[:5], rtol=1e-3)
     assert (tmp_path / "few" / "statistics.safetensors").stat().st_size < (

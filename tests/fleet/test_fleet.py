@@ -227,7 +227,7 @@ def test_workers_solve_on_the_device_that_is_asked_for(fleet, tmp_path):
         return (run_job(replace(job, device="cpu"), plan) for job in jobs)
 
     run_fleet(fleet, tmp_path / "calm", PLAN, runner=with_torch)
-    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(2, "cpu"))
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(1, "cpu"))
     assert contents(tmp_path / "out") == contents(tmp_path / "calm")
 
 
