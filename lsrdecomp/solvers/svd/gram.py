@@ -11,10 +11,8 @@ import scipy.linalg
 
 from lsrdecomp.arrays import Array, adjoint, as_double, is_differentiated, like, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
-from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.dense import ROUNDING, SVD, as_separated, chosen_rank, least_error, residual_blocks
 
 OVERSAMPLED = 8
@@ -115,7 +113,7 @@ class Rearrangement:
     def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
         """A few terms from the range of R times random columns, where what these leave of R falls fast; else None."""
         rows, columns = self.rows, rank + OVERSAMPLED
-        if 3 * columns > rows.shape[0] or is_differentiated(rows):
+        if 8 * columns > rows.shape[0] or is_differentiated(rows):
             return None
         xp, random = namespace(rows), np.random.default_rng(seed).standard_normal((rows.shape[1], columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
@@ -123,7 +121,8 @@ class Rearrangement:
         if left[-1] > 0.25 * left[rank - 1]:
             return None
         if left[-1] > 0.05 * left[-6]:  # a flat remainder, or rounding, which one more product takes out
-            basis, _ = xp.linalg.qr(rows @ adjoint(rayleigh_ritz(rows, basis)[2]))
+            _, _, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
+            basis, _ = xp.linalg.qr(rows @ adjoint(vh))
         return self.solution(basis, rank, tolerance, certain=False)
 
     def solution(self, basis: Array, rank: int, tolerance: float, *, certain: bool) -> Solution | None:
@@ -134,8 +133,8 @@ class Rearrangement:
         rows, xp, followed = self.rows, namespace(self.rows), is_differentiated(self.rows)
         for _ in range(2):
             # Gram 1: Rayleigh–Ritz with R itself gives singular values to full accuracy; the error is measured.
-            u, sigma, vh = rayleigh_ritz(rows, basis)
-            left, weights, right = u[:, :rank], sigma[:rank], vh[:rank, :]
+            u, sigma, vh = xp.linalg.svd(adjoint(basis) @ rows, full_matrices=False)
+            left, weights, right = basis @ u[:, :rank], sigma[:rank], vh[:rank, :]
             errors, squares = [], np.zeros(rank)
             for rest in residual_blocks(rows, left, weights, right):
                 errors.append(norm(rest))
@@ -163,7 +162,7 @@ class Rearrangement:
 
 def loss(rank: int) -> float:
     """Captured energy that rounding may misplace, for ‖R‖ = 1."""
-    return 8.0 * max(rank, 1) * unit_roundoff("float64")
+    return 0.125 * ROUNDING * max(rank, 1)
 
 
 def eigenpairs(rows: Array, count: int) -> tuple[Array, Array]:
