@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks import RESULTS
+from benchmarks.cost.one_command import commit
 from benchmarks.lab.recover_jobs import Job
 from benchmarks.lab.recover_plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
@@ -357,7 +358,7 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
         losses[round(bytes_before / bytes_to_open(form / WEIGHTS), 1)] = torch.from_numpy(np.load(file))
     rows = list(drawn(losses, reference.effects, CHOOSING_PROMPTS, PROMISING_PROMPTS))
     about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "fresh": reference.examples}
-    record.value["prompted"] = {**about, **facts(), "draws": rows}
+    record.value["prompted"] = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
     record.write()
 
 
