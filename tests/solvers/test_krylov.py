@@ -446,7 +446,7 @@ def test_few_terms_from_random_columns_are_as_near_as_they_say(side, name, monke
     shape, values = KroneckerShape(((side // 8, 8), (8, side // 8 + 1))), spectrum(name, side)
     left, right = (np.linalg.qr(rng.standard_normal((length, side)))[0] for length in shape.sizes)
     target = Dense(inverse_rearrange((left * values) @ right.T, shape))
-    if name in ("fast", "flat", "exact"):
+    if side == 120 and name in ("fast", "flat", "exact"):
         monkeypatch.setattr("lsrdecomp.solvers.svd.gram.eigenpairs", None)  # LAPACK is not asked
     solution = Gram(tolerance=1e-3).solve(target, shape, rank=5)
     optimum = float(np.linalg.norm(values[5:]))

@@ -77,7 +77,8 @@ class Gram(MatrixSolver):
         if target.norm == 0.0 or loss(1) > 2.0 * self.tolerance * finest**2:
             return problem.delegate_to(SVD())
         matrix, solution = Rearrangement.of(target.rearranged(shape).formed(), target.norm, shape), None
-        if goal is None and self.tolerance >= QUICK:
+        few = 8 * (s + OVERSAMPLED) <= matrix.rows.shape[0]  # else LAPACK is as fast
+        if goal is None and self.tolerance >= QUICK and few:
             solution = matrix.from_random_columns(s, self.tolerance, self.seed)
         if solution is None:
             values, vectors = eigenpairs(matrix.rows, s if goal is None else matrix.rows.shape[0])
@@ -113,7 +114,7 @@ class Rearrangement:
     def from_random_columns(self, rank: int, tolerance: float, seed: int) -> Solution | None:
         """A few terms from the range of R times random columns, where what these leave of R falls fast; else None."""
         rows, columns = self.rows, rank + OVERSAMPLED
-        if 8 * columns > rows.shape[0] or is_differentiated(rows):
+        if 3 * columns > rows.shape[0] or is_differentiated(rows):
             return None
         xp, random = namespace(rows), np.random.default_rng(seed).standard_normal((rows.shape[1], columns))
         basis, triangle = xp.linalg.qr(rows @ like(random, rows))
