@@ -249,8 +249,8 @@ def in_small_adapters():
     yield f"ahead of Fisher cores by {cores}, {some} standard errors of the difference"
     yield f"and of Uni-LoRA by {uni}, {more}"
     (diverged,) = (row for row in rows if row["kept"] < 0.0)
-    nearest = short(best["Uni-LoRA", 3000, 0]["rate"], 1)
-    yield f"{diverged['method']} diverged at a rate of {diverged['rate']:g}, so its best is near {nearest}"
+    lower = short(best["Uni-LoRA", 3000, 0]["rate"], 1)
+    yield f"{diverged['method']} diverged at a rate of {diverged['rate']:g}; of lower rates only {lower} was run"
     core = {row["rate"]: short(row["kept"], 3) for row in rows if row["method"] == "Fisher core"}
     yield f"Fisher cores kept {core[0.1]} at .1 and {core[0.3]} at .3"
     behind_by = {short(best["LSR", 3000, 0]["kept"] - best[method, 3000, 0]["kept"], 1) for method in ("XS", "SVD")}
