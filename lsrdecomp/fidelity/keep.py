@@ -90,8 +90,8 @@ class SmallestForm:
         """A measurement is a forward pass over the texts that choose. Raises `BudgetError` if nothing keeps as much."""
 
         def say(measured: Sequence[MeasuredSize]) -> None:
-            kept = f"keeps {measured[-1].kept:.3f}, {self.keep:g} asked"
-            self.forms.evaluator.say(f"form {len(measured)} of at most {MOST_MEASURED} {kept}")
+            form = f"form {len(measured)} of at most {MOST_MEASURED}"
+            self.forms.evaluator.say(f"{form} keeps {measured[-1].kept:.3f}, {self.keep:g} asked")
 
         try:
             best, _ = smallest(self.keep, self.whole, self._expected, self._measure, self._measured, on_measured=say)

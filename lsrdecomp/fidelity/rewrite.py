@@ -27,12 +27,12 @@ from lsrdecomp.targets.weights import NormWeights
 
 def check_pair(written: Checkpoint, source: Checkpoint) -> None:
     """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes."""
-    given = {layer.name: layer for layer in source.layers}
+    of_source = {layer.name: layer for layer in source.layers}
     for layer in written.layers:
-        other = given.get(layer.name)
+        other = of_source.get(layer.name)
         if other is None:
             raise CheckpointError(f"layer {layer.name!r} is not in {source.path}", path=written.path)
-        sizes = [(one.out_features, one.in_features) for one in (layer, other)]
+        sizes = [(each.out_features, each.in_features) for each in (layer, other)]
         if sizes[0] != sizes[1]:
             text = f"{sizes[0][0]} x {sizes[0][1]}, but {sizes[1][0]} x {sizes[1][1]} in {source.path}"
             raise CheckpointError(text, path=written.path, tensor=layer.name)
@@ -147,8 +147,8 @@ def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None)
         bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
         return spectral_code(aim, (left, to_numpy(sigma), right), bits)
     width = max(old.left.bits, old.right.bits)
-    found = [quantized_product(form, width), refitted_product(aim.pair, form, width, aim.norms)]
-    return min(found, key=lambda one: aim.squared_error(one.dequantized()))
+    rounded, solved = quantized_product(form, width), refitted_product(aim.pair, form, width, aim.norms)
+    return min((rounded, solved), key=lambda product: aim.squared_error(product.dequantized()))
 
 
 def _record(
