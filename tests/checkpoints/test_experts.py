@@ -167,14 +167,3 @@ def test_experts_by_name_are_exported_as_transformers_5_stacks_them(tmp_path):
         parts = ("gate_proj", "up_proj") if word == "gate_up_proj" else (word,)
         wanted = [exact.get(f"{block}.{expert}.{part}", np.zeros(words[part])) for part in parts]
         np.testing.assert_allclose(delta, np.vstack(wanted), atol=1e-5)
-
-
-def test_calibration_names_the_layer_that_it_cannot_measure(fused, tmp_path):
-    from lsrdecomp.calibration import calibrate
-    from lsrdecomp.calibration.fisher import CalibrationError
-
-    model = peft.PeftModel.from_pretrained(base(), fused)
-    with pytest.raises(
-        CalibrationError, match=r"model\.layers\.0\.mlp\.experts\.down_proj: its experts are one parame"
-    ):
-        calibrate(model, [], modules=[], out=tmp_path / "out", seed=0, samples=1)
