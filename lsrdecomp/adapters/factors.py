@@ -106,8 +106,8 @@ class KroneckerFactors(nn.Module):
         return f"{self.shape}, separation_rank={self.separation_rank}"
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _equal(copy: Tensor, factor: Tensor) -> bool:
+    return copy.dtype == factor.dtype and torch.equal(copy, factor)
 
 
 def zero_factor(shape: KroneckerShape) -> int:
