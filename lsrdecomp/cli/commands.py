@@ -14,7 +14,7 @@ import typer
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
-from lsrdecomp.cli.compress import compress, quoted
+from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
@@ -32,6 +32,7 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.verify import verify
 from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import CheckpointError, LsrError

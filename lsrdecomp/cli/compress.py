@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,28 +26,18 @@ from lsrdecomp.cli.options import (
 )
 from lsrdecomp.cli.outputs import NEW_FILE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.recommendations import next_command, warn_of_growth, warn_of_wreck
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.errors import BudgetError, CheckpointError, LsrError, UnsupportedError
+from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
 from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
     from lsrdecomp.fidelity import Measurement
 
-TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
-"""Task types of the adapters whose bases `calibrate` runs."""
-FLAGS = {
-    "rtol": "--rtol",
-    "ratio": "--ratio",
-    "parameters": "--params",
-    "bytes": "--bytes",
-    "separation_rank": "--separation-rank",
-}
 SHOWN = 2
 """Examples in a report that a measured form answers differently, where no other number is asked for."""
-WRECK = 0.7
-"""Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
 
 
 def split_sizes(text: str) -> tuple[int, ...]:
@@ -207,13 +196,13 @@ def compress(
                 _write(result, checkpoint, output, report=report, json=figures, force=force, record=record, unit=unit)
                 if output is not None:
                     tables.show(json, tables.file_sizes(checkpoint, output))
-                    _warn_of_growth(checkpoint, output)
-                    tables.show(json, f"Wrote {output}. {_next(checkpoint, output, alpha)}")
+                    warn_of_growth(checkpoint, output)
+                    tables.show(json, f"Wrote {output}. {next_command(checkpoint, output, alpha)}")
                 if report is not None:
                     tables.show(json, f"Wrote {report}.")
                 tables.show(json, *_promise(result))
                 if calibrated is None and base is None:
-                    _warn_of_wreck(result, adapter, output)
+                    warn_of_wreck(result, adapter, output)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
@@ -318,36 +307,6 @@ def _kept_too_little(results: Sequence[Any], distilled: bool) -> bool:
     return any(result.plan.ratio is None for result in little)
 
 
-def _next(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
-    """What opens it: PEFT, or for files of other programs the file that they read."""
-    if checkpoint.format == "peft-lora" and _of_named_experts(checkpoint):
-        out = quoted(f"{output}-lora")
-        return f"For PEFT, which stacks experts: lsrdecomp export {quoted(output)} --profile lorax --out {out}"
-    if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
-        return "Open it with PEFT after `import lsrdecomp.adapters`."
-    try:
-        directory = checkpoints.same_form(checkpoint) == "directory"
-    except UnsupportedError:
-        to = "kohya" if checkpoint.format == "lycoris" else "lora"
-        out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
-        return f"As a plain LoRA: lsrdecomp export {quoted(output)} --to {to} --out {out}"
-    out = quoted(f"{output}-{checkpoint.format}" if directory else f"{output}.safetensors")
-    scale = "" if alpha is None else f" --alpha {alpha:g}"
-    again = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
-    return f"As a {checkpoint.format} LoRA again: {again}"
-
-
-def _of_named_experts(checkpoint: Checkpoint) -> bool:
-    """Whether some layers are experts of a mixture by names that transformers 5, which stacks them, has not."""
-    stacked = checkpoint.config.get("target_parameters")
-    return not stacked and any(".experts." in layer.name for layer in checkpoint.layers)
-
-
-def quoted(path: object) -> str:
-    """As it is typed in a shell."""
-    return shlex.quote(str(path))
-
-
 def _write_figures(results: list[Any], json: Path | None) -> None:
     """What no directory stands for: standard output, a missed tolerance, several ratios."""
     if json is None:
@@ -356,44 +315,6 @@ def _write_figures(results: list[Any], json: Path | None) -> None:
         tables.write_json([result.to_json() for result in results], json)
     elif str(json) == "-" or not results[0].met:
         tables.write_json(results[0].to_json(), json)
-
-
-def _warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
-    """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
-    total = result.totals
-    if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
-        return
-    tables.say(
-        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "
-        "layers left out."
-    )
-    source, plan = result.source, result.plan
-    tasks = source.format.startswith("peft-") and source.config.get("task_type") in TASKS
-    if not tasks or _of_named_experts(source):
-        tables.say(
-            "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are run "
-            f"for PEFT adapters whose config has a task_type ({', '.join(TASKS)}), but not for experts called by name."
-        )
-        return
-    base = source.config.get("base_model_name_or_path") or "BASE"
-    goal = next((name, value) for name, value in plan.to_json().items() if name in FLAGS)
-    storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
-    again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-calibrated"))
-    tables.say(
-        "Measure what its layers do and compress by that:\n"
-        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(source.weights.parent)} --text TEXTS.txt "
-        "--out statistics\n"
-        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]}{storage} "
-        f"--out {again}"
-    )
-
-
-def _warn_of_growth(checkpoint: Checkpoint, output: Path) -> None:
-    """A file that became larger than its source is what nobody asked for."""
-    before, after = (path.stat().st_size for path in (checkpoint.weights, output / checkpoints.WEIGHTS))
-    if after > before:
-        text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
-        tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")
 
 
 def _refuse_hub_name(adapter: Path) -> None:

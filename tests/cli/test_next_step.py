@@ -110,7 +110,7 @@ def test_a_text_lora_is_sent_to_calibrate_by_commands_that_run(kind, tmp_path, m
     from tiny_bases import TEXTS, make
 
     from lsrdecomp.calibration.base_model import LOADERS
-    from lsrdecomp.cli.compress import TASKS
+    from lsrdecomp.cli.recommendations import TASKS
 
     assert set(TASKS) == set(LOADERS)
     monkeypatch.chdir(make(tmp_path, kind))
