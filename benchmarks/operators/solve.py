@@ -15,17 +15,15 @@ import platform
 import resource
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import scipy
 import scipy.interpolate
 import scipy.linalg
 import scipy.sparse.linalg
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 from lsrdecomp import operators as ops
 
 SEED = 23
@@ -407,16 +405,13 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named")
+    ran = provenance()
     for part in parser.parse_args().parts or PARTS:
         result = {
             **PARTS[part](),
             "seed": SEED,
-            "versions": {"lsrdecomp": version("lsrdecomp"), "numpy": np.__version__, "scipy": scipy.__version__},
-            "machine": {
-                "python": platform.python_version(),
-                "system": platform.system(),
-                "processor": platform.machine(),
-            },
+            **ran,
+            "machine": {"system": platform.system(), "processor": platform.machine()},
             "clock": "CPU seconds, one thread",
         }
         (RESULTS / f"operators-{part}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

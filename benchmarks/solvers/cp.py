@@ -12,17 +12,15 @@ import argparse
 import json
 import math
 import os
-import platform
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import problems
@@ -160,14 +158,13 @@ def main() -> None:
     stored = RESULTS / "cp.json"
     held = json.loads(stored.read_text())["rows"] if options.only and stored.exists() else []
     rows = {row["problem"]: row for row in held}
+    ran = provenance("tensorly", "pyttb")
     for case in cases(options.small):
         if not options.only or any(word in case[0] for word in options.only):
             run = {"threads": os.environ.get("OMP_NUM_THREADS", "default"), "limit": options.limit}
-            rows[case[0]] = {**measure(*case, options.limit, options.runs), **run}
+            rows[case[0]] = measure(*case, options.limit, options.runs) | run | {"commit": ran["commit"]}
             print(json.dumps(rows[case[0]]), flush=True)
-    versions = {"python": platform.python_version()}
-    versions |= {name: version(name) for name in ("lsrdecomp", "numpy", "scipy", "tensorly", "pyttb")}
-    record = {"rows": list(rows.values()), "seed": 0, "versions": versions}
+    record = {"rows": list(rows.values()), "seed": 0, "versions": ran["versions"]}
     stored.write_text(json.dumps(record, indent=1) + "\n")
     draw(list(rows.values()), RESULTS / "cp.png")
 

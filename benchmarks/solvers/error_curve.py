@@ -9,15 +9,13 @@ far the last point lies above the optimum. Writes results/error_curve.json.
 from __future__ import annotations
 
 import json
-import platform
 import time
-from importlib.metadata import version
 
 import numpy as np
 from scipy.sparse.linalg import svds
 
 import lsrdecomp as lsr
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 from lsrdecomp.kronecker.rearrange import rearrange
 
 SIZE, RANKS, SEED = 4096, (8, 32), 0
@@ -39,10 +37,8 @@ def main() -> None:
         excess = curve.relative_errors[-1] / optimum - 1.0
         rows.append({"rank": rank, "seconds": ours, "svds_seconds": theirs, "ratio": ours / theirs, "excess": excess})
         print(json.dumps(rows[-1]), flush=True)
-    versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
-    record = {"size": SIZE, "shape": str(shape), "seed": SEED, "rows": rows, "versions": versions}
-    path = RESULTS / "error_curve.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"size": SIZE, "shape": str(shape), "seed": SEED, "rows": rows} | provenance()
+    (RESULTS / "error_curve.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ import json
 import os
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import problems
@@ -86,9 +85,9 @@ def bounded_condition(rank: int) -> dict:
 
 
 def main() -> None:
+    ran = provenance("tensorly", "pyttb")
     rows = [noise(*case) for case in NOISE] + [bounded_condition(rank) for rank in (6, 8)]
-    record = {
-        "versions": {name: version(name) for name in ("lsrdecomp", "numpy", "tensorly", "pyttb")},
+    record = ran | {
         "threads": os.environ.get("OMP_NUM_THREADS", "default"),
         "starts of the others": STARTS,
         "rows": rows,

@@ -12,10 +12,8 @@ and of the pair minima of ``--runs`` in which all solvers take turns.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import time
 import tracemalloc
@@ -23,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 
 
 def main() -> None:
@@ -48,18 +46,14 @@ def main() -> None:
     parts = {"dense": dense, "sizes": sizes, "pair": pair, "batch": batch, "leading": leading, "search": search}
     for name, part in parts.items():
         if options.only in (None, name):  # the parts of one file may be measured one by one
-            record[name] = {"settings": settings, "versions": versions(), "rows": part(options)}
+            ran = provenance("scikit-learn", "torch")
+            record[name] = {"settings": settings, **ran, "rows": part(options)}
             file.write_text(json.dumps(record, indent=1) + "\n")
             print(json.dumps(record[name], indent=1), flush=True)
     if options.only in (None, "dense"):
         figure(record["dense"]["rows"], file.with_suffix(".png"))
     if options.only in (None, "sizes"):
         sizes_figure(record["sizes"]["rows"], options.out / "solvers-sizes.png")
-
-
-def versions() -> dict[str, str]:
-    names = ("lsrdecomp", "numpy", "scipy", "scikit-learn", "torch")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
 def timed(run: Callable[[], Any], options: argparse.Namespace) -> tuple[float, Any]:
