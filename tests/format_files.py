@@ -32,7 +32,7 @@ KEYS = {
     "torchtune": halves("layers.0.attn.q_proj", ".lora_a.weight", ".lora_b.weight"),
     "mlx": {f"model.layers.0.self_attn.q_proj.lora_{half}": shape for half, shape in (("a", (64, 8)), ("b", (8, 64)))},
     "peft-lora": halves(f"{PREFIX}model.layers.0.self_attn.q_proj", *NEW),
-    "peft-lora, experts by name": halves(f"{PREFIX}model.layers.0.mlp.experts.3.gate_proj", *NEW),
+    "peft-lora, experts by name": halves(f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj", *NEW),
     "peft-lora, stacked experts": halves(f"{PREFIX}model.layers.0.mlp.experts", *NEW),
     "lycoris": {f"lora_unet_mid_block_attn1_to_q.{part}": shape for part, shape in HADA.items()},
 }

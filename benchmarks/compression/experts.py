@@ -36,7 +36,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import lsrdecomp as lsr
 from lsrdecomp.calibration.base_model import adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.experts import with_stacked_lora
+from lsrdecomp.calibration.experts import with_lora
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import read_statistics
@@ -191,7 +191,7 @@ def main() -> None:
 
 def measure(base: Any, folder: Path, texts: list[str]) -> None:
     """Statistics of the experts with the LoRA on them."""
-    model = with_stacked_lora(copy.deepcopy(base), folder / "lora").eval()
+    model = with_lora(copy.deepcopy(base), folder / "lora").eval()
     calibrate(
         model,
         ({"input_ids": rows} for rows in batches(texts, SEED + 2)),

@@ -31,10 +31,9 @@ from lsrdecomp.calibration.dataset import (
     token_batches,
     tokenize,
 )
-from lsrdecomp.calibration.experts import with_stacked_lora
+from lsrdecomp.calibration.experts import with_lora
 from lsrdecomp.calibration.fisher import IGNORED, CalibrationError, Head
-from lsrdecomp.checkpoints.files import read_json, read_text_lines, sha256
-from lsrdecomp.checkpoints.format import CONFIG
+from lsrdecomp.checkpoints.files import read_text_lines, sha256
 from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
@@ -122,8 +121,7 @@ class OpenBase:
         shared = {id(p): p for name, p in self.model.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
         try:
             base = copy.deepcopy(self.model, shared)
-            stacked = read_json(Path(adapter) / CONFIG).get("target_parameters")
-            model = with_stacked_lora(base, adapter) if stacked else PeftModel.from_pretrained(base, str(adapter))
+            model = with_lora(base, adapter)
         except (ValueError, RuntimeError) as error:
             raise CheckpointError(f"does not fit {self.name}: {first_line(error)}", path=adapter) from error
         declared = str(model.peft_config["default"].base_model_name_or_path or "")

@@ -1,12 +1,15 @@
 """Experts that transformers 5 holds as two stacked parameters, as Linear layers of their own while they are measured.
 
-The layers have the names that `lsrdecomp.checkpoints.experts` gives the experts of a LoRA on such parameters, and the
-LoRA is put on them one by one, so that all that is measured of Linear layers is measured of experts.
+The layers have the names that the experts of a LoRA have: those that `lsrdecomp.checkpoints.experts` gives to experts
+of stacked parameters, or a file's own, as of the models that older versions of transformers built. The LoRA is put on
+them one by one, so that all that is measured of Linear layers is measured of experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,58 +23,117 @@ from lsrdecomp.calibration.fisher import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array
+from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.precision import unit_roundoff
 
 NAMES = ("gate_up_proj", "down_proj")
+WORDS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What files call the halves of ``gate_up_proj``, and ``down_proj``: Qwen, GLM, DeepSeek; Mixtral, MiniMax, Phi."""
+OLD_BLOCK = "block_sparse_moe"
+"""What Mixtral's kind of models had for ``mlp``."""
+NAMED = re.compile(r"(?P<block>.+)\.experts\.\d+\.(?P<word>\w+)")
+EXPERT = re.compile(r"(experts(?:\.\w+)?)\.\d+")
 
 
 class Experts(nn.Module):
     """The same function of tokens as transformers' module of experts.
 
+    Without ``words`` the layers are ``gate_up_proj.3`` and ``down_proj.3``; with them ``3.w1``, ``3.w3`` and ``3.w2``.
+
     Every expert reads every token, and what it says to those that it was not sent is multiplied by 0: their gradients
     are 0, and they drop out of the sums. That costs as many times more as there are experts to one that a token takes.
     """
 
-    def __init__(self, stacked: Any) -> None:
+    def __init__(self, stacked: Any, words: Sequence[str] = ()) -> None:
         super().__init__()
         self.act_fn = stacked.act_fn
-        for name in NAMES:
-            self.add_module(name, nn.ModuleList(map(_linear, getattr(stacked, name).data)))
+        self.words = words
+        gate_ups, downs = (getattr(stacked, name).data for name in NAMES)
+        self.count = len(gate_ups)
+        if words:
+            for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
+                weights = zip(words, (*gate_up.chunk(2), down), strict=True)
+                self.add_module(str(expert), nn.ModuleDict({word: _linear(weight) for word, weight in weights}))
+        else:
+            for name, weights in zip(NAMES, (gate_ups, downs), strict=True):
+                self.add_module(name, nn.ModuleList(map(_linear, weights)))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):  # type: ignore[arg-type]
+        for expert in range(self.count):
+            names = [f"{expert}.{word}" for word in self.words] or [f"{name}.{expert}" for name in NAMES]
+            *inner, down = map(self.get_submodule, names)
+            gate, up = torch.cat([layer(hidden_states) for layer in inner], dim=-1).chunk(2, dim=-1)
             weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
-            gate, up = gate_up(hidden_states).chunk(2, dim=-1)
             total = total + (weight * down(self.act_fn(gate) * up)).to(total.dtype)
         return total
 
 
-def with_stacked_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
-    """A base with a LoRA, or LSR, whose config has ``target_parameters``; experts are Linear layers from then on.
+def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
+    """A base with an adapter, as PEFT opens it; experts that the adapter has layers of are Linear layers from then on.
 
     Raises
     ------
     CalibrationError
-        For a base whose module of experts computes something else than `Experts` does.
+        For a base whose module of experts computes something else than `Experts` does, and for a layer that it lacks.
     """
-    for name, module in list(model.named_modules()):
-        if set(NAMES) <= {part for part, _ in module.named_parameters(recurse=False)}:
-            model.set_submodule(name, _checked(name, module))
-    source = open_checkpoint(adapter)
-    names = [layer.name for layer in source.layers]
+    stacks = [
+        name
+        for name, module in model.named_modules()
+        if set(NAMES) <= {part for part, _ in module.named_parameters(recurse=False)}
+    ]
+    try:
+        source = open_checkpoint(adapter) if stacks else None
+    except UnsupportedError:  # as DoRA, which PEFT opens
+        source = None
+    names = [layer.name for layer in source.layers] if source is not None else []
+    if source is None or not any(".experts." in name for name in names):
+        return PeftModel.from_pretrained(model, str(adapter))
+    matches = [match for match in map(NAMED.fullmatch, names) if match]
+    words = next((words for words in WORDS if any(match["word"] in words for match in matches)), ())
+    blocks = {match["block"] for match in matches}
+    for name in stacks:
+        model.set_submodule(name, _checked(name, model.get_submodule(name), words))
+        parent, _, block = name.removesuffix(".experts").rpartition(".")
+        if block != OLD_BLOCK and f"{parent}.{OLD_BLOCK}" in blocks:
+            _rename(model.get_submodule(parent), block, OLD_BLOCK)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    missing = next((name for name in names if name not in modules), None)
+    if missing is not None:
+        raise CalibrationError(
+            f"the base has no layer {missing}; compress this adapter without --base and --calibrated"
+        )
     config = {field: value for field, value in source.config.items() if field != "target_parameters"}
-    with TemporaryDirectory() as directory:
+    with TemporaryDirectory() as directory, _own_names(model.config):
         out = Path(directory) / "lora"
         write_lora(out, source=source, config=config | {"target_modules": names}, layers=map(_pair, source.layers))
         return PeftModel.from_pretrained(model, str(out))
 
 
 def least_reached(name: str, tokens: Mapping[str, int]) -> str | None:
-    """Of the experts of one stack, the one that fewest tokens were sent to: it stands for one that none was sent to."""
-    stack, _, number = name.rpartition(".")
-    others = [other for other in tokens if number.isdecimal() and other.rpartition(".")[0] == stack]
+    """Of the experts of one layer, the one that fewest tokens were sent to: it stands for one that none was sent to."""
+    kind = EXPERT.sub(r"\1", name)
+    others = [other for other in tokens if other != name and EXPERT.sub(r"\1", other) == kind]
     return min(others, key=lambda other: tokens[other], default=None)
+
+
+@contextmanager
+def _own_names(config: Any) -> Iterator[None]:
+    """Inside, PEFT takes names for what they say; it would stack experts called by name, as the base had them."""
+    kind = config.model_type
+    config.model_type = ""
+    try:
+        yield
+    finally:
+        config.model_type = kind
+
+
+def _rename(parent: nn.Module, name: str, new: str) -> None:
+    """Call a child otherwise; what the parent does still finds it under its first name."""
+    child = getattr(parent, name)
+    delattr(parent, name)
+    object.__setattr__(parent, name, child)
+    parent.add_module(new, child)
 
 
 def _pair(layer: LoraLayer | LsrLayer) -> tuple[str, Array, Array]:
@@ -89,14 +151,14 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 @torch.no_grad()
-def _checked(name: str, stacked: nn.Module) -> Experts:
+def _checked(name: str, stacked: nn.Module, words: Sequence[str]) -> Experts:
     """The experts as Linear layers, if they say to some tokens what the module says."""
     text = f"{name} is a {type(stacked).__name__}, whose experts are not computed as Qwen3-MoE's are"
     try:
-        experts = Experts(stacked)
-        weight = experts.gate_up_proj[0].weight  # type: ignore[index, union-attr]
+        experts = Experts(stacked, words)
+        weight = next(experts.parameters())
         generator = torch.Generator().manual_seed(0)
-        count, width = len(experts.gate_up_proj), weight.shape[1]  # type: ignore[arg-type]
+        count, width = experts.count, weight.shape[1]
         tokens = torch.randn(2 * count, width, generator=generator).to(weight)
         chosen = torch.arange(2 * count, device=weight.device).remainder(count).unsqueeze(1)
         shares = torch.full((2 * count, 1), 0.5, device=weight.device, dtype=weight.dtype)

@@ -28,11 +28,11 @@ WRECK = 0.7
 
 def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> str:
     """What opens it: PEFT, or for files of other programs the file that they read."""
-    if checkpoint.format == "peft-lora" and _of_named_experts(checkpoint):
+    if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
+        if checkpoint.format != "peft-lora" or not any(".experts." in layer.name for layer in checkpoint.layers):
+            return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
         return f"For PEFT, which stacks experts: lsrdecomp export {quoted(output)} --profile lorax --out {out}"
-    if checkpoint.format.startswith("peft-") and not checkpoint.config.get("target_parameters"):
-        return "Open it with PEFT after `import lsrdecomp.adapters`."
     try:
         directory = checkpoints.same_form(checkpoint) == "directory"
     except UnsupportedError:
@@ -56,10 +56,10 @@ def warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
     )
     source, plan = result.source, result.plan
     tasks = source.format.startswith("peft-") and source.config.get("task_type") in TASKS
-    if not tasks or _of_named_experts(source):
+    if not tasks:
         tables.say(
             "Allow a larger size: without a base and prompts it is closeness of numbers that is kept. Bases are run "
-            f"for PEFT adapters whose config has a task_type ({', '.join(TASKS)}), but not for experts called by name."
+            f"for PEFT adapters whose config has a task_type ({', '.join(TASKS)})."
         )
         return
     base = source.config.get("base_model_name_or_path") or "BASE"
@@ -81,12 +81,6 @@ def warn_of_growth(checkpoint: Checkpoint, output: Path) -> None:
     if after > before:
         text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
         tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")
-
-
-def _of_named_experts(checkpoint: Checkpoint) -> bool:
-    """Whether some layers are experts of a mixture by names that transformers 5, which stacks them, has not."""
-    stacked = checkpoint.config.get("target_parameters")
-    return not stacked and any(".experts." in layer.name for layer in checkpoint.layers)
 
 
 def quoted(path: object) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny_tokenizer import word_tokenizer
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import load_base, open_base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.experts import least_reached, with_stacked_lora
+from lsrdecomp.calibration.experts import least_reached, with_lora
 from lsrdecomp.calibration.fisher import CalibrationError, Head, sampled_answers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression import export_lora
+from lsrdecomp.errors import CheckpointError
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -41,9 +46,36 @@ def mixture(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module", params=["qwen3", "mixtral"])
+def named(request, tmp_path_factory):
+    """The same with a LoRA that calls experts by name, as transformers 4 had them."""
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    if request.param == "qwen3":
+        config = Qwen3MoeConfig(vocab_size=32, num_experts=4, num_experts_per_tok=2, **SIZES, **HEADS)
+        block, words = "mlp", {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}
+    else:
+        config = MixtralConfig(vocab_size=32, num_local_experts=4, **SIZES | {"intermediate_size": 8}, **HEADS)
+        block, words = "block_sparse_moe", {"w1": (8, 16), "w3": (8, 16), "w2": (16, 8)}
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    word_tokenizer().save_pretrained(folder / "base")
+    sizes = {f"{block}.experts.{expert}.{word}": size for expert in range(4) for word, size in words.items()}
+    tensors = {}
+    for name, (out, into) in (sizes | {"self_attn.q_proj": (16, 16)}).items():
+        key = f"base_model.model.model.layers.0.{name}"
+        tensors |= {f"{key}.lora_A.weight": torch.randn(2, into), f"{key}.lora_B.weight": torch.randn(out, 2)}
+    (folder / "lora").mkdir()
+    save_file(tensors, folder / "lora" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2}
+    settings["target_modules"] = ["q_proj", *words]
+    (folder / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def stacked(mixture) -> PeftModel:
     """The same as PEFT opens it."""
-    return PeftModel.from_pretrained(Qwen3MoeForCausalLM.from_pretrained(mixture / "base"), mixture / "lora").eval()
+    base = AutoModelForCausalLM.from_pretrained(mixture / "base")
+    return PeftModel.from_pretrained(base, mixture / "lora").eval()
 
 
 def measured(mixture, out, batches=BATCHES, word=""):
@@ -59,6 +91,42 @@ def test_with_and_without_the_lora_the_base_says_what_it_says_in_peft(mixture):
     torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
     with ours.disable_adapter(), theirs.disable_adapter():
         torch.testing.assert_close(ours(**rows).logits, theirs(**rows).logits)
+
+
+@torch.no_grad()
+def test_experts_by_name_say_what_they_say_where_peft_stacks_them(named, tmp_path):
+    ours, theirs, rows = load_base(named / "base", named / "lora"), stacked(named), BATCHES[0]
+    assert sorted(ours.modules) == sorted(layer.name for layer in open_checkpoint(named / "lora").layers)
+    torch.testing.assert_close(ours.model(**rows).logits, theirs(**rows).logits)
+    with ours.model.disable_adapter(), theirs.disable_adapter():
+        torch.testing.assert_close(ours.model(**rows).logits, theirs(**rows).logits)
+    small = compress(named / "lora", separation_rank=2, inner_shape=(1, 2)).save(tmp_path / "small")
+    export_lora(open_checkpoint(small), tmp_path / "back", profile="lorax")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named / "base"), tmp_path / "back").eval()
+    written = open_base(named / "base", named / "lora").adapted(small).model
+    torch.testing.assert_close(written(**rows).logits, theirs(**rows).logits)
+
+
+def test_experts_by_name_are_compressed_by_their_statistics(named, tmp_path):
+    statistics = measured(named, tmp_path / "statistics")
+    source = open_checkpoint(named / "lora")
+    assert set(statistics) == {layer.name for layer in source.layers}
+    gate, up = (
+        statistics[name] for name in sorted(statistics) if name.endswith(("2.gate_proj", "2.up_proj", "2.w1", "2.w3"))
+    )
+    assert gate.input.trace == pytest.approx(up.input.trace, rel=5e-3)  # they read the same tokens
+    small = open_checkpoint(compress(source, ratio=2, statistics=statistics).save(tmp_path / "small"))
+    assert {layer.name for layer in small.layers} <= set(statistics)
+    assert 0 < 2 * small.adapter_parameters <= source.adapter_parameters
+
+
+def test_an_expert_that_the_base_lacks_is_named(named, tmp_path):
+    tensors = load_file(named / "lora" / "adapter_model.safetensors")
+    odd = {key.replace("experts.3", "experts.4"): tensor for key, tensor in tensors.items()}
+    shutil.copytree(named / "lora", tmp_path / "lora")
+    save_file(odd, tmp_path / "lora" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"does not fit .*the base has no layer model.layers.0.*.experts.4"):
+        load_base(named / "base", tmp_path / "lora")
 
 
 @torch.no_grad()
@@ -100,6 +168,7 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
 def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixture, tmp_path):
     tokens = {"experts.up.0": 9, "experts.up.2": 4, "experts.down.1": 1, "q_proj": 1}
     assert least_reached("experts.up.1", tokens) == "experts.up.2"
+    assert least_reached("experts.1.up", {"experts.0.up": 9, "experts.2.up": 4, "experts.3.down": 1}) == "experts.2.up"
     assert least_reached("v_proj", tokens) is None
     short = [{"input_ids": BATCHES[0]["input_ids"][:, :2]}]  # one answer: at least two experts are not asked
     statistics = measured(mixture, tmp_path / "statistics", short, "down_proj")
@@ -115,4 +184,4 @@ def test_experts_of_another_kind_are_refused(mixture):
     odd = type("OddExperts", (type(model.model.layers[0].mlp.experts),), {"forward": lambda *given: 2 * plain(*given)})
     model.model.layers[0].mlp.experts.__class__ = odd
     with pytest.raises(CalibrationError, match="mlp.experts is a OddExperts, whose experts are not computed as"):
-        with_stacked_lora(model, mixture / "lora")
+        with_lora(model, mixture / "lora")

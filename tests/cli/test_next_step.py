@@ -91,11 +91,11 @@ def _kron(side, k):
     return product
 
 
-@pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora", "peft-lora, experts by name"])
+@pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora"])
 def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
     given, alpha = write(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
     config = tmp_path / given / "adapter_config.json"
-    if config.exists() and "experts" not in form:  # which are not measured at all
+    if config.exists():
         config.write_text(json.dumps(json.loads(config.read_text()) | {"task_type": None}))
     order = ["compress", tmp_path / given, *alpha, "--ratio", 30, "--out", tmp_path / "small"]
     done = CliRunner().invoke(app, list(map(str, order)))
