@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -200,10 +201,8 @@ def norm(array: Array) -> float:
 
 def tail_norms(sigma: Array) -> list[float]:
     """‖(σ_{s+1}, σ_{s+2}, …)‖ for s = 0, 1, …, len(σ): the error of each truncation."""
-    values = to_numpy(sigma).astype(np.float64)
-    largest = float(values.max(initial=0.0)) or 1.0
-    tails = largest * np.sqrt(np.cumsum((values[::-1] / largest) ** 2))
-    return [*tails[::-1].tolist(), 0.0]
+    ascending = to_numpy(sigma)[::-1].tolist()
+    return list(accumulate(ascending, math.hypot, initial=0.0))[::-1]
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lsrdecomp.arrays import dtype_name
 from lsrdecomp.errors import BudgetError, ConvergenceError
 from lsrdecomp.formats.mixed_precision import SMALL_FORMATS, StoredMatrix, as_stored, least_bytes, smallest
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -75,7 +76,7 @@ def measured(target: Target, solution: Solution, storage: str | None, goal: floa
         approximation=stored,
         relative_error=error / norm if norm > 0.0 else error,
         status=status,
-        storage=storage or precision(stored.dtype).name,
+        storage=storage or precision(dtype_name(stored.factors[0])).name,
         target_norm=norm,
         sweeps=solution.sweeps,
         optimality_gap=solution.optimality_gap,
