@@ -1,7 +1,7 @@
 """What distillation without labels brings on MiniLM, and whether promised shares hold on fresh texts.
 
     python -m benchmarks.behaviour.kept --data GLUE [--tasks SST-2 MRPC CoLA] [--out benchmarks/results/promise.json]
-    python -m benchmarks.behaviour.kept --only promise --prompts E2E/train.jsonl --lora smollm2-e2e-r8
+    python -m benchmarks.behaviour.kept --only promise --prompts e2e/train.jsonl --lora smollm2-e2e-r8
 
 On SST-2 the adapter is the one that ships with the package, its statistics too. On MRPC and CoLA each seed has a LoRA
 of its own, trained and calibrated first as `experiments/recover-minilm.toml` says, and kept in ``--work``. Each form,
@@ -10,7 +10,8 @@ split, which neither training nor calibration saw: by divergence from the LoRA's
 promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
 the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; ``same`` is what
 would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits:
-of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the record. Rows are added to the file
+of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the record, by the name of the
+prompts' directory. Rows are added to the file
 as they come; a run that was stopped goes on. One thread.
 """
 
@@ -33,7 +34,6 @@ import numpy as np
 import torch
 
 from benchmarks import RESULTS
-from benchmarks.cost.one_command import commit
 from benchmarks.lab.recover_jobs import Job
 from benchmarks.lab.recover_plan import recover_plan
 from benchmarks.lab.runs import Failure, do_runs, outcome
@@ -54,7 +54,7 @@ from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.fidelity.evaluate import Evaluator
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.dataset import judge, read_dataset
-from lsrdecomp.training.record import ADAPTER, Scores
+from lsrdecomp.training.record import ADAPTER, Scores, commit
 from lsrdecomp.training.tasks import TASKS
 
 SUITE = Path(__file__).parents[1] / "experiments" / "recover-minilm.toml"
@@ -156,9 +156,9 @@ def encoder() -> str:
 
 def demo(data: Path, work: Path) -> Subject:
     """The adapter that ships with the package."""
-    place = Path(str(files("lsrdecomp.cli")))
+    package = Path(str(files("lsrdecomp.cli")))
     texts = task_texts(TASKS[DEMO].read(data, "train"))
-    return Subject(DEMO, encoder(), place / "demo_adapter", place / "demo_statistics", work, texts, 128)
+    return Subject(DEMO, encoder(), package / "demo_adapter", package / "demo_statistics", work, texts, 128)
 
 
 def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
@@ -167,18 +167,18 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
     job = Job(suite, recover_plan(suite), task, seed, work)
     for run in (job.head(), job.lora()):
         do_runs([run], retry=True)
-        found = outcome(run)
-        if isinstance(found, Failure):
-            raise SystemExit(f"{run.directory}: {found.kind}: {found.message}")
-    settings, place = job.lora().settings, job.place
+        result = outcome(run)
+        if isinstance(result, Failure):
+            raise SystemExit(f"{run.directory}: {result.kind}: {result.message}")
+    settings, paths = job.lora().settings, job.place
     dataset = read_dataset(settings)
-    if not (place.statistics / METADATA).exists():
-        base = load_base(dataset.base, place.lora / ADAPTER)
+    if not (paths.statistics / METADATA).exists():
+        base = load_base(dataset.base, paths.lora / ADAPTER)
         calibrate(
             base.model,
             dataset.questions(base, size=16, seed=seed),
             modules=base.modules,
-            out=place.statistics,
+            out=paths.statistics,
             seed=seed,
             samples=job.plan.samples,
             head=base.head,
@@ -188,7 +188,7 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
         )
     texts = task_texts(dataset.train)
     return Subject(
-        task, dataset.base, place.lora / ADAPTER, place.statistics, place.directory, texts, settings.max_length
+        task, dataset.base, paths.lora / ADAPTER, paths.statistics, paths.directory, texts, settings.max_length
     )
 
 
@@ -218,16 +218,27 @@ class Judge:
 
     def judge(self, written: Path) -> dict[str, Any]:
         opened = self.evaluator.base.adapted(written)
-        found: Behaviour = self.reference.compare(opened)
+        behaviour: Behaviour = self.reference.compare(opened)
         scores = self._scores(opened)
-        share = (self.none.loss - scores.loss) / (self.none.loss - self.lora.loss)
-        kept = {"dev_kept": found.kept, "dev_error": found.standard_error, "label_share": share}
+        share = (_loss(self.none) - _loss(scores)) / self.gain
+        kept = {"dev_kept": behaviour.kept, "dev_error": behaviour.standard_error, "label_share": share}
         return {**kept, "accuracy": scores.accuracy, **scores.metrics}
+
+    @property
+    def gain(self) -> float:
+        """What the LoRA takes off the loss of the labels."""
+        return _loss(self.none) - _loss(self.lora)
 
     def source(self) -> dict[str, Any]:
         """What the LoRA itself does, and the base with its head alone."""
-        effect = {"effect": self.reference.effect, "gain": self.none.loss - self.lora.loss}
+        effect = {"effect": self.reference.effect, "gain": self.gain}
         return {**effect, "lora": dict(self.lora.metrics), "none": dict(self.none.metrics)}
+
+
+def _loss(scores: Scores) -> float:
+    if scores.loss is None:
+        raise SystemExit("a regression has no loss of labels")
+    return scores.loss
 
 
 def distilled(arguments: argparse.Namespace, record: Record) -> None:
@@ -297,9 +308,9 @@ def passes(arguments: argparse.Namespace, record: Record) -> None:
     record.value["passes"] = []
     for seed in arguments.seeds:
         for ratio in RATIOS:
-            given: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
-            result = compress(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **given)
-            kept = [one.kept for one in result.tried]
+            settings: dict[str, Any] = {"base": subject.base, "data": subject.sample(seed), "seed": seed, "passes": 3}
+            result = compress(open_checkpoint(subject.lora), CompressionPlan(ratio=ratio), **settings)
+            kept = [measurement.kept for measurement in result.tried]
             record.add({"task": DEMO, "ratio": ratio, "seed": seed, "kept": kept}, "passes")
 
 
@@ -343,9 +354,10 @@ def drawn(
 
 def prompted(arguments: argparse.Namespace, record: Record) -> None:
     """The same of a language model. What each form loses is kept in ``--work``: a run that was stopped goes on."""
+    task = arguments.prompts.parent.name
     lines = random.Random(0).sample(read_jsonl(arguments.prompts), PROMPTS + SAMPLES)
     evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))
-    reference, work, bytes_before = evaluator.reference, arguments.work, bytes_to_open(arguments.lora / WEIGHTS)
+    reference, work, bytes_before = evaluator.reference, arguments.work / task, bytes_to_open(arguments.lora / WEIGHTS)
     plans = [CompressionPlan(bytes=size, storage="auto") for size in BYTES]
     statistics = evaluator.statistics(Journal(work / "journal"))
     searched = search_adapter(open_checkpoint(arguments.lora), plans, statistics=statistics)
@@ -358,7 +370,8 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
         losses[round(bytes_before / bytes_to_open(form / WEIGHTS), 1)] = torch.from_numpy(np.load(file))
     rows = list(drawn(losses, reference.effects, CHOOSING_PROMPTS, PROMISING_PROMPTS))
     about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "fresh": reference.examples}
-    record.value["prompted"] = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
+    entry = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
+    record.value["prompted"] = record.value.get("prompted", {}) | {task: entry}
     record.write()
 
 

@@ -33,6 +33,7 @@ from unittest.mock import patch
 
 from benchmarks import RESULTS
 from lsrdecomp.compression.settings import Step
+from lsrdecomp.training.record import commit
 
 PROMPTS, SENTENCES = 400, 600
 NORMS, SIZE = ((1.0, 64), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
@@ -76,12 +77,6 @@ def main() -> None:
 def facts() -> dict[str, Any]:
     names = ("numpy", "torch", "transformers", "peft")
     return {"machine": platform.machine(), "threads": 1, "versions": {name: version(name) for name in names}}
-
-
-def commit() -> str:
-    """Of the code that runs."""
-    said = subprocess.run(["git", "rev-parse", "--short", "HEAD"], stdout=subprocess.PIPE, text=True, check=True)
-    return said.stdout.strip()
 
 
 def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
