@@ -72,8 +72,11 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
         config = read_json(target / CONFIG)
         weights = [target / file for file in BESIDE_CONFIG if (target / file).exists() or (target / file).is_symlink()]
         if not weights:
-            _refuse_shards(target, [entry for entry in target.iterdir() if entry.suffix in SUFFIXES])
-            raise CheckpointError(f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing", path=target)
+            files = sorted(entry for entry in target.iterdir() if entry.suffix in SUFFIXES)
+            _refuse_shards(target, files)
+            alone = f"; to read {files[0].name} without the config, say so by name=" if files else ""
+            text = f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing{alone}"
+            raise CheckpointError(text, path=target)
         return _read(target, weights[0], config, max_memory)
     files = sorted(file for file in target.iterdir() if file.suffix in SUFFIXES)
     inner = sorted(entry.name for entry in target.iterdir() if (entry / CONFIG).exists())

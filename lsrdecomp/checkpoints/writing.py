@@ -105,14 +105,14 @@ def check_file(out: Path, inputs: Iterable[Path] = (), *, force: bool = False) -
     >>> with tempfile.NamedTemporaryFile() as there:
     ...     check_file(Path(there.name))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace the file
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace the file by force=True
     """
     check_place(out, inputs)
     if out.exists() and not out.is_file():
         kind = "a directory" if out.is_dir() else "no regular file"
         raise CheckpointError(f"is {kind}: not replaced even by force; choose another output", path=out)
     if out.exists() and not force:
-        raise CheckpointError("already exists; choose another output, or force to replace the file", path=out)
+        raise CheckpointError("already exists; choose another output, or replace the file by force=True", path=out)
 
 
 def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) -> None:
@@ -136,13 +136,13 @@ def check_output(out: Path, inputs: Iterable[Path] = (), force: bool = False) ->
     >>> with tempfile.TemporaryDirectory() as there:
     ...     check_output(Path(there))
     Traceback (most recent call last):
-    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or force to replace it as a whole
+    lsrdecomp.errors.CheckpointError: ...: already exists; choose another output, or replace it as a whole by force=True
     """
     check_place(out, inputs)
     if not out.exists():
         return
     if not force:
-        raise CheckpointError("already exists; choose another output, or force to replace it as a whole", path=out)
+        raise CheckpointError("already exists; choose another output, or replace it as a whole by force=True", path=out)
     entries = list(out.iterdir()) if out.is_dir() else None
     if entries is None or (entries and not (out / CONFIG).is_file()) or any(entry.is_dir() for entry in entries):
         text = f"not replaced even by force: it is not a directory of files with {CONFIG}"
@@ -270,7 +270,9 @@ def _put_in_place(part: Path, out: Path, force: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            text = "already exists, written by another run meanwhile; choose another output, or force to replace it"
+            text = (
+                "already exists, written by another run meanwhile; choose another output, or replace it by force=True"
+            )
             raise CheckpointError(text, path=out) from None
     elif not _exchange(part, out):
         old = part.with_suffix(".old")

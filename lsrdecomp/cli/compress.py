@@ -196,13 +196,13 @@ def compress(
                 _write(result, checkpoint, output, report=report, json=figures, force=force, record=record, unit=unit)
                 if output is not None:
                     tables.show(json, tables.file_sizes(checkpoint, output))
-                    warn_of_growth(checkpoint, output)
+                    warn_of_growth(checkpoint, output / checkpoints.WEIGHTS)
                     tables.show(json, f"Wrote {output}. {next_command(checkpoint, output, alpha)}")
                 if report is not None:
                     tables.show(json, f"Wrote {report}.")
                 tables.show(json, *_promise(result))
                 if calibrated is None and base is None:
-                    warn_of_wreck(result, adapter, output)
+                    warn_of_wreck(result, output)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)

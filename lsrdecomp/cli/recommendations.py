@@ -45,7 +45,7 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
     return f"As a {checkpoint.format} LoRA again: {again}"
 
 
-def warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
+def warn_of_wreck(result: Any, output: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
     total = result.totals
     if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
@@ -65,19 +65,20 @@ def warn_of_wreck(result: Any, adapter: Path, output: Path | None) -> None:
     base = source.config.get("base_model_name_or_path") or "BASE"
     goal = next((name, value) for name, value in plan.to_json().items() if name in FLAGS)
     storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
+    adapter = source.weights.parent
     again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-calibrated"))
     tables.say(
         "Measure what its layers do and compress by that:\n"
-        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(source.weights.parent)} --text TEXTS.txt "
+        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(adapter)} --text TEXTS.txt "
         "--out statistics\n"
         f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]}{storage} "
         f"--out {again}"
     )
 
 
-def warn_of_growth(checkpoint: Checkpoint, output: Path) -> None:
+def warn_of_growth(checkpoint: Checkpoint, written: Path) -> None:
     """A file that became larger than its source is what nobody asked for."""
-    before, after = (path.stat().st_size for path in (checkpoint.weights, output / checkpoints.WEIGHTS))
+    before, after = (path.stat().st_size for path in (checkpoint.weights, written))
     if after > before:
         text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
         tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")

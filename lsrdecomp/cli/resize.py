@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.recommendations import warn_of_growth
 from lsrdecomp.cli.sheet import Column, Sheet
 from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import LsrError, UnsupportedError
@@ -67,6 +68,8 @@ def resize(
                 written = Counter(step, "writing", len(checkpoint.layers), "layers")
                 cut.save(path, force=force, on_layer=written)
         facts.append(_shown(cut, None if dry_run else path, json))
+        if not dry_run:
+            warn_of_growth(checkpoint, path)
     tables.show(json, PLAIN)
     if json is not None:
         tables.write_json(facts if len(facts) > 1 else facts[0], json)

@@ -160,8 +160,8 @@ def _base(checkpoint: Checkpoint, base: str | Path | None) -> GgufBase:
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = named
     if base is None:
-        text = f"its base {ascii(named)[:80]} is no directory here, and a GGUF file follows its base's names and heads"
-        raise CheckpointError(
-            f"{text}; name it by --base: a GGUF file, a model directory or its config.json", path=checkpoint.path
-        )
+        text = "names no base" if named is None else f"its base {ascii(named)[:80]} is no directory here"
+        text += ", and a GGUF file follows its base's names and heads"
+        way_out = "name it by --base: a GGUF file, a model directory or its config.json"
+        raise CheckpointError(f"{text}; {way_out}", path=checkpoint.path)
     return read_base(base)

@@ -683,8 +683,17 @@ def test_other_directories_of_mlx_are_refused_with_the_cause(mlx: Path) -> None:
     with pytest.raises(CheckpointError, match="adapters.safetensors: this is a Git-LFS pointer"):
         open_checkpoint(mlx)
     (mlx / MLX).unlink()
-    with pytest.raises(CheckpointError, match="but no weights: adapter_model.safetensors or .* is missing"):
+    with pytest.raises(CheckpointError, match="but no weights: adapter_model.safetensors or .* is missing$"):
         open_checkpoint(mlx)
+
+
+def test_a_directory_whose_weights_have_another_name_is_told_how_to_read_them_alone(mlx: Path) -> None:
+    weights = (mlx / MLX).rename(mlx / "adapter_0.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"is missing; to read {weights.name} without the config, say so by name="
+    ):
+        open_checkpoint(mlx)
+    assert open_checkpoint(mlx, name=weights.name, alpha=2).layers
 
 
 def test_metadata_of_null_is_none_as_the_library_reads_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,7 +116,10 @@ def test_a_text_lora_is_sent_to_calibrate_by_commands_that_run(kind, tmp_path, m
     assert set(TASKS) == set(LOADERS)
     monkeypatch.chdir(make(tmp_path, kind))
     (tmp_path / "TEXTS.txt").write_text("\n".join(text for text, _ in TEXTS))
-    done = CliRunner().invoke(app, ["compress", "lora", "--ratio", "20", "--storage", "int8", "--out", "little"])
+    Path("runs").mkdir()
+    Path("lora").rename("runs/lora")
+    where = ["runs", "--name", "lora"]  # which what is recommended has to say in its own way
+    done = CliRunner().invoke(app, ["compress", *where, "--ratio", "20", "--storage", "int8", "--out", "little"])
     commands = re.findall(r"lsrdecomp (.*)", done.stderr)
     assert [command.split()[0] for command in commands] == ["calibrate", "compress"]
     for command in commands:

@@ -115,6 +115,14 @@ def test_a_file_of_so_many_bytes_is_no_larger(tmp_path):
         truncate(source, bytes=1000)
 
 
+def test_a_file_that_became_larger_is_warned_of(tmp_path):
+    put(tmp_path / "style.safetensors")
+    arguments = ("compress", "style.safetensors", "--ratio", 1.2, "--storage", "float32", "--out", "o.safetensors")
+    done = lsr(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "store in float16 or coarser" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(("word", "right"), [("params", "parameters"), ("ration", "ratio")])
 def test_a_misspelt_goal_of_a_program_is_told_the_right_word(tmp_path, word, right):
     source = open_checkpoint(put(tmp_path / "style.safetensors"))
