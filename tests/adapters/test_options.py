@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import builtins
 
 import pytest
 import torch
@@ -264,18 +264,12 @@ def test_compilation_gives_one_graph_and_no_recompiles():
     assert graphs.frame_count == 1
 
 
-def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters():
+def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters(monkeypatch):
     """Not in one graph, as for PEFT's LoRA: the names reach the layers through hooks set within the call."""
-    # In a process of its own: the compiler walks through whatever other tests have left among the builtins, which ends
-    # in a recursion error of any depth in some whole runs.
-    process = multiprocessing.get_context("spawn").Process(target=compile_once)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
-def compile_once():
+    # A doctest's last value; the compiler walks through all builtins, and without end through one that holds itself
+    monkeypatch.delattr(builtins, "_", raising=False)
     torch.manual_seed(0)
+    torch._dynamo.reset()
     config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)
     model = get_peft_model(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6)), config, adapter_name="x")
     model.add_adapter("y", config)
