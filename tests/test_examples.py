@@ -106,7 +106,7 @@ def test_a_notebook_runs_from_top_to_end(path, monkeypatch, tmp_path):
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     for target in re.findall(r"\]\(([^)]+)\)", "\n".join(texts)):
         assert (path.parent / target).exists(), target
-    names = {}
+    names = {"__name__": path.stem}
     for cell in cells:
         if cell["cell_type"] == "code":
             lines = "".join(cell["source"]).splitlines()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-
 import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
@@ -264,10 +262,8 @@ def test_compilation_gives_one_graph_and_no_recompiles():
     assert graphs.frame_count == 1
 
 
-def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters(monkeypatch):
+def test_mixed_batches_compile_once_around_the_hooks_that_name_adapters():
     """Not in one graph, as for PEFT's LoRA: the names reach the layers through hooks set within the call."""
-    # A doctest's last value; the compiler walks through all builtins, and without end through one that holds itself
-    monkeypatch.delattr(builtins, "_", raising=False)
     torch.manual_seed(0)
     torch._dynamo.reset()
     config = LsrConfig(target_modules=["0", "2"], r=4, separation_rank=2, init_weights=False)
