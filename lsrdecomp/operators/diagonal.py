@@ -9,7 +9,7 @@ methods, Numer. Math. 6 (1964). doi:10.1007/BF01386067
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,12 +55,6 @@ class Diagonalized:
             log -= 2.0 * (values.size // len(vectors)) * float(np.linalg.slogdet(vectors)[1])
         sign = np.prod(values / np.abs(values))
         return (complex(sign) if np.iscomplexobj(values) else float(sign)), log
-
-    def function(self, f: Callable[[np.ndarray], np.ndarray], b: np.ndarray) -> np.ndarray:
-        """f(A) b; for a unitary basis."""
-        if not self.unitary:
-            raise MatrixError("functions of this sum have no closed form: its terms do not commute")
-        return self.apply(f(self.values), b)
 
 
 def diagonalize(matrix: SeparatedMatrix, *, unitary: bool = False) -> Diagonalized | None:

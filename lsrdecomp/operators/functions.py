@@ -57,7 +57,7 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
     if split is not None:
         image = along(tuple(scipy.linalg.expm(t * part) for part in split), values)
     elif (flat := diagonalize(terms, unitary=True)) is not None:
-        image = flat.function(lambda v: np.exp(t * v), values)
+        image = flat.apply(np.exp(t * flat.values), values)
     else:
         operator = terms.to_linear_operator() * t
         trace = complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t

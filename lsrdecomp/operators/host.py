@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lsrdecomp.arrays import Array, dtype_name, is_complex, namespace
+from lsrdecomp.arrays import Array, dtype_name, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.kronecker.terms import terms_in_double
 
 
 def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
@@ -20,8 +21,7 @@ def host(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The same terms as NumPy arrays in double precision."""
     for factor in matrix.factors:
         detached(factor)
-    wide = matrix.to_numpy()
-    return wide.astype("complex128" if any(is_complex(f) for f in wide.factors) else "float64")
+    return terms_in_double(matrix.to_numpy())
 
 
 def detached(array: Array) -> Array:

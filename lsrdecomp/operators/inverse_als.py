@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import is_complex
 from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import LsrError, MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import inv
 
@@ -216,10 +216,9 @@ def _balance(stacks: list[np.ndarray]) -> None:
 def _separated(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | str | None) -> SeparatedMatrix:
     shape = None if shape is None else KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and shape in (None, matrix.kronecker_shape):
-        separated = matrix.to_numpy()
+        separated = matrix
     elif shape is None:
         raise ShapeError("say in which KroneckerShape the inverse is sought")
     else:
-        separated = decompose(matrix, shape, rtol=EXACT, throw=True).approximation.to_numpy()
-    kind = "complex128" if any(is_complex(f) for f in separated.factors) else "float64"
-    return separated.astype(kind)
+        separated = decompose(matrix, shape, rtol=EXACT, throw=True).approximation
+    return terms_in_double(separated.to_numpy())

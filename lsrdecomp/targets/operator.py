@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, namespace
+from lsrdecomp.arrays import Array, namespace, to_numpy
 from lsrdecomp.kronecker.rearrange import rearrange
+from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.targets.contract import Rearranged, require_formable, require_two_factors
-from lsrdecomp.targets.residual import Approximation, check_sizes, row_blocks
+from lsrdecomp.targets.residual import check_sizes, row_blocks
 from lsrdecomp.targets.row_stream import RowStream, block_norm
 
 
@@ -98,10 +99,12 @@ class Operator:
         require_formable(self.shape[0] * self.shape[1], "an operator")
         return rearrange(np.concatenate(list(self._columns())).T, shape)
 
-    def residual_norm(self, approximation: Approximation) -> float:
+    def residual_norm(self, approximation: Any) -> float:
         """‖M − M̂‖_F, measured: `Target.residual_norm`."""
         check_sizes(self.shape, approximation.shape)
-        return self._transpose.residual_norm(_Transposed(approximation))
+        if not hasattr(approximation, "factors"):
+            approximation = SeparatedMatrix(np.ones(1), (to_numpy(approximation.to_matrix())[None, :, :],))
+        return self._transpose.residual_norm(approximation.mT)
 
     @cached_property
     def _transpose(self) -> RowStream:
@@ -120,23 +123,3 @@ class Operator:
                 columns = np.stack([np.asarray(self.operator.matvec(column)).reshape(m) for column in unit.T])
             block_norm(part.start, columns, "columns")
             yield columns
-
-
-@dataclass(frozen=True, slots=True)
-class _Transposed:
-    """Mᵀ for measuring; sums of Kronecker products are transposed term by term."""
-
-    approximation: Any
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.approximation.shape
-        return columns, rows
-
-    def to_matrix(self) -> Array:
-        return namespace(self.approximation.to_matrix()).matrix_transpose(self.approximation.to_matrix())
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("factors", "weights") or not hasattr(self.approximation, name):
-            raise AttributeError(name)
-        return getattr(self.approximation.mT, name)

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, is_complex, namespace
+from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace
 from lsrdecomp.kronecker.rearrange import sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.targets.base import RearrangedDense
 from lsrdecomp.targets.contract import Rearranged, require_two_factors
 from lsrdecomp.targets.residual import Approximation, residual_norm, row_blocks, rows_of
@@ -88,12 +89,8 @@ class Separated:
         """‖M − M̂‖_F; between sums of one shape from the QR factors of their terms, else block by block."""
         own = self.matrix.kronecker_shape
         if isinstance(approximation, SeparatedMatrix) and approximation.kronecker_shape == own:
-            return (_in_double(self.matrix) - _in_double(approximation)).norm
+            return (terms_in_double(self.matrix) - terms_in_double(approximation)).norm
         return residual_norm(self.shape, rows_of(self.matrix), approximation)
-
-
-def _in_double(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    return matrix.astype("complex128" if is_complex(matrix.factors[0]) else "float64")
 
 
 def _merged(factors: tuple[tuple[int, int], ...]) -> tuple[int, int]:

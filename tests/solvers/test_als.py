@@ -93,7 +93,7 @@ def test_the_newton_step_descends_along_the_gradient_of_the_penalised_objective(
         tensor = np.einsum("abc,xa,yb,zc->xyz", tensor, unitary, unitary, unitary)
     ridge = 1e-5
     start = CPTerms.of([rng.standard_normal((2, 2)).astype(kind) for _ in range(3)])
-    start, _ = alternate(tensor, start, ridge, sweeps=200)
+    start = alternate(tensor, start, ridge, sweeps=200)
 
     def objective(terms):
         return np.linalg.norm(tensor - terms.to_tensor()) ** 2 + ridge * np.sum(terms.weights**2)

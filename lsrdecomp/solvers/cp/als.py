@@ -235,7 +235,7 @@ class ALS(MatrixSolver):
         error = fit.misfit(terms)
         if math.hypot(packed.lost, error) > goal and packed.lost > NEGLIGIBLE * error and self.full_sweeps > 0:
             progress.mark(Event.start)
-            whole, _ = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
+            whole = alternate(tensor, whole, ridge, sweeps=self.full_sweeps, rtol=1e-4, progress=progress)
         return whole
 
     def _status(

@@ -144,7 +144,7 @@ class CoreFit:
         residual, best = self.core - terms.to_tensor(), None
         for start in range(3):
             trial = _leading_vectors(residual) if start == 0 else random_terms(self.core, 1, self.rng)
-            trial, _ = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
+            trial = alternate(residual, trial, 0.0, sweeps=POWER_STEPS, rtol=1e-3)
             if best is None or trial.weights[0] > best.weights[0]:
                 best = trial
         assert best is not None
@@ -175,7 +175,7 @@ class CoreFit:
         return self._refined(terms, self.ridge, goal, iterations=60, rtol=1e-9)
 
     def _swept(self, terms: CPTerms, ridge: float, sweeps: int, rtol: float) -> CPTerms:
-        return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)[0]
+        return alternate(self.core, terms, ridge, sweeps=sweeps, rtol=rtol, progress=self.progress)
 
     def _refined(self, terms: CPTerms, ridge: float, goal: float, *, iterations: int, rtol: float) -> CPTerms:
         return refine(self.core, terms, ridge, iterations=iterations, rtol=rtol, goal=goal, progress=self.progress)

@@ -32,7 +32,7 @@ def alternate(
     sweeps: int,
     rtol: float = 1e-8,
     progress: SolveProgress | None = None,
-) -> tuple[CPTerms, bool]:
+) -> CPTerms:
     """Minimise ‖T − Σ‖² + α Σλ², one mode at a time, for T of norm about one.
 
     Parameters
@@ -51,10 +51,9 @@ def alternate(
 
     Returns
     -------
-    (CPTerms, bool)
-        The fit, and whether it stopped by ``rtol``.
+    CPTerms
     """
-    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, most=sweeps)
+    return iterate(_sweeps(tensor, terms, ridge, rtol), terms, progress, most=sweeps)[0]
 
 
 def _sweeps(tensor: Array, terms: CPTerms, ridge: float, rtol: float) -> Iterator[Step[CPTerms]]:

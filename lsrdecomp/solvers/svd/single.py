@@ -11,6 +11,7 @@ import numpy as np
 from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint
 from lsrdecomp.solvers.svd.certificate import Certificate
@@ -57,8 +58,7 @@ def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
     if isinstance(target, LowRank):
         return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
     if isinstance(target, Separated):
-        kind = "complex128" if is_complex(target.matrix.factors[0]) else "float64"
-        return Separated(target.matrix.astype(kind)).rearranged(shape)
+        return Separated(terms_in_double(target.matrix)).rearranged(shape)
     if math.prod(target.shape) > HELD:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.rearranged(shape).matrix))
