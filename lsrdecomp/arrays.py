@@ -138,6 +138,11 @@ def conjugate(array: Array) -> Array:
     return namespace(array).conj(array) if is_complex(array) else array
 
 
+def real_part(array: Array) -> Array:
+    """Real part; real arrays are left as they are."""
+    return namespace(array).real(array) if is_complex(array) else array
+
+
 def adjoint(array: Array) -> Array:
     """Conjugate transpose of the last two axes."""
     return conjugate(namespace(array).matrix_transpose(array))

@@ -14,6 +14,7 @@ from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import precision, unit_roundoff
 from lsrdecomp.solvers.base import Solver, Sweep
+from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.convert import as_target
 
@@ -150,7 +151,8 @@ def error_curve(
         tails = tail_norms([*to_numpy(result.approximation.weights), result.error])[:-1]
         return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
     operator = as_double(target.rearranged(shape).formed())
-    return _from_spectrum(str(shape), namespace(operator).linalg.svdvals(operator), target.norm, shape.parameters(1))
+    tails = tail_norms(namespace(operator).linalg.svdvals(operator))
+    return _from_tails(str(shape), tails, target.norm, shape.parameters(1))
 
 
 @takes()
@@ -259,13 +261,9 @@ def low_rank_curve(matrix: Any) -> ErrorCurve:
     target = as_target(matrix)
     m, n = target.shape
     if isinstance(target, LowRank):
-        return _from_spectrum("truncated SVD", target.svd[1], target.norm, m + n)
-    matrix = target.rearranged(KroneckerShape(((m, 1), (1, n)))).formed()
-    return _from_spectrum("truncated SVD", namespace(matrix).linalg.svdvals(matrix), target.norm, m + n)
-
-
-def _from_spectrum(label: str, sigma: Any, norm: float, parameters: int) -> ErrorCurve:
-    return _from_tails(label, tail_norms(sigma), norm, parameters)
+        return _from_tails("truncated SVD", tail_norms(target.svd[1]), target.norm, m + n)
+    matrix = as_matrix(target)
+    return _from_tails("truncated SVD", tail_norms(namespace(matrix).linalg.svdvals(matrix)), target.norm, m + n)
 
 
 def _from_tails(label: str, tails: list[float], norm: float, parameters: int) -> ErrorCurve:

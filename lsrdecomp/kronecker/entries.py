@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, device, namespace
 from lsrdecomp.errors import ShapeError
-from lsrdecomp.kronecker.rearrange import pairs_of_rows
+from lsrdecomp.kronecker.rearrange import khatri_rao, pairs_of_rows
 from lsrdecomp.kronecker.terms import Terms
 
 
@@ -46,11 +47,8 @@ class Entries(Terms):
             places = np.arange(min(self.shape))
             return self._at(places, places)
         xp = namespace(*self.factors)
-        state = self._weights()[:, None]
-        for factor in self.factors:
-            part = xp.linalg.diagonal(factor)
-            state = xp.reshape(state[:, :, None] * part[:, None, :], (state.shape[0], state.shape[1] * part.shape[1]))
-        return xp.sum(state, axis=0)
+        columns = (xp.matrix_transpose(xp.linalg.diagonal(factor)) for factor in self.factors)
+        return xp.sum(reduce(khatri_rao, columns) * self._weights(), axis=1)
 
     def trace(self) -> Any:
         """tr A = Σ_k λ_k Π_i tr M_k⁽ⁱ⁾ for square factors, a number in double precision.

@@ -20,6 +20,7 @@ from lsrdecomp.arrays import (
     like,
     namespace,
     norm,
+    real_part,
     to_numpy,
     triangular_factor,
 )
@@ -217,7 +218,7 @@ def _unit(factor: Array) -> tuple[Array, Array]:
     xp = namespace(factor)
     s, m, n = factor.shape
     if s == 0:
-        return factor, xp.real(factor[:, 0, 0]) if is_complex(factor) else factor[:, 0, 0]
+        return factor, real_part(factor[:, 0, 0])
     flat = xp.reshape(factor, (s, m * n))
     peak = xp.max(xp.abs(flat), axis=1)
     safe = xp.where(peak > 0, peak, xp.ones_like(peak))

@@ -8,9 +8,9 @@ from lsrdecomp.arrays import (
     as_floating,
     conjugate,
     device,
-    is_complex,
     namespace,
     norm,
+    real_part,
     require_finite,
 )
 from lsrdecomp.errors import ConvergenceError, MatrixError, ShapeError
@@ -90,13 +90,9 @@ def nearest_kronecker_of_samples(
 
 
 def _form(samples: Array, matrix: Array | None) -> Array:
-    """s_jᴴ X s_j of each row; X the identity if absent."""
+    """s_jᴴ X s_j of each row for a Hermitian X, the identity if absent."""
     image = samples if matrix is None else samples @ conjugate(matrix)
-    xp = namespace(samples)
-    values = (
-        xp.sum(conjugate(samples) * image, axis=1) if matrix is None else xp.sum(samples * conjugate(image), axis=1)
-    )
-    return xp.real(values) if is_complex(values) else values
+    return real_part(namespace(samples).sum(conjugate(samples) * image, axis=1))
 
 
 def _covariance(samples: Array, weights: Array) -> Array:

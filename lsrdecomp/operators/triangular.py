@@ -11,11 +11,13 @@ equation AXBᵀ + CXDᵀ = E, ACM Trans. Math. Softw. 18 (1992). doi:10.1145/146
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.errors import MatrixError
+from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import ALLOWED, along
 
@@ -32,11 +34,8 @@ class Triangularized:
     @property
     def terms(self) -> np.ndarray:
         """Diagonals of the terms, shape (s, n)."""
-        state = self.weights[:, None].astype(complex)
-        for stack in self.triangles:
-            entries = np.diagonal(stack, axis1=1, axis2=2)
-            state = (state[:, :, None] * entries[:, None, :]).reshape(len(state), -1)
-        return state
+        columns = (np.diagonal(stack, axis1=1, axis2=2).T for stack in self.triangles)
+        return np.asarray((reduce(khatri_rao, columns) * self.weights).T)
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """A⁻¹ b for b of shape (n,) or (n, k). Raises `MatrixError` for a singular sum."""

@@ -148,10 +148,11 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
     target, goal = problem.target, budget.allowed(problem.target.norm)
     formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
     first = problem.solve(atol=TRUNCATION_SHARE[2 if problem.nested else 3] * goal)
-    best, solution, refusal = _stored(target, first, goal, formats)
+    solution, (best, refusal) = first, _stored(target, first.approximation, goal, formats)
     separated = getattr(target, "matrix", None)
     if isinstance(separated, SeparatedMatrix) and separated.kronecker_shape == problem.shape:
-        own, exact, _ = _stored(target, Solution(separated.truncate(problem.last), Status.converged), goal, formats)
+        exact = Solution(separated.truncate(problem.last), Status.converged)
+        own, _ = _stored(target, exact.approximation, goal, formats)
         if own is not None and (best is None or own.bytes < best.bytes):
             best, solution = own, exact
     if not problem.nested:
@@ -159,7 +160,8 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
         while idle < PATIENCE and rank <= problem.last:
             if best is not None and least_bytes(problem.shape, rank, formats) >= best.bytes:
                 break
-            stored, tried, words = _stored(target, problem.solve(rank=rank), goal, formats)
+            tried = problem.solve(rank=rank)
+            stored, words = _stored(target, tried.approximation, goal, formats)
             if stored is not None and (best is None or stored.bytes < best.bytes):
                 best, solution, idle = stored, tried, 0
             else:
@@ -174,12 +176,13 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
 
 
 def _stored(
-    target: Target, solution: Solution, goal: float, formats: tuple[str, ...]
-) -> tuple[StoredMatrix | None, Solution, str]:
+    target: Target, approximation: SeparatedMatrix, goal: float, formats: tuple[str, ...]
+) -> tuple[StoredMatrix | None, str]:
+    """The fewest bytes that keep the goal, or why there are none."""
     try:
-        return smallest(target, solution.approximation, atol=goal, formats=formats), solution, ""
+        return smallest(target, approximation, atol=goal, formats=formats), ""
     except BudgetError as error:
-        return None, solution, str(error)
+        return None, str(error)
 
 
 def _record(target: Target, solution: Solution, stored: StoredMatrix, budget: ErrorBudget) -> Decomposition:

@@ -107,13 +107,12 @@ class Dense:
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedDense:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
+        require_two_factors(shape, self.shape)
         return RearrangedDense(self.tensor(shape))
 
     def streamed(self, shape: KroneckerShape, kind: Any = None) -> RearrangedRows:
         """R(M) for two factors, double precision unless another type is given; read by blocks of rows, not held."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         (rows, columns), p = self.shape, shape.rows[1]
         xp, whole = namespace(self.matrix), max(1, CACHED // (columns * p)) * p
         height = whole if whole * columns <= 8 * CACHED else max(1, CACHED // columns)  # whole rows of R(M) if possible
@@ -282,8 +281,7 @@ class LowRank:
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedLowRank:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         xp = namespace(self.left, self.right)
         (m, n), (p, q) = shape.factors
         left = xp.reshape(self.left, (m, p, self.rank))

@@ -66,6 +66,8 @@ def require_formable(entries: int, what: str) -> None:
         )
 
 
-def require_two_factors(shape: KroneckerShape) -> None:
+def require_two_factors(shape: KroneckerShape, size: tuple[int, int]) -> None:
+    """Raise `ShapeError` unless the shape has two factors and tiles a matrix (m, n)."""
     if shape.order != 2:
         raise ShapeError(f"a rearranged matrix has two factors; {shape} has {shape.order}")
+    shape.check(size)

@@ -89,8 +89,7 @@ class Operator:
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedTranspose:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         return RearrangedTranspose(self._transpose.rearranged(shape.transposed), shape)
 
     def tensor(self, shape: KroneckerShape) -> Array:

@@ -13,9 +13,9 @@ from lsrdecomp.arrays import (
     adjoint,
     as_double,
     conjugate,
-    is_complex,
     namespace,
     norm,
+    real_part,
     to_numpy,
     triangular_factor,
 )
@@ -111,15 +111,13 @@ def inner_distances(left: Array, right: Array, other_left: Array, other_right: A
 def _inner(left: Array, right: Array) -> tuple[Array, Array]:
     """‖B Aᴴ‖² and ‖B‖‖A‖."""
     xp, grams = namespace(left, right), [adjoint(side) @ side for side in (left, right)]
-    traces = [xp.real(xp.linalg.trace(gram)) if is_complex(gram) else xp.linalg.trace(gram) for gram in grams]
+    traces = [real_part(xp.linalg.trace(gram)) for gram in grams]
     return _inner_product(*grams), xp.sqrt(traces[0] * traces[1])
 
 
 def _inner_product(left: Array, right: Array) -> Array:
     """Re Σ of the entries of BᴴB̂ times the conjugates of those of AᴴÂ."""
-    xp = namespace(left, right)
-    products = left * conjugate(right)
-    return xp.sum(xp.real(products) if is_complex(products) else products, axis=(-2, -1))
+    return namespace(left, right).sum(real_part(left * conjugate(right)), axis=(-2, -1))
 
 
 def separated_distance(rearranged: Any, norm_of: float, size: float, approximation: Any) -> float | None:

@@ -79,8 +79,7 @@ class RowStream:
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedRows:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         self.norm  # noqa: B018 - the pass that refuses entries that are not finite, kept for the solver
         _, first = next(iter(self.parts()))
         return RearrangedRows(self.parts, shape, first[:1, :1])

@@ -70,8 +70,7 @@ class Separated:
 
     def rearranged(self, shape: KroneckerShape) -> Rearranged:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         factors = self.matrix.factors
         xp, s = namespace(*factors), self.matrix.separation_rank
         if s == 0:

@@ -66,8 +66,7 @@ class Sparse:
 
     def rearranged(self, shape: KroneckerShape) -> RearrangedSparse:
         """R(M) for two factors, as an operator: `Target.rearranged`."""
-        require_two_factors(shape)
-        shape.check(self.shape)
+        require_two_factors(shape, self.shape)
         from scipy.sparse import csr_array
 
         (_, n), (p, q) = shape.factors

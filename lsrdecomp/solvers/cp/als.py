@@ -7,15 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import (
-    Array,
-    as_double,
-    dtype_name,
-    is_complex,
-    like,
-    namespace,
-    to_numpy,
-)
+from lsrdecomp.arrays import Array, as_double, dtype_name, like, namespace, real_part, to_numpy
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -228,10 +220,7 @@ class ALS(MatrixSolver):
         terms = fit.by_sweeps(start_terms, most) if flat else fit.grown(start_terms, most)
         # ALS 3: back to the whole tensor; where the goal is not met, a few sweeps over it take back what the core lost.
         columns = packed.expand([like(c, tensor) for c in terms.columns])
-        weights = (
-            namespace(tensor).real(like(terms.weights, tensor)) if is_complex(tensor) else like(terms.weights, tensor)
-        )
-        whole = CPTerms(weights, columns)
+        whole = CPTerms(real_part(like(terms.weights, tensor)), columns)
         error = fit.misfit(terms)
         if math.hypot(packed.lost, error) > goal and packed.lost > NEGLIGIBLE * error and self.full_sweeps > 0:
             progress.mark(Event.start)

@@ -95,7 +95,7 @@ def _one_sweep(tensor: Array, terms: CPTerms, ridge: float) -> tuple[CPTerms, fl
             scaled = xp.astype(weights, unit.dtype)
             total = scaled @ (others * grams[mode]) @ scaled
             cross = xp.sum(conjugate(wide) * solved)
-            gained = 2.0 * _real(cross) - _real(total)
+            gained = 2.0 * complex(cross).real - complex(total).real
         return xp.astype(unit, product.dtype)
 
     sweep(tensor, terms.columns, update)
@@ -110,7 +110,3 @@ def _solve(gram: Array, product: Array, ridge: float) -> Array:
     safe = xp.where(values > floor, values, xp.ones_like(values))
     inverse = xp.where(values > floor, 1.0 / (safe + ridge), xp.zeros_like(values))
     return ((product @ vectors) * xp.astype(inverse, product.dtype)) @ adjoint(vectors)
-
-
-def _real(value: Array) -> float:
-    return float(namespace(value).real(value)) if "complex" in str(value.dtype) else float(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lsrdecomp.arrays import Array, as_double, as_floating, device, is_differentiated, namespace
+from lsrdecomp.arrays import Array, as_double, device, is_differentiated, namespace
 from lsrdecomp.errors import LsrError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -13,6 +13,7 @@ from lsrdecomp.precision import tolerance
 from lsrdecomp.solvers.cp.hosvd import Compressed
 from lsrdecomp.solvers.cp.mttkrp import assemble
 from lsrdecomp.solvers.matrix import without_unit_factors
+from lsrdecomp.solvers.svd.dense import as_matrix
 from lsrdecomp.targets.base import Target
 
 LARGEST_CORE = 2**27
@@ -27,15 +28,8 @@ def rearranged_tensor(target: Target, shape: KroneckerShape) -> Compressed:
     whole: tuple[Array | None, ...] = (None,) * shape.order
     if hasattr(target, "core"):
         return Compressed(*target.core(shape))
-    if hasattr(target, "tensor"):
-        return Compressed(target.tensor(shape), whole)
-    formed = target.to_matrix if hasattr(target, "to_matrix") else getattr(matrix, "to_matrix", None)
-    if formed is None:
-        raise ShapeError(
-            f"{type(target).__name__} cannot be formed, which {shape.order} factors need; "
-            "pass the matrix itself, or a two-factor shape"
-        )
-    return Compressed(rearrange(as_floating(formed()), shape), whole)
+    tensor = target.tensor(shape) if hasattr(target, "tensor") else rearrange(as_matrix(target), shape)
+    return Compressed(tensor, whole)
 
 
 def _core_of(matrix: SeparatedMatrix) -> Compressed:

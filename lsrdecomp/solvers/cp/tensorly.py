@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import as_double, device, namespace, to_numpy
+from lsrdecomp.arrays import as_double, like, to_numpy
 from lsrdecomp.errors import ConvergenceError
-from lsrdecomp.kronecker.cp import from_cp
-from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.solvers.base import Event, Solution, Status
 from lsrdecomp.solvers.cp.tensor import no_terms, rearranged_tensor, refuse_gradients
+from lsrdecomp.solvers.cp.terms import CPTerms
 from lsrdecomp.solvers.matrix import MatrixProblem, MatrixSolver
 from lsrdecomp.solvers.progress import SolveProgress
 from lsrdecomp.solvers.svd.dense import SVD
@@ -84,11 +83,9 @@ class TensorLyCP(MatrixSolver):
         progress = problem.progress
         terms = most if atol is None else 1
         while True:
-            columns, weights = self._terms(tensor / size, terms, progress)
-            xp = namespace(packed.core)
-            moved = [xp.asarray(c, dtype=packed.core.dtype, device=device(packed.core)) for c in columns]
-            expanded = [to_numpy(as_double(c)) for c in packed.expand(moved)]
-            approximation = _moved(from_cp((weights * size, expanded), shape), packed.core)
+            columns = self._columns(tensor / size, terms, progress)
+            found = CPTerms.of(packed.expand([like(column, packed.core) for column in columns]))
+            approximation = found.to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
             error = target.residual_norm(approximation)
@@ -98,7 +95,8 @@ class TensorLyCP(MatrixSolver):
             terms += 1
             progress.mark(Event.new_term)
 
-    def _terms(self, tensor: np.ndarray, rank: int, progress: SolveProgress) -> tuple[list[np.ndarray], np.ndarray]:
+    def _columns(self, tensor: np.ndarray, rank: int, progress: SolveProgress) -> list[np.ndarray]:
+        """Factors of the tensor, the first multiplied by the weights."""
         from tensorly.decomposition import parafac
 
         monotone = self.l2_reg == 0.0
@@ -113,13 +111,4 @@ class TensorLyCP(MatrixSolver):
             )
         except np.linalg.LinAlgError as singular:
             raise ConvergenceError(f"TensorLy met a singular system with {rank} terms; use ALS") from singular
-        return [np.asarray(f) for f in factors], np.asarray(weights)
-
-
-def _moved(matrix: SeparatedMatrix, prototype: Any) -> SeparatedMatrix:
-    xp = namespace(prototype)
-    factors = tuple(xp.asarray(f, dtype=prototype.dtype, device=device(prototype)) for f in matrix.factors)
-    weights = xp.asarray(
-        matrix.weights, dtype=xp.real(factors[0]).dtype if np.iscomplexobj(matrix.factors[0]) else prototype.dtype
-    )
-    return SeparatedMatrix(weights, factors)
+        return [factors[0] * weights, *factors[1:]]

@@ -128,15 +128,10 @@ def _partial_trace(weight: Weight, sizes: Sequence[int], i: int, like: Array) ->
         slices = (xp.reshape(b, (-1, before, size, after * q)) for b in (scaled, weight.basis))  # as they lie, no copy
         part = xp.sum(next(slices) @ xp.matrix_transpose(next(slices)), axis=1)
         return part + xp.reshape(weight.rest * (before * after), (-1, 1, 1)) * identity_like(part)
-    matrix = weight.matrix if isinstance(weight, Dense) else weight.apply(_identity(weight.size, like))
-    pairs = xp.reshape(matrix, (-1, before, size, after, before, size, after))
+    assert isinstance(weight, Dense)  # `stack_weights` lets no other kind through
+    pairs = xp.reshape(weight.matrix, (-1, before, size, after, before, size, after))
     pairs = xp.reshape(xp.permute_dims(pairs, (0, 2, 5, 1, 3, 4, 6)), (-1, size, size, before * after, before * after))
     return xp.linalg.trace(pairs)
-
-
-def _identity(n: int, like: Array) -> Array:
-    xp = namespace(like)
-    return xp.broadcast_to(xp.eye(n, dtype=like.dtype, device=device(like))[None, :, :], (like.shape[0], n, n))
 
 
 LARGEST_BLOCK = 192

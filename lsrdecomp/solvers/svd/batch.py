@@ -13,9 +13,9 @@ from lsrdecomp.arrays import (
     adjoint,
     as_double,
     as_floating,
-    is_complex,
     like,
     namespace,
+    real_part,
     require_finite,
     tail_norms,
     to_numpy,
@@ -73,7 +73,7 @@ def relative_errors(operators: Array, u: Array, sigma: np.ndarray, vh: Array, te
     weights = np.where(np.arange(vh.shape[1]) < terms[:, None], sigma[:, : vh.shape[1]], 0.0)
     rest, u, vh = as_double(operators), as_double(u), as_double(vh)
     xp = namespace(rest)
-    real = xp.real(rest[:1, :1, :1]) if is_complex(rest) else rest
+    real = real_part(rest[:1, :1, :1])
     rest = rest / like(largest, real)[:, :, None]
     rest -= (u * like(weights, real)[:, None, :]) @ vh
     errors: np.ndarray = to_numpy(xp.linalg.vector_norm(rest, axis=(1, 2))) / np.linalg.norm(sigma, axis=1).clip(1.0)

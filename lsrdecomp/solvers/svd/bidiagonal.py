@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, is_complex, like, namespace, to_numpy
+from lsrdecomp.arrays import Array, adjoint, as_double, is_complex, like, namespace, real_part, to_numpy
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.base import Rearranged
 
@@ -90,10 +90,9 @@ class Bidiagonal:
     def triples(self, rank: int) -> tuple[Array, Array, Array]:
         """(U, σ, Vᴴ) of the projection U Uᴴ R = U [B Nᴴ] [V W]ᴴ, its first ``rank`` singular triples."""
         u, sigma, vh = np.linalg.svd(self.projected(), full_matrices=False)
-        xp, k = namespace(self.left), self.size
+        k, weights = self.size, real_part(self.left[:1, :1])
         right = self.right @ like(vh[:rank, :k].conj().T, self.right)
         right = right + self.following @ like(vh[:rank, k:].conj().T, self.right)
-        weights = xp.real(self.left[:1, :1]) if is_complex(self.left) else self.left[:1, :1]
         return self.left @ like(u[:, :rank], self.left), like(sigma[:rank] * self.norm, weights), adjoint(right)
 
     def leading(self, columns: int) -> Array:
