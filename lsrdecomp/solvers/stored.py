@@ -90,10 +90,12 @@ def within(problem: Problem, goal: float, storage: str | None) -> Decomposition:
     Where the first answer is lost to rounding, one term more is tried, then less truncation; terms that are not nested
     are fitted anew for each number of them, since a sum that was grown term by term may cancel where another does not.
     """
+    # Stored 1: as few terms as reach the goal before rounding; mostly they do after it too.
     first = problem.solve(atol=goal)
     best = measured(problem.target, first, storage, goal)
     if best.status.met:
         return best
+    # Stored 2: where rounding took too much, other terms may bear it, unless it took far too much.
     lost = _lost_to_rounding(first, best)
     if lost > HOPELESS * goal:
         return best
@@ -147,14 +149,17 @@ def fewest_bytes(problem: Problem, budget: ErrorBudget, throw: bool) -> Decompos
     """
     target, goal = problem.target, budget.allowed(problem.target.norm)
     formats = SMALL_FORMATS if budget.storage is None else (budget.storage,)
+    # Bytes 1: terms that leave room for rounding.
     first = problem.solve(atol=TRUNCATION_SHARE[2 if problem.nested else 3] * goal)
     solution, (best, refusal) = first, _stored(target, first.approximation, goal, formats)
+    # Bytes 2: a sum in this very shape may be stored as it is.
     separated = getattr(target, "matrix", None)
     if isinstance(separated, SeparatedMatrix) and separated.kronecker_shape == problem.shape:
         exact = Solution(separated.truncate(problem.last), Status.converged)
         own, _ = _stored(target, exact.approximation, goal, formats)
         if own is not None and (best is None or own.bytes < best.bytes):
             best, solution = own, exact
+    # Bytes 3: fresh fits of more terms, which may be rounded more coarsely, until they cannot have fewer bytes.
     if not problem.nested:
         idle, rank = 0, max(first.approximation.separation_rank, 1)
         while idle < PATIENCE and rank <= problem.last:

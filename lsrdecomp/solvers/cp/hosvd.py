@@ -66,9 +66,11 @@ def compress(tensor: Array, ranks: Sequence[int], seed: int = 0, *, atol: float 
         if rank >= size and atol == 0.0:
             bases.append(None)
             continue
+        # HOSVD 1: the unfolding along this mode, of a core that earlier modes have made smaller.
         order = (mode, *(m for m in range(core.ndim) if m != mode))
         front = xp.permute_dims(core, order)
         matrix = xp.reshape(front, (size, math.prod(front.shape[1:])))
+        # HOSVD 2: its leading left directions and the coordinates in them, which take its place.
         basis, coordinates = _leading(matrix, min(rank, size), atol / math.sqrt(core.ndim), rng)
         if basis.shape[1] == size:
             bases.append(None)
@@ -86,18 +88,21 @@ def _leading(matrix: Array, rank: int, atol: float, rng: np.random.Generator) ->
     """Orthonormal U (p, r) of the leading left directions of a matrix, those above ``atol`` together, and Uᴴ·matrix."""
     xp = namespace(matrix)
     size, width = int(matrix.shape[0]), int(matrix.shape[1])
+    # Leading 1: a range that holds them, by random columns and one power step, where that is smaller than the matrix.
     sketched, basis = rank + OVERSAMPLING, None
     if sketched < min(size, width):
         test = xp.asarray(rng.standard_normal((width, sketched)), dtype=matrix.dtype, device=device(matrix))
         basis = xp.linalg.qr(matrix @ test).Q
         basis = xp.linalg.qr(matrix @ xp.linalg.qr(adjoint(matrix) @ basis).Q).Q
         matrix = adjoint(basis) @ matrix
+    # Leading 2: an SVD inside that range; of a wide matrix through R of its adjoint, never through a Gram matrix.
     if matrix.shape[0] < matrix.shape[1]:
         triangle = as_double(triangular_factor(adjoint(matrix)))
         _, sigma, vh = xp.linalg.svd(triangle, full_matrices=False)
         directions = adjoint(vh)
     else:
         directions, sigma, _ = xp.linalg.svd(as_double(matrix), full_matrices=False)
+    # Leading 3: no more than the error allows to leave out.
     tails = np.sqrt(np.cumsum(to_numpy(sigma)[:rank][::-1] ** 2))
     leading = xp.astype(directions[:, : max(1, int(np.sum(tails > atol)))], matrix.dtype)
     coordinates = adjoint(leading) @ matrix

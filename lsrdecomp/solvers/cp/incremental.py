@@ -141,6 +141,7 @@ class CoreFit:
 
     def _with_term(self, terms: CPTerms, ridge: float) -> CPTerms:
         """With the best of a few rank-one fits to the residual, then all terms moved by sweeps."""
+        # Leading singular vectors of the unfoldings are mostly the best start; two random ones guard against the rest.
         residual, best = self.core - terms.to_tensor(), None
         for start in range(3):
             trial = _leading_vectors(residual) if start == 0 else random_terms(self.core, 1, self.rng)
@@ -168,6 +169,7 @@ class CoreFit:
 
     def _along_path(self, terms: CPTerms, goal: float = 0.0) -> CPTerms:
         """Where the minimiser comes to while the penalty falls to α: Levenberg–Marquardt at each value of it."""
+        # A large penalty first: it holds γ low where the terms still have far to go, and steps are long.
         guide = max(self.ridge, (GUIDE * self.misfit(terms)) ** 2)
         while guide > self.ridge:
             terms = self._refined(terms, guide, goal, iterations=20, rtol=1e-4)

@@ -39,6 +39,7 @@ def sweep(tensor: Array, columns: Sequence[Array], update: Update) -> tuple[Arra
     if d == 1:
         current[0] = update(0, xp.broadcast_to(tensor[:, None], current[0].shape))
         return tuple(current)
+    # The root of the tree: each half of the modes is visited with the other half contracted, by its newest factors.
     half = (d + 1) // 2
     split = math.prod(tensor.shape[:half])
     matrix = xp.reshape(tensor, (split, math.prod(tensor.shape[half:])))
@@ -62,6 +63,7 @@ def products(tensor: Array, columns: Sequence[Array]) -> tuple[Array, ...]:
 def assemble(columns: Sequence[Array], weights: Array) -> Array:
     """Σ_k λ_k f_k⁽¹⁾ ∘ … ∘ f_k⁽ᵈ⁾, formed: one matrix product; shape (p_1, …, p_d)."""
     xp, d = namespace(*columns), len(columns)
+    # Both halves of the modes joined first: one product of two tall matrices is what BLAS does best.
     half = (d + 1) // 2
     left = columns[0] * weights
     for column in columns[1:half]:

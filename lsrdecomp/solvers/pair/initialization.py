@@ -56,12 +56,15 @@ def leading_triples(matrices: Array, rank: int) -> tuple[Array, Array, Array]:
     if p < q:
         v, sigma, uh = leading_triples(xp.matrix_transpose(matrices), rank)
         return xp.matrix_transpose(uh), sigma, xp.matrix_transpose(v)
+    # Triples 1: few of a wide matrix by a Krylov space, each matrix alone.
     if q > NARROW and 8 * rank <= q:
         each = [_alone(matrices[i, :, :], rank) for i in range(int(matrices.shape[0]))]
         u, sigma, vh = (xp.stack(part, axis=0) for part in zip(*each, strict=True))
         return u, sigma, vh
+    # Triples 2: few of any other by subspace iteration, all matrices together.
     if 4 * (rank + OVERSAMPLING) <= q:
         return _by_iteration(matrices, rank)
+    # Triples 3: many of a small one by its SVD, of a large narrow one through R of a QR factorization.
     if p * q <= SMALL:
         u, sigma, vh = xp.linalg.svd(matrices, full_matrices=False)
         return u[:, :, :rank], sigma[:, :rank], vh[:, :rank, :]
@@ -145,11 +148,13 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
     xp = namespace(tensor)
     batch, p = tensor.shape[0], tensor.shape[1]
     rest = tuple(tensor.shape[2:])
+    # Terms 1: the first axis against all others.
     u, sigma, vh = leading_triples(xp.reshape(tensor, (batch, p, -1)), rank)
     leading = int(sigma.shape[1])
     if len(rest) == 1:
         root = xp.sqrt(sigma)[:, None, :]
         return [zero_padded(stack, 2, rank) for stack in (u * root, xp.matrix_transpose(vh) * root)]
+    # Terms 2: each right vector, with its weight, is a tensor of one axis fewer: its terms in turn.
     inner = orthogonal_terms(xp.reshape(sigma[:, :, None] * vh, (batch * leading, *rest)), rank)
     count = int(inner[0].shape[2])
     first = xp.reshape(xp.broadcast_to(u[:, :, :, None], (batch, p, leading, count)), (batch, p, leading * count))
@@ -158,6 +163,7 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
         q = stack.shape[1]
         stack = xp.permute_dims(xp.reshape(stack, (batch, leading, q, count)), (0, 2, 1, 3))
         stacks.append(xp.reshape(stack, (batch, q, leading * count)))
+    # Terms 3: of all products of a left vector and a term of its tensor the largest; they are orthogonal.
     return [zero_padded(stack, 2, rank) for stack in _largest(stacks, min(rank, leading * count))]
 
 

@@ -174,12 +174,15 @@ def normal_matrix(weight: Weight, shape: KroneckerShape, stacks: Stacks, i: int,
     others = [j for j in range(shape.order) if j != i]
     columns = other_columns(stacks, shape, others)  # (L, o, c·s)
     c = math.prod(shape.columns[j] for j in others)
+    # Normal 1: W between the other factors of all pairs of terms.
     middle = _contracted(weight, m, columns)  # (L, m, c·s, m, c·s)
     middle = xp.permute_dims(xp.reshape(middle, (batch, m, c, s, m, c, s)), (0, 1, 3, 4, 6, 2, 5))
+    # Normal 2: H with index i of both sides outermost.
     order = (0, i + 1, *(j + 1 for j in others))
     both = (*order, *(axis + shape.order for axis in order[1:]))
     inner = xp.permute_dims(xp.reshape(gram, (batch, *shape.columns, *shape.columns)), both)
     inner = xp.permute_dims(xp.reshape(inner, (batch, r, c, r, c)), (0, 2, 4, 1, 3))
+    # Normal 3: both summed over the other inner indices c and d, one product of matrices.
     normal = xp.reshape(middle, (batch, m * s * m * s, c * c)) @ xp.reshape(inner, (batch, c * c, r * r))
     normal = xp.permute_dims(xp.reshape(normal, (batch, m, s, m, s, r, r)), (0, 1, 5, 2, 3, 6, 4))
     return xp.reshape(normal, (batch, m * r * s, m * r * s))

@@ -38,13 +38,16 @@ class SpectralBlock:
         (m, r), s = shape.factors[i], int(stacks[i].shape[2])
         others = [j for j in range(shape.order) if j != i]
         c, q = math.prod(shape.columns[j] for j in others), int(weight.basis.shape[-1])
+        # Spectral 1: S, the one pass over V.
         columns = other_columns(stacks, shape, others)  # (L, o, c·s)
         seen = xp.reshape(xp.matrix_transpose(columns) @ basis, (batch, c, s, m, q))
         seen = xp.reshape(xp.permute_dims(seen, (0, 3, 2, 1, 4)), (batch, m * s, c * q))
+        # Spectral 2: H with the inner index of the others outermost.
         order = (*(j + 1 for j in others), i + 1)
         both = (0, *order, *(axis + shape.order for axis in order))
         inner = xp.permute_dims(xp.reshape(gram, (batch, *shape.columns, *shape.columns)), both)
         inner = xp.reshape(inner, (batch, c, r, c, r))
+        # Spectral 3: ρ times what no weight would give; what λ exceeds ρ by acts along V alone.
         grams = xp.reshape(xp.matrix_transpose(columns) @ columns, (batch, c, s, c, s))
         alike = xp.sum(grams[:, :, :, None, :, :, None] * inner[:, :, None, :, :, None, :], axis=(1, 4))
         rest = xp.reshape(weight.rest, (-1, 1, 1))

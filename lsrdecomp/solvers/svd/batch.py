@@ -55,6 +55,7 @@ def truncated_svds(
     ends = [(most, Status.rank_reached)] * len(values)
     if atol is not None:
         ends = [chosen_rank(tail_norms(spectrum), most, atol) for spectrum in values]
+    # Singular values below the rounding of the largest belong to no term of the matrix.
     floors = max(operators.shape[1:]) * unit_roundoff(batch.dtype) * values[:, :1]
     terms = np.minimum(np.sum(values[:, :most] > floors, axis=1), [enough for enough, _ in ends])
     errors = relative_errors(operators, u, values, vh, terms)
@@ -68,6 +69,7 @@ def truncated_svds(
 
 def relative_errors(operators: Array, u: Array, sigma: np.ndarray, vh: Array, terms: np.ndarray) -> np.ndarray:
     """‖R − U σ Vᴴ‖/‖R‖ of so many terms of each matrix, from entries in double precision, all for σ_1 = 1."""
+    # Divided by σ_1 first: squares of entries then neither overflow nor vanish.
     largest = np.where(sigma[:, :1] > 0.0, sigma[:, :1], 1.0)
     sigma = sigma / largest
     weights = np.where(np.arange(vh.shape[1]) < terms[:, None], sigma[:, : vh.shape[1]], 0.0)
@@ -101,8 +103,11 @@ def extrapolated_excess(captured: list[np.ndarray]) -> np.ndarray:
     """error/optimum − 1 if the gains go on as a geometric series, twice over; infinite before there are two."""
     if len(captured) < 3:
         return np.full_like(captured[-1], math.inf)
+    # A gain below rounding is taken for rounding: it may have been as large.
     rounding = 4.0 * unit_roundoff("float32")
     before, last = (np.maximum(captured[-i] - captured[-i - 1], rounding) for i in (2, 1))
+    # Gains a, a q, a q², … with q = last / before leave last² / (before − last) to come; where they do not fall yet, a
+    # guess from the last one stands in for the series.
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.where(last < before, 2.0 * last**2 / (before - last), 4.0 * last)
         return np.where(gain < 1.0 - captured[-1], 0.5 * gain / (1.0 - captured[-1]), math.inf)

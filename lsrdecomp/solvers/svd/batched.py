@@ -147,7 +147,9 @@ class BatchedKrylov(MatrixSolver):
         progress: SolveProgress,
     ) -> list[Solution]:
         block = -(-most // self.columns) * self.columns
+        # Batch 1: an SVD where a space would soon hold the whole matrix, or where torch differentiates it.
         whole = shape.max_separation_rank <= max(SMALL, 3 * block) or is_differentiated(batch)
+        # Batch 2: so many at a time that their arrays stay small; each part has its own common steps.
         height = max(1, (CACHED if whole else CHUNK_ENTRIES) // (batch.shape[1] * batch.shape[2]))
         solutions: list[Solution] = []
         for start in range(0, batch.shape[0], height):
@@ -183,17 +185,20 @@ class BatchedKrylov(MatrixSolver):
     ) -> list[Solution]:
         """Those whose size does not fall fast by common steps; the others, and what these leave open, each alone."""
         xp = namespace(batch)
+        # Together 1: norms, by which entries are refused that are not finite.
         norms = np.asarray([norm(batch[i, :, :]) for i in range(int(batch.shape[0]))])
         if not np.all(np.isfinite(norms)):
             require_finite(batch, "batch")
         usable = (norms > 1e-15) & (norms < 1e15)  # single precision holds them and their squares
         operators, solutions = rearrange(batch, shape), dict[int, Solution]()
+        # Together 2: one product with random columns is enough where a spectrum falls fast.
         for i in np.flatnonzero(usable).tolist():
             matrix = Rearrangement.of(operators[i, :, :], float(norms[i]), shape)
             solution = matrix.from_random_columns(rank, self.tolerance, self.seed)
             if solution is not None:
                 progress.note(solution.relative_error or 0.0)
                 solutions[i] = replace(solution, sweeps=progress.sweeps[-1:])
+        # Together 3: the others take common steps.
         slow = [i for i in np.flatnonzero(usable).tolist() if i not in solutions]
         before = len(progress.sweeps)
         if slow:
@@ -201,6 +206,7 @@ class BatchedKrylov(MatrixSolver):
                 operators = xp.take(operators, xp.asarray(slow, dtype=xp.int64, device=device(batch)), axis=0)
             near = self._near(operators, norms[slow], rank, block, shape, progress)
             solutions |= {slow[index]: solution for index, solution in near.items()}
+        # Together 4: what these leave open, and what single precision cannot hold, alone.
         common = progress.sweeps[before:]
         for i in range(len(norms)):
             if i not in solutions:

@@ -43,6 +43,7 @@ class Certificate:
 
     @classmethod
     def of(cls, space: Bidiagonal, earlier: Sequence[np.ndarray] = ()) -> Certificate:
+        # The space has seen [B Nᴴ]: its singular values are below those of R one by one (Cauchy).
         sigma = np.linalg.svd(space.projected(), compute_uv=False)
         roundoff = 64.0 * space.roundoff
         captured = np.concatenate(([0.0], np.cumsum(sigma**2)))
@@ -131,18 +132,22 @@ class Certificate:
         """error/optimum − 1 for ``rank`` terms: the bound if it is at most ``wanted`` or nothing else is known."""
         if rank == 0:
             return 0.0, ErrorKind.bounded
+        # Excess 1: an error that rounding of ‖R‖² − Σσ² hides can only be guessed.
         if not self.resolves(rank):
             seen = self._aside(rank)
             gain = self._gain(rank, seen) if seen > 0.0 else math.inf
             return self._ratio(rank, min(gain, self._beyond())), ErrorKind.estimated
+        # Excess 2: the bound with τ = error, which needs nothing but couplings.
         seen = self.measured_excess(rank, self.error(rank))
         if seen <= wanted:  # what rounding of the squared error may hide makes it an estimate
             sure = self.roundoff <= wanted * float(self.squared_errors[rank])
             return seen, ErrorKind.bounded if sure else ErrorKind.estimated
+        # Excess 3: what gains of the last steps leave, if they go on falling as they did.
         estimate = self._ratio(rank, self._extrapolated(rank))
         converging = len(self.earlier) == 2 and wanted < estimate <= CONVERGING
         if not converging and self.squared_errors[-1] > self.captured[rank] - self.captured[rank - 1]:
             return estimate, ErrorKind.estimated  # what was not seen may hide a value above θ_s: no bound is to be had
+        # Excess 4: the bound with τ as far as it is known; the better of both.
         seen = self._aside(rank)
         everything = 1.0 - float(np.sum(self._pairs[0][:rank] ** 2)) - self._couplings[rank] + self.roundoff
         bound = self._ratio(rank, self._gain(rank, min(everything, seen + self._unseen)))

@@ -59,15 +59,18 @@ class SVD(MatrixSolver):
             error from the spectrum; ``relative_error`` is measured where the target is held as an array.
         """
         target, shape, progress, error = problem.target, problem.shape, problem.progress, None
+        # SVD 1: all singular triples of R(M) in double precision, and with them the error of every number of terms.
         matrix = as_double(target.rearranged(shape).formed())
         u, sigma, vh = namespace(matrix).linalg.svd(matrix, full_matrices=False)
         tails = tail_norms(sigma)
         enough, status = chosen_rank(tails, problem.most, problem.atol)
         if is_differentiated(matrix):
             u, sigma, vh = _without_rounding(matrix, sigma, vh, enough)
+        # SVD 2: those asked for, as Kronecker terms.
         if tails[0] > 0.0:
             progress.note(tails[enough] / tails[0])
         terms = as_separated(u, sigma, vh, shape, enough)
+        # SVD 3: the error from entries, rounding included; R(M) is at hand, so that it costs one product.
         if isinstance(target, Dense):
             rest = residual_blocks(matrix, u[:, :enough], sigma[:enough], vh[:enough, :])
             error = math.hypot(*map(norm, rest)) / (target.norm or 1.0)
@@ -93,6 +96,7 @@ def _without_rounding(matrix: Any, sigma: Array, vh: Array, rank: int) -> tuple[
             f"a matrix of {terms} terms in this shape cannot be differentiated at rank={rank}; "
             f"pass matrix.detach(){fewer}"
         )
+    # The range of the matrix from its own right vectors, held constant: a change of the matrix still moves the range.
     xp = namespace(matrix)
     basis, _ = xp.linalg.qr(matrix @ adjoint(vh[:terms, :]).detach())
     u, sigma, vh = xp.linalg.svd(adjoint(basis) @ matrix, full_matrices=False)

@@ -177,11 +177,13 @@ class Greedy:
         blocks: dict[KroneckerShape, SeparatedMatrix] = {}
         residual, error = wide, 1.0 if size > 0.0 else 0.0
         while error > goal + _floor(wide) and sum(block.separation_rank for block in blocks.values()) < most:
+            # Greedy 1: the shape whose next term gains most per parameter.
             chosen = self._choose(residual, blocks, candidates)
             if chosen is None:
                 break
             ranks = {shape: block.separation_rank for shape, block in blocks.items()}
             ranks[chosen] = ranks.get(chosen, 0) + 1
+            # Greedy 2: all blocks refitted in turn, the new one first, until a cycle gains little.
             progress.mark(Event.new_term)
             steps = self._cycles(residual, blocks, ranks, chosen, size)
             residual, _ = iterate(steps, residual, progress, most=self.cycles)
