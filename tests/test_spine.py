@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import lsrdecomp
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.settings import CompressionPlan, Search

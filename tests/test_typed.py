@@ -16,7 +16,7 @@ import numpy as np
 
 import lsrdecomp as lsr
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import compress
+from lsrdecomp import compress
 
 shape = lsr.KroneckerShape(((4, 4), (4, 4)))
 result = lsr.decompose(np.eye(16), shape, rtol=1e-6)

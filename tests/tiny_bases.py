@@ -7,8 +7,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.settings import CompressionPlan
 

@@ -25,10 +25,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.lab.fit import make_layers
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer, drop, low_rank_candidates, materialize
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import SpillCache, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.formats.allocation import Options, within_cost

@@ -24,9 +24,10 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks import RESULTS
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.tensors import encode_header
-from lsrdecomp.compression.compress import at_given_terms, compress
+from lsrdecomp.compression.compress import at_given_terms
 from lsrdecomp.compression.layers import layer_pair, open_layers
 from lsrdecomp.compression.settings import CompressionPlan, Search
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from benchmarks import RESULTS
 from benchmarks.lab.fit import fit_layers, make_layers
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.kronecker.shape import ProductShape

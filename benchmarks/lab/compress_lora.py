@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from benchmarks.lab.direct import DirectSum, direct_sums_of
 from benchmarks.lab.fit import make_layers
 from benchmarks.lab.recover_plan import Structure
+from lsrdecomp import compress
 from lsrdecomp.adapters import DirectConfig
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint
 from lsrdecomp.checkpoints.packed_index import read_index
 from lsrdecomp.checkpoints.statistics import Statistics as StoredStatistics
 from lsrdecomp.checkpoints.writing import WEIGHTS, new_directory, new_file
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import StatisticsByLayer, layer_pair
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import BudgetError

@@ -44,6 +44,7 @@ from peft import FourierFTConfig, PeftConfig, TinyLoraConfig, UniLoraConfig, VBL
 from torch import Tensor, nn
 
 from benchmarks import RESULTS
+from lsrdecomp import compress
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
@@ -55,7 +56,6 @@ from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.settings import Search
 from lsrdecomp.fidelity.distil import distil

@@ -1,6 +1,5 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .compress import SearchedAdapter as SearchedAdapter
-from .compress import compress as compress
 from .compress import search_adapter as search_adapter
 from .curves import adapter_curves as adapter_curves
 from .export import export_lora as export_lora

@@ -1,4 +1,4 @@
-"""compress: every layer of a checkpoint under one plan; what comes out can be looked at, then written.
+"""Every layer of a checkpoint under one plan; what comes out can be looked at, then written.
 
 1. Open: the layers of the checkpoint, each with the norm its error counts in (`open_layers`).
 2. Fit: candidates of all layers, solved once (`search_layers`), and which of them a plan takes.
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lsrdecomp.checkpoints import Checkpoint, Journal
+from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writers.lsr import check_carries
@@ -27,9 +27,8 @@ from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, Searched, search_layers
 from lsrdecomp.compression.search_table import Draw
-from lsrdecomp.compression.settings import Budget, CompressionPlan, OnStep, Resources, Search
+from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.fields import takes
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -47,73 +46,6 @@ SOLVER = JointALS(tolerance=5e-4, initializations=1, single=True)
 """Of layers at given terms: ends after about eight sweeps, in the median half a thousandth above where hundreds end."""
 
 
-@takes()
-def compress(
-    checkpoint: Checkpoint,
-    plan: CompressionPlan,
-    *,
-    statistics: StatisticsByLayer | None = None,
-    search: Search | None = None,
-    device: str | None = None,
-    workers: int = 1,
-    journal: Journal | None = None,
-    on_step: OnStep | None = None,
-) -> Compression:
-    """Turn the LoRA layers of a checkpoint into products of separated matrices, or what serves better at the same size.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        As returned by `lsrdecomp.open_checkpoint`.
-    plan : CompressionPlan
-    statistics : Mapping of module name to statistics, optional
-        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed against each other by
-        what they do. Absent, the Frobenius norm of ΔW.
-    search : Search, optional
-        How far to look for shapes; of no meaning with ``separation_rank``.
-    device : str, optional
-        Where torch does the joint least squares, such as ``"cuda"``; absent, NumPy. Last digits depend on it.
-    workers : int
-        Processes that solve, each with one thread of linear algebra; layers are independent.
-    journal : Journal, optional
-        What was solved is kept there and used again; entered, best around `Compression.save` too.
-    on_step : callable, optional
-        Called with a `Step` as the parts of the work are done.
-
-    Returns
-    -------
-    Compression
-        Reports and factors; nothing is written before `Compression.save`.
-
-    Notes
-    -----
-    For several plans over one adapter, `search_adapter` solves once. Layers are read as they are needed, so many at a
-    time as fit in 8 MiB (`layers.PAIR_ENTRIES`), at least one. What they became waits in memory up to 8 MiB and then in
-    a temporary file, as do the factors of all products that were solved for.
-
-    Raises
-    ------
-    CheckpointError
-        Naming file and tensor, if the numbers of a layer cannot be used.
-    BudgetError
-        If the budget cannot be met, saying what can be reached; if ``kl`` is asked without statistics.
-    LsrError
-        If torch cannot compute in float64 on ``device``, or joblib is missing and several workers are asked for.
-
-    Examples
-    --------
-    >>> from importlib.resources import files
-    >>> from lsrdecomp import CompressionPlan, open_checkpoint
-    >>> lora = open_checkpoint(files("lsrdecomp.cli") / "demo_adapter")
-    >>> result = compress(lora, CompressionPlan(separation_rank=2, inner_shape=(2, 4), storage="float16"))
-    >>> result.totals.parameters, result.totals.bytes
-    (5376, 10752)
-    """
-    resources = Resources(workers, device, journal, on_step)
-    searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
-    return searched.compress(plan)
-
-
 def search_adapter(
     checkpoint: Checkpoint,
     plans: Sequence[CompressionPlan],
@@ -126,11 +58,16 @@ def search_adapter(
 
     Parameters
     ----------
-    checkpoint, statistics, search
-        As for `compress`.
+    checkpoint : Checkpoint
+        As returned by `lsrdecomp.open_checkpoint`.
     plans : sequence of CompressionPlan
         What will be asked, all in one storage: larger shapes than they could want are not solved. Other plans may be
         drawn as well.
+    statistics : Mapping of module name to statistics, optional
+        As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed against each other by
+        what they do. Absent, the Frobenius norm of ΔW.
+    search : Search, optional
+        How far to look for shapes; of no meaning with ``separation_rank``.
     resources : Resources, optional
         Processes, device, journal and progress.
 
@@ -147,6 +84,14 @@ def search_adapter(
         Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
     UnsupportedError
         For an adapter that trains single token embeddings.
+    LsrError
+        If torch cannot compute in float64 on the device, or joblib is missing and several workers are asked for.
+
+    Notes
+    -----
+    Layers are read as they are needed, so many at a time as fit in 8 MiB (`layers.PAIR_ENTRIES`), at least one. What
+    they became waits in memory up to 8 MiB and then in a temporary file, as do the factors of all products that were
+    solved for.
 
     Examples
     --------

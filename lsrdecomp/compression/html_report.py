@@ -37,7 +37,7 @@ def html_report(
     Parameters
     ----------
     compression : Compression
-        As `lsrdecomp.compression.compress.compress` returns it.
+        As `lsrdecomp.compress` returns it.
     curves : sequence of ErrorCurve
         Of the whole adapter, as `adapter_curves` returns them, for a result that was not measured on a base; none: no
         picture. The picture of one that was measured is of what its forms kept.

@@ -11,8 +11,8 @@ from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
-from lsrdecomp.compression.compress import compress
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.compression.compress import search_adapter
+from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fleet.manifest import MANIFEST, Manifest, Outcome
 
@@ -178,7 +178,9 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         source = open_checkpoint(job.source, max_memory=job.max_memory)
         statistics = None if job.statistics is None else read_statistics(job.statistics)
         search = None if job.like is None else Search.like(open_checkpoint(job.like))
-        result = compress(source, plan, statistics=statistics, search=search, device=job.device)
+        resources = Resources(device=job.device)
+        searched = search_adapter(source, [plan], statistics=statistics, search=search, resources=resources)
+        result = searched.compress(plan)
         total = result.totals
         error = total.relative_error if total.functional_error is None else total.functional_error
         figures = total.parameters_before, total.parameters, error

@@ -21,7 +21,7 @@ from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import Journal, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.compression.compress import compress
+from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
@@ -167,7 +167,8 @@ def compressed_start(settings: FinetuneSettings, dataset: Dataset, directory: Pa
                 head=base.head,
             )
         plan = CompressionPlan(ratio=settings.ratio)
-        compress(open_checkpoint(str(settings.init)), plan, statistics=read_statistics(statistics)).save(adapter)
+        lora = open_checkpoint(str(settings.init))
+        search_adapter(lora, [plan], statistics=read_statistics(statistics)).compress(plan).save(adapter)
     return settings.replace(init=str(adapter), ratio=None)
 
 

@@ -9,11 +9,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from lsrdecomp import compress
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.adapters.bank import AdapterBank
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 

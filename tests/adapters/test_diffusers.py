@@ -13,8 +13,8 @@ diffusers = pytest.importorskip("diffusers")
 
 from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
 
+from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint, write_pairs  # noqa: E402
-from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan  # noqa: E402
 
 UNET = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -15,10 +15,11 @@ from tiny_language_model import make_base, make_lora, write_rows  # noqa: E402
 from tiny_tokenizer import WORDS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.compression import CompressionPlan, compress  # noqa: E402
+from lsrdecomp.compression import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import LsrError  # noqa: E402
 
 

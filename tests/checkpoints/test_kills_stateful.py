@@ -18,8 +18,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.fleet.batch import find_adapters
 from lsrdecomp.fleet.manifest import MANIFEST

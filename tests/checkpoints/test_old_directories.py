@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from checkpoint_files import directory, pair
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.format import open_bundle
 from lsrdecomp.checkpoints.writing import provenance
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_product
 from lsrdecomp.compression.settings import CompressionPlan

@@ -8,8 +8,9 @@ from checkpoint_files import directory
 from console import lsr
 from safetensors.numpy import load_file, save_file
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
-from lsrdecomp.compression import CompressionPlan, compress, truncate, verify
+from lsrdecomp.compression import CompressionPlan, truncate, verify
 from lsrdecomp.errors import BudgetError, LsrError
 
 NAMES = [f"diffusion_model.blocks.{i}.self_attn.q" for i in range(5)]

@@ -14,11 +14,12 @@ from oracles import close
 from safetensors.numpy import load_file, save_file
 
 import lsrdecomp as lsr
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Layer
-from lsrdecomp.compression.compress import at_given_terms, compress, search_adapter
+from lsrdecomp.compression.compress import at_given_terms, search_adapter
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.layers import layer_pair, layer_product, stored_factors

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from checkpoint_files import directory, pair
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression import layers as layers_module
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.layers import Layer, Recent, SpillCache, batches, pair_entries
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import CheckpointError

@@ -10,9 +10,10 @@ from checkpoint_files import PREFIX, directory, pair
 from console import lsr
 
 import lsrdecomp
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression import CompressionPlan, compress
+from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.compress import HEADER_BYTES
 from lsrdecomp.errors import BudgetError, UnsupportedError
 from lsrdecomp.formats.quantized import SpectralCode

@@ -14,8 +14,9 @@ import pytest
 from checkpoint_files import directory, pair, snapshot
 from console import lsr
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import Journal, open_checkpoint
-from lsrdecomp.compression import CompressionPlan, compress, solve
+from lsrdecomp.compression import CompressionPlan, solve
 
 SIZES = ((24, 16), (16, 24), (32, 12))
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import lsrdecomp
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.tensors import data_sha256
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.export import export_lora
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.compression.verify import LayerCheck, verify

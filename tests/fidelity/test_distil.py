@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_bases import make  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
@@ -28,7 +29,7 @@ from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.compression import CompressionPlan, compress, export_lora, verify  # noqa: E402
+from lsrdecomp.compression import CompressionPlan, export_lora, verify  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.shapes import Request, shapes_like
 from lsrdecomp.errors import CheckpointError

@@ -13,9 +13,9 @@ import torch
 from console import lsr
 from test_pair import CUBE, SMALL, low_rank, norms
 
+from lsrdecomp import compress
 from lsrdecomp.arrays import check_device, placed
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
-from lsrdecomp.compression.compress import compress
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.errors import LsrError
 from lsrdecomp.kronecker.shape import ProductShape

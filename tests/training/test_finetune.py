@@ -24,9 +24,9 @@ from console import lsr  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
+from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.calibration.dataset import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
-from lsrdecomp.compression.compress import compress  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
