@@ -23,7 +23,7 @@ import platform
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from importlib.util import find_spec
@@ -173,19 +173,9 @@ def trained(task: str, seed: int, data: Path, work: Path) -> Subject:
     settings, paths = job.lora().settings, job.place
     dataset = read_dataset(settings)
     if not (paths.statistics / METADATA).exists():
-        base = load_base(dataset.base, paths.lora / ADAPTER)
-        calibrate(
-            base.model,
-            dataset.questions(base, size=16, seed=seed),
-            modules=base.modules,
-            out=paths.statistics,
-            seed=seed,
-            samples=job.plan.samples,
-            head=base.head,
-            base=settings.model,
-            adapter_base=base.adapter_base,
-            adapter=base.adapter_sha256,
-        )
+        base = replace(load_base(dataset.base, paths.lora / ADAPTER), name=settings.model)
+        rounds = dataset.questions(base, size=16, seed=seed)
+        calibrate(base, rounds, out=paths.statistics, seed=seed, samples=job.plan.samples)
     texts = task_texts(dataset.train)
     return Subject(
         task, dataset.base, paths.lora / ADAPTER, paths.statistics, paths.directory, texts, settings.max_length

@@ -29,7 +29,9 @@ from safetensors.numpy import load_file
 from benchmarks import RESULTS
 from benchmarks.behaviour.norms_model import HELD_OUT, Inputs, Subject, Upper, held_out_logits, prepare
 from benchmarks.lab.fit import lsr_candidates
+from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.layers import SpillCache
@@ -92,7 +94,8 @@ def statistics_of(subject: Subject, adapter: Mapping[str, Factors], directory: P
         rows = subject.train.shuffled(32, SAMPLES // 32, 1000 + seed)
         with changed(subject.model, adapter) as model:
             batches = (subject.train.batch(chosen) for chosen in rows)
-            calibrate(model, batches, modules=list(adapter), out=directory, seed=seed, samples=SAMPLES)
+            base = Base("", model, None, Head.classification, tuple(adapter))
+            calibrate(base, batches, out=directory, seed=seed, samples=SAMPLES)
     return directory
 
 

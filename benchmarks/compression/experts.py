@@ -34,7 +34,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lsrdecomp as lsr
-from lsrdecomp.calibration.base_model import adapted_modules
+from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.experts import with_lora
 from lsrdecomp.calibration.fisher import Head
@@ -192,15 +192,9 @@ def main() -> None:
 def measure(base: Any, folder: Path, texts: list[str]) -> None:
     """Statistics of the experts with the LoRA on them."""
     model = with_lora(copy.deepcopy(base), folder / "lora").eval()
-    calibrate(
-        model,
-        ({"input_ids": rows} for rows in batches(texts, SEED + 2)),
-        modules=adapted_modules(model),
-        out=folder / "statistics",
-        seed=SEED,
-        samples=256,
-        head=Head.causal_lm,
-    )
+    adapted = Base("", model, None, Head.causal_lm, adapted_modules(model))
+    rows = ({"input_ids": rows} for rows in batches(texts, SEED + 2))
+    calibrate(adapted, rows, out=folder / "statistics", seed=SEED, samples=256)
 
 
 def compared(base: Any, folder: Path, rows: torch.Tensor) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks import RESULTS
-from lsrdecomp.calibration.base_model import adapted_modules
+from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.bases import find_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head
@@ -86,13 +86,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     else:
         with tempfile.TemporaryDirectory() as folder:
             calibrate(
-                model,
+                Base("", model, None, Head.causal_lm, adapted_modules(model)),
                 batches,
-                modules=adapted_modules(model),
                 out=folder,
                 seed=options.seed,
                 samples=options.examples,
-                head=Head.causal_lm,
                 **wanted,
             )
             found["statistics_bytes"] = sum(file.stat().st_size for file in Path(folder).iterdir())

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,11 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
         base = opened(options.llm, adapter, options.device, "bfloat16")
         rows = tokenize(read_jsonl(options.data), base.tokenizer, max_length=options.max_length)
         calibrate(
-            base.model,
+            replace(base, name=options.llm),
             token_batches(rows, size=options.batch, seed=options.seed, pad=base.tokenizer.pad_token_id),
-            modules=base.modules,
             out=work / "statistics",
             seed=options.seed,
             samples=min(options.samples, len(rows)),
-            head=base.head,
-            base=options.llm,
-            adapter_base=base.adapter_base,
         )
     impossible = [
         complaint

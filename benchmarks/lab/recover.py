@@ -200,17 +200,13 @@ def _calibrate(job: Job) -> None:
     settings = job.lora().settings
     dataset = read_dataset(settings)
     base = load_base(dataset.base, job.place.lora / ADAPTER, device=_device(settings), dtype=_dtype(settings))
+    base = replace(base, name=settings.model)
     calibrate(
-        base.model,
+        base,
         dataset.questions(base, size=16, seed=job.seed),
-        modules=base.modules,
         out=job.place.statistics,
         seed=job.seed,
         samples=job.plan.samples,
-        head=base.head,
-        base=settings.model,
-        adapter_base=base.adapter_base,
-        adapter=base.adapter_sha256,
     )
 
 

@@ -124,16 +124,14 @@ def subject(arguments: argparse.Namespace) -> Subject:
     texts = read_jsonl(arguments.data)[: arguments.texts]
     held = read_jsonl(arguments.held)[: arguments.examples]
     others = [example for file in arguments.other for example in read_jsonl(file)[: arguments.samples]]
-    about = {"base": arguments.base, "adapter_base": source.adapter_base, "adapter": source.adapter_sha256}
     statistics, other = arguments.work / "statistics", arguments.work / "statistics-other"
     for out, examples, of_base in ((statistics, texts[: arguments.samples], False), (other, others, True)):
         if (out / METADATA).exists():
             continue
         answers = "all" if of_base else "completion"
         batches = list(prompt_batches(source, examples, size=8, seed=0, answers=answers))
-        settings: dict[str, Any] = {"modules": source.modules, "out": out, "seed": 0, "head": source.head, **about}
         with without_delta(source.model) if of_base else nullcontext():
-            calibrate(source.model, batches, samples=len(examples), **settings)
+            calibrate(source, batches, out=out, seed=0, samples=len(examples))
     reference = Reference(source, prompt_batches(source, held, size=8, seed=0))
     lessons = []
     for batch in prompt_batches(source, texts, size=BATCH, seed=0):

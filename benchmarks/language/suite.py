@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -161,17 +161,8 @@ class Driver:
         batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
         begin, cpu = time.monotonic(), time.process_time()
         with autocast(base):
-            calibrate(
-                base.model,
-                batches,
-                modules=base.modules if modules is None else modules,
-                out=out,
-                seed=part.seed,
-                samples=len(rows),
-                head=base.head,
-                base=self.suite["model"],
-                adapter_base=base.adapter_base,
-            )
+            named = replace(base, name=self.suite["model"], modules=base.modules if modules is None else tuple(modules))
+            calibrate(named, batches, out=out, seed=part.seed, samples=len(rows))
         return {"wall_seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu}
 
     def search_again(self, part: Part) -> None:

@@ -22,7 +22,7 @@ for a random D of independent entries, and layers can be compared. The scale is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ from lsrdecomp.calibration.files import (
     save_sums,
     write_statistics,
 )
-from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head, Pairs, sampled_answers, watched
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Pairs, sampled_answers, watched
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.checkpoints import Journal, content_key
 
@@ -70,17 +70,12 @@ class Calibration:
 
 
 def calibrate(
-    model: nn.Module,
+    base: Base,
     batches: Iterable[Batch],
     *,
-    modules: Sequence[str],
     out: str | Path,
     seed: int,
     samples: int,
-    head: Head = Head.classification,
-    base: str = "",
-    adapter_base: str = "",
-    adapter: str = "",
     max_full: int = 1024,
     rank: int = 128,
     checkpointing: bool = True,
@@ -89,7 +84,7 @@ def calibrate(
     save_every: int = 50,
     on_batch: Callable[[int, int], object] | None = None,
 ) -> Calibration:
-    """Measure the statistics of ``modules`` on batches of inputs and write them to the directory ``out``.
+    """Measure the statistics of a base's ``modules`` on batches of inputs and write them to the directory ``out``.
 
     The model is put into evaluation mode for the time of the call; no parameter of it changes. Every ``save_every``
     batches the sums are saved in the journal beside ``out``: the same call with the same batches goes on from there,
@@ -97,29 +92,20 @@ def calibrate(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        Called as ``model(**model_inputs(batch)).logits``, with the adapter active whose compression is planned; a PEFT
-        model will do.
+    base : Base
+        As `load_base` opens it, or any model with the names of Linear layers in it and the `Head` that says what its
+        logits mean. Called as ``base.model(**model_inputs(batch)).logits``, with the adapter active whose compression
+        is planned. Its names and digest are kept in the metadata: adapters of another base are refused, and `compress`
+        knows whether ``effect`` is of what it makes smaller.
     batches : iterable of mappings
         What the model is called with. ``attention_mask`` (``decoder_attention_mask`` or ``labels`` for seq2seq), where
         given, tells which tokens are real.
-    modules : sequence of str
-        Names of Linear layers as in the plain base.
     out : path
         Directory to write `statistics.json` and `statistics.safetensors` to; made if need be.
     seed : int
         Of the drawn answers and of the random block for large layers.
     samples : int
         Examples to use; the batch that reaches the number is used whole.
-    head : Head
-        What the logits mean.
-    base : str
-        Name of the base, kept in the metadata.
-    adapter_base : str
-        What the adapter's config calls its base, kept in the metadata: adapters of another are refused.
-    adapter : str
-        SHA-256 of the weight file of the active LoRA, so that `compress` knows whether ``effect`` is of what it makes
-        smaller.
     max_full : int
         Layers up to this size add up a whole covariance, larger ones its action on 2·``rank`` random columns.
     rank : int
@@ -155,7 +141,7 @@ def calibrate(
     ``checkpointing`` one more forward pass; O(n²) memory per small layer, O(n·rank) per large one. Of a causal model
     only the positions that count reach the output layer.
     """
-    out = Path(out)
+    out, model, modules = Path(out), base.model, base.modules
     named = modules_by_name(model)
     missing = [name for name in modules if name not in named]
     if missing or not modules:
@@ -164,9 +150,9 @@ def calibrate(
     device, adapted = next(model.parameters()).device, hasattr(model, "get_base_model")
     sizes = {name: layer_size(named[name], name) for name in modules}
     groups = in_groups({name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory)
-    settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": head.name, "base": base}
-    settings |= {"max_full": max_full, "rank": rank, "per": "token" if head in TOKEN_HEADS else "example"}
-    settings |= {"adapter_base": adapter_base, "adapter": adapter}
+    settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": base.head.name, "base": base.name}
+    settings |= {"max_full": max_full, "rank": rank, "per": "token" if base.head in TOKEN_HEADS else "example"}
+    settings |= {"adapter_base": base.adapter_base, "adapter": base.adapter_sha256}
     check_unfinished(out)
     rounds: Iterable[Batch] = _used(batches, samples)
     if len(groups) > 1:
@@ -180,7 +166,7 @@ def calibrate(
                 name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device) for name in names
             }
             key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
-            group = _Group(model, watching, sums, head, seed, effect and number == 1 and adapted)
+            group = _Group(base, watching, sums, seed, effect and number == 1 and adapted)
 
             def tell(examples: int, earlier: int = samples * (number - 1)) -> None:
                 if on_batch is not None:
@@ -190,17 +176,16 @@ def calibrate(
                 whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))
         moved = whole.counts.effect / whole.counts.answers if effect and adapted else None
         write_statistics(out, settings | {"texts": whole.texts, "effect": moved}, whole)
-    return Calibration(out, whole.counts.examples, whole.counts.answers, tuple(modules), moved)
+    return Calibration(out, whole.counts.examples, whole.counts.answers, modules, moved)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Layers whose sums are in memory together."""
 
-    model: nn.Module
+    base: Base
     watching: dict[str, nn.Module]
     layers: dict[str, LayerSums]
-    head: Head
     seed: int
     effect: bool  # whether KL(adapter ‖ no adapter) is measured in this pass
 
@@ -218,7 +203,7 @@ class _Group:
         With ``waits`` the sums stay there, for other groups are still to come.
         """
         counts = load_sums(journal, key, self.layers)
-        texts, adapted = hashlib.sha256(), Base("", self.model, None, self.head, tuple(self.watching))
+        texts = hashlib.sha256()
 
         def add(name: str, pairs: Pairs) -> None:
             self.layers[name].add(pairs)
@@ -229,11 +214,11 @@ class _Group:
                 if number <= counts.batches:
                     continue
                 record.clear()
-                answers = ask(adapted, batch, whole=output_layer(adapted) in self.watching.values())
+                answers = ask(self.base, batch, whole=output_layer(self.base) in self.watching.values())
                 bare = None
                 if self.effect:
-                    with torch.no_grad(), record.paused(), without_delta(self.model):
-                        bare = ask(adapted, batch)
+                    with torch.no_grad(), record.paused(), without_delta(self.base.model):
+                        bare = ask(self.base, batch)
                 generator = torch.Generator().manual_seed((self.seed << 32) + number)
                 gradient, moved = self._leaning(answers, bare, generator)
                 examples = len(answers.counts)
@@ -266,11 +251,11 @@ class _Group:
             some = slice(start, start + step)
             rows = answers.rows[some].detach().requires_grad_()
             logits = answers.logits_of(rows)
-            (gradient[some],) = torch.autograd.grad(sampled_answers(logits, self.head, generator), rows)
+            (gradient[some],) = torch.autograd.grad(sampled_answers(logits, self.base.head, generator), rows)
             if bare is not None:
-                with torch.no_grad(), without_delta(self.model):
+                with torch.no_grad(), without_delta(self.base.model):
                     others = bare.logits_of(bare.rows[some])
-                    moved += float(divergences(logits.detach(), others, self.head).sum())
+                    moved += float(divergences(logits.detach(), others, self.base.head).sum())
         return gradient, moved
 
 

@@ -70,16 +70,11 @@ def calibrate(
     rounds, _ = questions.batches(base_model, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
         result = run(
-            base_model.model,
+            base_model,
             rounds,
-            modules=base_model.modules,
             out=out,
             seed=seed,
             samples=samples,
-            head=base_model.head,
-            base=base,
-            adapter_base=base_model.adapter_base,
-            adapter=base_model.adapter_sha256,
             max_full=max_full,
             rank=rank,
             checkpointing=checkpointing,

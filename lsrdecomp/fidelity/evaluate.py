@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +198,15 @@ class Evaluator:
         if not (out / METADATA).exists():
             stage = "calibrating" if written is None else "calibrating with the compressed adapter"
             self.say(stage)
-            model: Any = (self.source if written is None else self.base.adapted(written)).model
-            with rescale_adapter_scale(model, STRENGTH) if written is None else nullcontext():
+            # A form may have left layers out, which then act as they do in the base.
+            base = replace(self.source if written is None else self.base.adapted(written), modules=self.source.modules)
+            with rescale_adapter_scale(base.model, STRENGTH) if written is None else nullcontext():
                 calibrate(
-                    model,
+                    base,
                     self.batches(texts),
-                    modules=self.source.modules,
                     out=out,
                     seed=self.settings.seed,
                     samples=len(texts),
-                    head=self.source.head,
-                    base=self.source.name,
-                    adapter_base=self.source.adapter_base,
-                    adapter=adapter,
                     effect=False,
                     on_batch=lambda done, planned: self.say(stage, done, planned, "examples"),
                 )

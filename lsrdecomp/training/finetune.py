@@ -157,15 +157,9 @@ def compressed_start(settings: FinetuneSettings, dataset: Dataset, directory: Pa
             on_gpu = settings.device != "cpu" and torch.cuda.is_available()
             dtype = "bfloat16" if settings.precision == "bfloat16" else "float32"
             base = load_base(dataset.base, str(settings.init), dtype=dtype, device="cuda" if on_gpu else "cpu")
-            calibrate(
-                base.model,
-                dataset.questions(base, size=settings.batch, seed=settings.seed),
-                modules=base.modules,
-                out=statistics,
-                seed=settings.seed,
-                samples=min(128 if settings.is_language else 512, len(dataset.train)),
-                head=base.head,
-            )
+            rounds = dataset.questions(base, size=settings.batch, seed=settings.seed)
+            samples = min(128 if settings.is_language else 512, len(dataset.train))
+            calibrate(base, rounds, out=statistics, seed=settings.seed, samples=samples, effect=False)
         plan = CompressionPlan(ratio=settings.ratio)
         lora = open_checkpoint(str(settings.init))
         search_adapter(lora, [plan], statistics=read_statistics(statistics)).compress(plan).save(adapter)

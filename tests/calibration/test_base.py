@@ -42,7 +42,7 @@ def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
     }
     assert set(base.modules) == names == set(adapted_modules(base.model))
     read = batches(base, TEXTS, size=2, max_length=16, seed=0)
-    done = calibrate(base.model, read, modules=base.modules, out=tmp_path, seed=0, samples=4, head=base.head)
+    done = calibrate(base, read, out=tmp_path, seed=0, samples=4)
     assert (done.examples, done.answers) == (4, 4)
     statistics = read_statistics(tmp_path)
     assert all(statistics[name].shape == (384, 384) for name in names)

@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 from tiny_language_model import tiny_model  # noqa: E402
 
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
+from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.fisher import Head, watched  # noqa: E402
 from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
@@ -76,10 +77,10 @@ def assert_same(first, second):
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_computed_again_give_the_same_statistics(kind, tmp_path):
     make, names, head, more = KINDS[kind]
-    model = make()
-    common = {"modules": names, "seed": 0, "samples": 12, "head": head}
-    calibrate(model, batches(3, **more), out=tmp_path / "kept", checkpointing=False, **common)
-    calibrate(model, batches(3, **more), out=tmp_path / "again", checkpointing=True, **common)
+    base = Base("", make(), None, head, tuple(names))
+    common = {"seed": 0, "samples": 12}
+    calibrate(base, batches(3, **more), out=tmp_path / "kept", checkpointing=False, **common)
+    calibrate(base, batches(3, **more), out=tmp_path / "again", checkpointing=True, **common)
     assert_same(tmp_path / "kept", tmp_path / "again")
 
 
@@ -112,7 +113,7 @@ def test_activations_inside_blocks_are_not_kept():
 def test_the_model_has_its_own_blocks_back(tmp_path):
     model = classifier()
     before = [dict(module.__dict__) for module in model.modules()]
-    calibrate(model, batches(1), modules=BERT, out=tmp_path, seed=0, samples=4)
+    calibrate(Base("", model, None, Head.classification, tuple(BERT)), batches(1), out=tmp_path, seed=0, samples=4)
     assert [module.__dict__.keys() for module in model.modules()] == [each.keys() for each in before]
 
 
@@ -131,14 +132,15 @@ class StopHereError(Exception):
 
 
 def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
-    model, common = tiny_model(), {"modules": LLAMA, "seed": 0, "samples": 12, "head": Head.causal_lm, "save_every": 1}
+    model, common = tiny_model(), {"seed": 0, "samples": 12, "save_every": 1}
+    base = Base("", model, None, Head.causal_lm, tuple(LLAMA))
     sums = {name: LayerSums.memory(tuple(model.get_submodule(name).weight.shape), 1024, 128) for name in LLAMA}
     assert [sums[LLAMA[0]], sums[LLAMA[2]]] == [4 * 2 * 32**2, 4 * (32**2 + 64**2)]
     limit = sum(sums.values()) // 2
-    calibrate(model, batches(3), out=tmp_path / "one", **common)
+    calibrate(base, batches(3), out=tmp_path / "one", **common)
     seen = []
     passes = model.register_forward_hook(lambda *_: seen.append(1))
-    calibrate(model, batches(3), out=tmp_path / "two", max_memory=limit, **common)
+    calibrate(base, batches(3), out=tmp_path / "two", max_memory=limit, **common)
     passes.remove()
     assert len(seen) == 6
     assert_same(tmp_path / "one", tmp_path / "two")
@@ -148,16 +150,16 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
             raise StopHereError
 
     with pytest.raises(StopHereError):
-        calibrate(model, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=stop, **common)
+        calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=stop, **common)
     assert len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2  # the first group, sums of the second
     steps = []
     calibrate(
-        model, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=lambda *now: steps.append(now), **common
+        base, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=lambda *now: steps.append(now), **common
     )
     assert steps == [(24, 24)]  # the batch that was not saved
     for name in ("statistics.json", "statistics.safetensors"):
         assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(list((tmp_path / "three").iterdir())) == 2
     with pytest.raises(CalibrationError, match=r"its sums take 8,192 bytes, more than the 8,000 of max_memory"):
-        calibrate(model, batches(3), out=tmp_path / "four", max_memory=8000, **common)
+        calibrate(base, batches(3), out=tmp_path / "four", max_memory=8000, **common)
     assert not (tmp_path / "four").exists()

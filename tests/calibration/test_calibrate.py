@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
+from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.covariance import Covariance  # noqa: E402
 from lsrdecomp.calibration.fisher import Head, sampled_answers, watched  # noqa: E402
@@ -39,6 +40,10 @@ def texts(count, *, size=8, shortest=5, longest=12, seed=0):
         yield {"input_ids": torch.randint(1, 50, (size, longest), generator=generator) * mask, "attention_mask": mask}
 
 
+def plain(model, modules, head=Head.classification):
+    return Base("", model, None, head, tuple(modules))
+
+
 def measured_kl(model, name, difference, batches):
     """Mean KL divergence per example between the model's answers before and after ``difference`` is added."""
     weight = dict(model.named_parameters())[f"{name}.weight"]
@@ -62,7 +67,7 @@ def predicted_kl(statistics, difference):
 
 @pytest.mark.parametrize("name", [QUERY, VALUE, DENSE])
 def test_half_the_squared_norm_predicts_the_kl_of_a_small_change(classifier, tmp_path, name):
-    calibrate(classifier, texts(64), modules=[name], out=tmp_path, seed=0, samples=512)
+    calibrate(plain(classifier, [name]), texts(64), out=tmp_path, seed=0, samples=512)
     statistics = read_statistics(tmp_path)[name]
     ratios = []
     for seed in range(4):
@@ -81,7 +86,7 @@ def test_language_models_count_per_predicted_token(tmp_path):
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     name = "transformer.h.0.attn.c_attn"  # a Conv1D: its weight is stored transposed
-    done = calibrate(model, texts(24), modules=[name], out=tmp_path, seed=0, samples=192, head=Head.causal_lm)
+    done = calibrate(plain(model, [name], Head.causal_lm), texts(24), out=tmp_path, seed=0, samples=192)
     assert done.answers == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
     statistics = read_statistics(tmp_path)[name]
     assert statistics.shape == (72, 24)
@@ -111,7 +116,7 @@ def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
     names = ["encoder.block.0.layer.0.SelfAttention.q", "decoder.block.0.layer.1.EncDecAttention.k"]
     labels = torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]])
     batches = [batch | {"labels": labels} for batch in texts(3, size=2)]
-    done = calibrate(model, batches, modules=names, out=tmp_path, seed=0, samples=6, head=Head.seq2seq)
+    done = calibrate(plain(model, names, Head.seq2seq), batches, out=tmp_path, seed=0, samples=6)
     assert done.answers == 3 * 6
     layers = json.loads((tmp_path / "statistics.json").read_text())["layers"]
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -122,7 +127,7 @@ def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
     clean = list(texts(3))
     noisy = [batch | {"input_ids": batch["input_ids"] + 7 * (1 - batch["attention_mask"])} for batch in clean]
     for name, batches in (("clean", clean), ("noisy", noisy)):
-        calibrate(classifier, batches, modules=[QUERY, DENSE], out=tmp_path / name, seed=0, samples=24)
+        calibrate(plain(classifier, [QUERY, DENSE]), batches, out=tmp_path / name, seed=0, samples=24)
     layers = json.loads((tmp_path / "noisy" / "statistics.json").read_text())["layers"]
     assert layers[QUERY]["tokens"] == sum(int(batch["attention_mask"].sum()) for batch in clean)
     assert layers[DENSE]["tokens"] == 24  # after the last layer only the first token feeds the answer
@@ -178,7 +183,7 @@ def test_a_shared_module_counts_each_use_and_bears_each_name(tmp_path):
     torch.manual_seed(0)
     model = Twice()
     batches = [{"x": torch.randn(64, 6)} for _ in range(40)]
-    calibrate(model, batches, modules=["first", "second"], out=tmp_path, seed=0, samples=2560)
+    calibrate(plain(model, ["first", "second"]), batches, out=tmp_path, seed=0, samples=2560)
     statistics = read_statistics(tmp_path)
     assert statistics.metadata["layers"]["first"]["tokens"] == 2 * 2560
     np.testing.assert_array_equal(statistics["first"].input.values, statistics["second"].input.values)
@@ -195,14 +200,15 @@ class StopHereError(Exception):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
-    settings = {"modules": [QUERY, DENSE], "seed": 3, "samples": 40, "save_every": 2, "max_full": 30, "rank": 5}
+    base = plain(classifier, [QUERY, DENSE])
+    settings = {"seed": 3, "samples": 40, "save_every": 2, "max_full": 30, "rank": 5}
 
     def stop(examples, _):
         if examples == 24:  # in three batches
             raise StopHereError
 
     with pytest.raises(StopHereError):
-        calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop, **settings)
+        calibrate(base, texts(5), out=tmp_path / "a", on_batch=stop, **settings)
     assert [path.name for path in tmp_path.iterdir()] == [".a.journal"]
     others = []
 
@@ -211,19 +217,19 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
         stop(examples, planned)
 
     with pytest.raises(StopHereError):  # with another seed: it goes on from nothing, and takes nothing away
-        calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=stop_others, **{**settings, "seed": 4})
+        calibrate(base, texts(5), out=tmp_path / "a", on_batch=stop_others, **{**settings, "seed": 4})
     assert others == [8, 16, 24]
     seen = []
-    calibrate(classifier, texts(5), out=tmp_path / "a", on_batch=lambda *now: seen.append(now), **settings)
+    calibrate(base, texts(5), out=tmp_path / "a", on_batch=lambda *now: seen.append(now), **settings)
     assert seen == [(24, 40), (32, 40), (40, 40)]
-    calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
+    calibrate(base, texts(5), out=tmp_path / "b", **settings)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {"statistics.json", "statistics.safetensors"}
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     with pytest.raises(CheckpointError, match="finished statistics"):
-        calibrate(classifier, texts(5), out=tmp_path / "b", **settings)
+        calibrate(base, texts(5), out=tmp_path / "b", **settings)
 
 
 def test_the_model_is_left_as_it_was(tmp_path):
@@ -232,7 +238,7 @@ def test_the_model_is_left_as_it_was(tmp_path):
     model.bert.embeddings.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    calibrate(model, texts(1), modules=[QUERY], out=tmp_path, seed=0, samples=8)
+    calibrate(plain(model, [QUERY]), texts(1), out=tmp_path, seed=0, samples=8)
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(module.training for module in model.modules())
@@ -242,14 +248,14 @@ def test_the_model_is_left_as_it_was(tmp_path):
 
 def test_errors_name_what_is_missing(classifier, tmp_path):
     with pytest.raises(CalibrationError, match="no.such.layer: not in the model"):
-        calibrate(classifier, texts(1), modules=["no.such.layer"], out=tmp_path, seed=0, samples=8)
+        calibrate(plain(classifier, ["no.such.layer"]), texts(1), out=tmp_path, seed=0, samples=8)
     name = "bert.encoder.layer.0.output.LayerNorm"
     with pytest.raises(CalibrationError, match="is a LayerNorm"):
-        calibrate(classifier, texts(1), modules=[name], out=tmp_path, seed=0, samples=8)
+        calibrate(plain(classifier, [name]), texts(1), out=tmp_path, seed=0, samples=8)
     with pytest.raises(CalibrationError, match="nothing to calibrate on"):
-        calibrate(classifier, [], modules=[QUERY], out=tmp_path, seed=0, samples=8)
+        calibrate(plain(classifier, [QUERY]), [], out=tmp_path, seed=0, samples=8)
     with pytest.raises(ShapeError, match=r"logits of shape \(8, 3\) for causal_lm"):
-        calibrate(classifier, texts(1), modules=[QUERY], out=tmp_path, seed=0, samples=8, head=Head.causal_lm)
+        calibrate(plain(classifier, [QUERY], Head.causal_lm), texts(1), out=tmp_path, seed=0, samples=8)
     assert list(tmp_path.iterdir()) == []
 
 

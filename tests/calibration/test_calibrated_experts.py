@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,8 +81,8 @@ def stacked(mixture) -> PeftModel:
 
 def measured(mixture, out, batches=BATCHES, word=""):
     base = load_base(mixture / "base", mixture / "lora")
-    modules = [name for name in base.modules if word in name]
-    calibrate(base.model, batches, modules=modules, out=out, seed=0, samples=len(batches), head=base.head)
+    base = replace(base, modules=tuple(name for name in base.modules if word in name))
+    calibrate(base, batches, out=out, seed=0, samples=len(batches))
     return read_statistics(out)
 
 
