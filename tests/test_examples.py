@@ -48,7 +48,7 @@ WITHOUT = {
     },
     "lsrdecomp.calibration": {
         "calibrate",
-        "compare_answers",
+        "Reference",
     },
     "lsrdecomp.training": {
         "Record",

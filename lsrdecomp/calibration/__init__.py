@@ -1,4 +1,4 @@
-"""Fisher statistics of a base model's layers (`calibrate`), and how answers change (`compare_answers`); needs torch."""
+"""Fisher statistics of a base model's layers (`calibrate`), and how answers change (`Reference`); needs torch."""
 
 import lazy_loader
 

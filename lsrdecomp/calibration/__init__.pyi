@@ -5,4 +5,4 @@ from .calibrate import Calibration as Calibration
 from .calibrate import calibrate as calibrate
 from .dataset import DataError as DataError
 from .dataset import read_jsonl as read_jsonl
-from .divergence import compare_answers as compare_answers
+from .divergence import Reference as Reference

@@ -72,8 +72,35 @@ class Reference:
         return float(self.effects.sum()) / int(self.counts.sum())
 
     def compare(self, written: Base) -> Behaviour:
-        """Let another adapter answer the same batches; errors as `losses`."""
-        return self._behaviour(*self.losses(written))
+        """Let another adapter on the same base answer the same batches.
+
+        Parameters
+        ----------
+        written : Base
+            The base with it, as `load_pair` opens the two.
+
+        Returns
+        -------
+        Behaviour
+
+        Raises
+        ------
+        ShapeError
+            If the two do not answer alike, such as with other classes.
+        """
+        lost, agreeing = self.losses(written)
+        examples, counts, effects = len(lost), self.counts.cpu(), self.effects
+        answers, tokens = int(counts.sum()), self.head in TOKEN_HEADS
+        return Behaviour(
+            examples=examples,
+            answers=answers,
+            unit="token" if tokens else "example",
+            kl=float(lost.sum()) / answers,
+            agreement=None if self.head is Head.regression else float(agreeing.sum()) / answers,
+            effect=float(effects.sum()) / answers,
+            standard_error=ratio_error(lost, effects),
+            throughout=float((agreeing == counts).double().mean()) if tokens else None,
+        )
 
     def losses(self, written: Base) -> tuple[Tensor, Tensor]:
         """Σ KL(source ‖ written) over the answers of each example, and how many of them are the same: (examples,) each.
@@ -90,52 +117,6 @@ class Reference:
                 same = (old.argmax(-1) == new.argmax(-1)).long()
                 agreeing.append(summed(same.cpu(), counts))
         return torch.cat(lost), torch.cat(agreeing)
-
-    def _behaviour(self, lost: Tensor, agreeing: Tensor) -> Behaviour:
-        examples, counts, effects = len(lost), self.counts.cpu(), self.effects
-        answers, tokens = int(counts.sum()), self.head in TOKEN_HEADS
-        return Behaviour(
-            examples=examples,
-            answers=answers,
-            unit="token" if tokens else "example",
-            kl=float(lost.sum()) / answers,
-            agreement=None if self.head is Head.regression else float(agreeing.sum()) / answers,
-            effect=float(effects.sum()) / answers,
-            standard_error=ratio_error(lost, effects),
-            throughout=float((agreeing == counts).double().mean()) if tokens else None,
-        )
-
-
-def compare_answers(
-    source: Base, written: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
-) -> Behaviour:
-    """Let a base with two adapters answer the same questions, once.
-
-    Parameters
-    ----------
-    source, written : Base
-        The base with either adapter, as `load_pair` opens them.
-    batches : iterable of mappings
-        What models are called with, tensors (examples, tokens).
-    on_batch : callable, optional
-        Called after every batch with the number of examples so far.
-
-    Returns
-    -------
-    Behaviour
-
-    Raises
-    ------
-    CalibrationError
-        If there was nothing to answer.
-    ShapeError
-        If the two do not answer alike, such as with other classes.
-
-    Notes
-    -----
-    Costs three forward passes a batch.
-    """
-    return Reference(source, batches, on_batch=on_batch).compare(written)
 
 
 def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:

@@ -137,15 +137,14 @@ def _behaviour(
 ) -> Behaviour:
     try:
         from lsrdecomp.calibration import base_model as bases
-        from lsrdecomp.calibration.divergence import compare_answers
+        from lsrdecomp.calibration.divergence import Reference
     except ImportError as error:
         raise LsrError(f"answers need the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():
-        pair = bases.load_pair(base, source, written, device=device, dtype=dtype)
-    rounds, count = questions.batches(pair[0], size=size, seed=0)
-    return compare_answers(
-        *pair, rounds, on_batch=lambda done: step(Step("comparing answers", done, count, "examples"))
-    )
+        first, second = bases.load_pair(base, source, written, device=device, dtype=dtype)
+    rounds, count = questions.batches(first, size=size, seed=0)
+    reference = Reference(first, rounds, on_batch=lambda done: step(Step("comparing answers", done, count, "examples")))
+    return reference.compare(second)
 
 
 def _sentences(answers: Behaviour) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,17 +88,18 @@ class SmallestForm:
     def untrained(self) -> CompressedForm:
         """A measurement is a forward pass over the texts that choose. Raises `BudgetError` if nothing keeps as much."""
 
-        def say(measured: Sequence[MeasuredSize]) -> None:
-            form = f"form {len(measured)} of at most {MOST_MEASURED}"
-            self.forms.evaluator.say(f"{form} keeps {measured[-1].kept:.3f}, {self.keep:g} asked")
+        def measure(size: float) -> Behaviour:
+            behaviour = self._measure(size)
+            form = f"form {len(self.by_size)} of at most {MOST_MEASURED}"
+            self.forms.evaluator.say(f"{form} keeps {share_kept(behaviour):.3f}, {self.keep:g} asked")
+            return behaviour
 
         try:
-            best, _ = smallest(self.keep, self.whole, self._expected, self._measure, self._measured, on_measured=say)
+            return self.by_size[smallest(self.keep, self.whole, self._expected, measure, self._behaviours)]
         except BudgetError:
             if share_kept(self._measure(self.whole)) < self.keep:  # the LoRA's own size is the last chance
                 raise
             return self.by_size[self.whole]
-        return self.by_size[best.size]
 
     def trained(self) -> CompressedForm:
         """Training begins where it is guessed to bring enough, and again where by what that brought it would."""
@@ -123,7 +123,7 @@ class SmallestForm:
         """An untrained form that loses about so much: it is measured, for training costs many times as much."""
         for _ in range(measurements):
             size = size_for(
-                loss, self.whole / SMALLEST, self.whole, lambda size: loss_at(size, self._measured, self._expected)
+                loss, self.whole / SMALLEST, self.whole, lambda size: loss_at(size, self._behaviours, self._expected)
             )
             near = self._measure(size)
             if loss / NEAR <= lost(near) <= loss * NEAR:
@@ -131,8 +131,8 @@ class SmallestForm:
         return min(self.by_size.values(), key=lambda form: abs(math.log(max(lost(form.behaviour), TINY) / loss)))
 
     @property
-    def _measured(self) -> list[MeasuredSize]:
-        return [MeasuredSize(size, form.behaviour) for size, form in self.by_size.items()]
+    def _behaviours(self) -> dict[float, Behaviour]:
+        return {size: form.behaviour for size, form in self.by_size.items()}
 
     def _size(self, form: CompressedForm) -> int:
         return bytes_to_open(form.path / WEIGHTS) if self.counts_bytes else form.compression.totals.parameters
@@ -160,18 +160,6 @@ class SmallestForm:
                     raise
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSize:
-    """How the form of one size behaves."""
-
-    size: float  # parameters or bytes, as the budget counts
-    behaviour: Behaviour
-
-    @property
-    def kept(self) -> float:
-        return share_kept(self.behaviour)
-
-
 def lost(behaviour: Behaviour) -> float:
     """The share that is not kept."""
     return 1.0 - share_kept(behaviour)
@@ -182,10 +170,8 @@ def smallest(
     whole: float,
     expected: Callable[[float], float],
     measure: Callable[[float], Behaviour],
-    known: Sequence[MeasuredSize] = (),
-    *,
-    on_measured: Callable[[list[MeasuredSize]], object] | None = None,
-) -> tuple[MeasuredSize, list[MeasuredSize]]:
+    measured: dict[float, Behaviour],
+) -> float:
     """Find the smallest size whose measured share is at least ``keep``.
 
     Each size is where as much is lost as may be, by `loss_at`; the sizes that kept enough and those that did not close
@@ -201,14 +187,13 @@ def smallest(
         Squared relative error of the form of a size; cheap, falling. Raises `BudgetError` where there is none.
     measure : callable
         Makes the form of a size and measures it; dear.
-    known : sequence of MeasuredSize
-        What was measured before.
-    on_measured : callable, optional
-        Called with all measurements so far after each.
+    measured : dict of size to Behaviour
+        What was measured before, in parameters or bytes as the budget counts; what is measured here is added.
 
     Returns
     -------
-    the smallest that keeps enough, and all in the order in which they were measured
+    float
+        The smallest size that keeps enough, of those measured.
 
     Raises
     ------
@@ -217,11 +202,10 @@ def smallest(
     """
     if not 0.0 < keep < 1.0:
         raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
-    measured = list(known)
-    while len(measured) < MOST_MEASURED:
+    for _ in range(MOST_MEASURED - len(measured)):
         # 1. The interval, from sizes that keep too little to the smallest that keeps enough.
-        keeping = [form.size for form in measured if form.kept >= keep]
-        failing = [form.size for form in measured if form.kept < keep]
+        keeping = [size for size, behaviour in measured.items() if share_kept(behaviour) >= keep]
+        failing = [size for size, behaviour in measured.items() if share_kept(behaviour) < keep]
         low, high = max([whole / SMALLEST, *failing]), min([whole, *keeping])
         # 2. The size at which as much is lost as may be; the end, if what it saves is not worth its measurement.
         allowed = (1.0 - keep) * (1.0 if keeping else SAFETY)
@@ -233,29 +217,29 @@ def smallest(
             size = min(max(size, low * (high / low) ** OFF_ENDS), high * (low / high) ** OFF_ENDS)
         elif measured:
             size = max(size, high / REACH) if keeping else min(size, low * REACH)
-        measured.append(MeasuredSize(size, measure(size)))
-        if on_measured is not None:
-            on_measured(measured)
+        measured[size] = measure(size)
         # 4. The end, if no smaller form could be told from one that keeps too little.
-        if 0.0 <= measured[-1].kept - keep <= ENOUGH * (measured[-1].behaviour.standard_error or 0.0):
+        margin = share_kept(measured[size]) - keep
+        if 0.0 <= margin <= ENOUGH * (measured[size].standard_error or 0.0):
             break
-    enough = [form for form in measured if form.kept >= keep]
-    if not enough:
-        best = max(measured, key=lambda form: form.kept)
+    keeping = [size for size, behaviour in measured.items() if share_kept(behaviour) >= keep]
+    if not keeping:
+        best = max(map(share_kept, measured.values()))
         raise BudgetError(
             f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(measured)} keeps "
-            f"{best.kept:.3f}; ask for less, allow distillation, or store in a finer type"
+            f"{best:.3f}; ask for less, allow distillation, or store in a finer type"
         )
-    return min(enough, key=lambda form: form.size), measured
+    return min(keeping)
 
 
-def loss_at(size: float, measured: Sequence[MeasuredSize], expected: Callable[[float], float]) -> float:
+def loss_at(size: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]) -> float:
     """What a form of a size loses: between those that were measured by the line through the logarithms of both.
 
     Beyond them in proportion to the squared error, which it is where nothing was measured. Raises `BudgetError` as
     ``expected`` does.
     """
-    points = sorted((form.size, max(1.0 - form.kept, TINY)) for form in measured if math.isfinite(form.kept))
+    losses_at = ((measured_size, lost(behaviour)) for measured_size, behaviour in measured.items())
+    points = sorted((measured_size, max(loss, TINY)) for measured_size, loss in losses_at if math.isfinite(loss))
     if not points:
         return expected(size)
     sizes, losses = zip(*points, strict=True)

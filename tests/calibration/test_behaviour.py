@@ -16,7 +16,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
-from lsrdecomp.calibration.divergence import compare_answers, divergences, without_delta  # noqa: E402
+from lsrdecomp.calibration.divergence import Reference, divergences, without_delta  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
@@ -35,8 +35,8 @@ def language_model(tmp_path_factory):
 
 
 def behaviour(folder, written, size=6):
-    pair = load_pair(folder / "base", folder / "lora", folder / written)
-    return compare_answers(*pair, batches(pair[0], TEXTS, size=size, max_length=16, seed=0))
+    source, other = load_pair(folder / "base", folder / "lora", folder / written)
+    return Reference(source, batches(source, TEXTS, size=size, max_length=16, seed=0)).compare(other)
 
 
 def logits(folder, written):
@@ -127,9 +127,9 @@ def test_adapters_with_different_heads_are_refused(classifier, tmp_path):
 
 
 def test_no_texts_are_no_answer(classifier):
-    pair = load_pair(classifier / "base", classifier / "lora", classifier / "lsr")
+    source = load_base(classifier / "base", classifier / "lora")
     with pytest.raises(CalibrationError, match="nothing to answer"):
-        compare_answers(*pair, [])
+        Reference(source, [])
 
 
 def test_verify_on_the_command_line(classifier, tmp_path):

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, MeasuredSize, loss_at, smallest  # noqa: E402
+from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, loss_at, smallest  # noqa: E402
 
 WHOLE = 1e6
 
@@ -37,27 +37,27 @@ def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, powe
     expected, measure = curve(factor, power)
     least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
-    found, seen = smallest(keep, WHOLE, expected, measure)
-    assert found.kept >= keep
+    seen = {}
+    size = smallest(keep, WHOLE, expected, measure, seen)
     assert len(seen) <= MOST_MEASURED
-    assert found.size == min(one.size for one in seen if one.kept >= keep)
-    assert found.size <= 1.4 * max(least, WHOLE / SMALL)
+    assert size == min(each for each, behaviour in seen.items() if behaviour.kept >= keep)
+    assert size <= 1.4 * max(least, WHOLE / SMALL)
 
 
 def test_a_known_factor_needs_few_measurements():
     expected, measure = curve(1.0, 1.0)
-    found, seen = smallest(0.9, WHOLE, expected, measure)
+    seen = {}
+    size = smallest(0.9, WHOLE, expected, measure, seen)
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
-    assert found.size <= CLOSE**2 * least
+    assert size <= CLOSE**2 * least
 
 
 def test_what_was_measured_before_is_where_the_search_goes_on():
     expected, measure = curve(0.9, 1.0)
-    before = [MeasuredSize(size, measure(size)) for size in (1e4, 1e5)]  # too little, and enough
-    found, seen = smallest(0.9, WHOLE, expected, measure, before)
-    assert seen[:2] == before
-    assert 1e4 < found.size < 1e5
+    seen = {size: measure(size) for size in (1e4, 1e5)}  # too little, and enough
+    assert 1e4 < smallest(0.9, WHOLE, expected, measure, seen) < 1e5
+    assert all(1e4 <= size <= 1e5 for size in seen)
     assert len(seen) <= 4
 
 
@@ -70,12 +70,14 @@ def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
     def measure(size):
         return Behaviour(100, 100, "example", 1.0 - next(shares), 0.9, 1.0, error)
 
-    assert len(smallest(0.9, WHOLE, expected, measure)[1]) == count
+    seen = {}
+    smallest(0.9, WHOLE, expected, measure, seen)
+    assert len(seen) == count
 
 
 def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     expected, measure = curve(0.5, 1.2)
-    seen = [MeasuredSize(size, measure(size)) for size in (2e5, 1e3, 2e4)]  # in any order
+    seen = {size: measure(size) for size in (2e5, 1e3, 2e4)}  # in any order
     for size in (1e3, 5e3, 2e4, 1e5):
         assert loss_at(size, seen, expected) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
     beyond = loss_at(2e5, seen, expected) * expected(4e5) / expected(2e5)
@@ -87,10 +89,10 @@ def test_what_cannot_be_kept_says_what_can():
         return Behaviour(100, 100, "example", 0.2, 0.9, 1.0, 0.01)
 
     with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
-        smallest(0.95, WHOLE, curve(1.0, 1.0)[0], measure)
+        smallest(0.95, WHOLE, curve(1.0, 1.0)[0], measure, {})
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.0, 95.0, math.nan])
 def test_a_share_lies_between_nothing_and_all(keep):
     with pytest.raises(BudgetError, match="between 0 and 1"):
-        smallest(keep, WHOLE, *curve(1.0, 1.0))
+        smallest(keep, WHOLE, *curve(1.0, 1.0), {})
