@@ -212,10 +212,9 @@ class Settings:
         """
         table = cls.where and f"{cls.where}: "
         spellings = {other: name for name, field in cls.fields.items() for other in field.names}
-        unknown = [str(name) for name in values if name not in spellings]
-        if unknown:
-            there = ", ".join(cls.fields)
-            raise cls.error(f"{table}no setting is called {', '.join(unknown)}; there are: {there}")
+        for name in values:
+            if name not in spellings:
+                raise cls.error(f"{table}no setting is called {unknown(str(name), cls.fields)}")
         named = {spellings[name]: value for name, value in values.items()}
         if len(named) < len(values):
             twice = [name for name in values if name != spellings[name] and spellings[name] in values]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
-from lsrdecomp.calibration.bases import find_base, first_line, open_tokenizer
+from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
     ANSWERS,
     TEXT_LENGTH,
@@ -34,7 +34,7 @@ from lsrdecomp.calibration.dataset import (
 from lsrdecomp.calibration.experts import with_lora
 from lsrdecomp.calibration.fisher import IGNORED, CalibrationError, Head
 from lsrdecomp.checkpoints.files import read_text_lines, sha256
-from lsrdecomp.checkpoints.tensors import read_header
+from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError
 

@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lsrdecomp.checkpoints.tensors import first_line
 from lsrdecomp.errors import CheckpointError, LsrError
 
 SMOLLM2 = "smollm2"
@@ -100,11 +101,6 @@ def open_tokenizer(base: str | Path) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = PAD if PAD in tokenizer.get_vocab() else tokenizer.eos_token
     return tokenizer
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says, without the pages that may follow."""
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def packaged_file() -> Path:

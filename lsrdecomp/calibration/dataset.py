@@ -278,6 +278,11 @@ def hold_out(rows: Sequence[T], count: int, *, seed: int) -> tuple[list[T], list
     return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
 
 
+def subsample(rows: Sequence[T], count: int | None, *, seed: int) -> list[T]:
+    """At most ``count`` rows in their order, drawn by ``seed``: always the same ones."""
+    return list(rows) if count is None or count >= len(rows) else hold_out(rows, count, seed=seed)[1]
+
+
 def token_batches(
     rows: Sequence[Tokens], *, size: int, seed: int | None, pad: int, device: str | torch.device = "cpu"
 ) -> Iterator[dict[str, Tensor]]:

@@ -355,7 +355,7 @@ def card_section(source: Checkpoint | None, more: Mapping[str, Any]) -> str:
 
 
 def _text(source: Checkpoint | None, facts: Mapping[str, Any], indent: int | None = None) -> str:
-    versions = {name: _version(name) for name in ("lsrdecomp", "numpy", "safetensors")}
+    versions = {name: installed_version(name) for name in ("lsrdecomp", "numpy", "safetensors")}
     record: dict[str, Any] = {"versions": versions, **facts}
     if source is not None:
         record["source"] = {
@@ -386,7 +386,8 @@ def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**record, "dropped": list(dropped)} if dropped else record
 
 
-def _version(name: str) -> str:
+def installed_version(name: str) -> str:
+    """Of a package; "unknown" for one that is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

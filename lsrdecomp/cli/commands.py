@@ -18,6 +18,7 @@ from lsrdecomp.cli.compress import compress
 from lsrdecomp.cli.distil import distil
 from lsrdecomp.cli.finetune import finetune
 from lsrdecomp.cli.fleet import fleet
+from lsrdecomp.cli.layer_tables import checkpoint_table
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
@@ -62,7 +63,7 @@ def inspect(
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
             read.add()
-    tables.show(json, tables.checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
+    tables.show(json, checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
     if json is not None:
         tables.write_json(_inspection(checkpoint, ranks), json)
 

@@ -12,6 +12,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import resize, tables
+from lsrdecomp.cli.layer_tables import layers_table
 from lsrdecomp.cli.options import (
     Adapter,
     Alpha,
@@ -76,7 +77,7 @@ def compress(
         ),
     ] = None,
     base: Annotated[
-        str | None, Input(), typer.Option(help="Measure what is kept on this base: a name or a directory.")
+        str | None, Input, typer.Option(help="Measure what is kept on this base: a name or a directory.")
     ] = None,
     data: Annotated[Path | None, typer.Option(help="With --base: texts of the task, no labels; some held out.")] = None,
     storage: Storage = None,
@@ -235,7 +236,7 @@ def _places(out: Path | None, plans: Sequence[CompressionPlan | None]) -> list[P
 
 
 def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
-    tables.show(json, tables.layers_table(result.layers, result.totals, each=each), wide=wide)
+    tables.show(json, layers_table(result.layers, result.totals, each=each), wide=wide)
     if result.met:
         tables.show(json, "", *tables.summary(result, unit))
         return

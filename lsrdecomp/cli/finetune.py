@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,13 +10,12 @@ import typer
 from rich.table import Table
 
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment
+from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.fields import SettingsError
 from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:
@@ -54,7 +52,9 @@ def finetune(
     more |= {
         name: [more[name]] for name in lists if isinstance(more.get(name), str | int)
     }  # one value is a list of one
-    run_settings = FinetuneSettings.from_mapping({**named(_table(config)), **options, **more})
+    run_settings = FinetuneSettings.from_mapping(
+        {**named({} if config is None else read_toml(config)), **options, **more}
+    )
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     with tables.quiet(), follow(quiet=quiet) as show:
@@ -111,12 +111,3 @@ def _show(record: Record, out: Path) -> None:
     if record.dev.loss is None:
         output.print("The outputs are no longer finite: try a smaller --learning-rate.")
     output.print(f"Wrote {out}.")
-
-
-def _table(config: Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    try:
-        return tomllib.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:  # bad TOML or bad UTF-8
-        raise SettingsError(f"{config}: {error}") from error

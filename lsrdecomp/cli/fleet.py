@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,11 @@ import typer
 from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
-from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice
+from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.compression.settings import Step
-from lsrdecomp.errors import LsrError, unknown
+from lsrdecomp.errors import LsrError
 
 
 def fleet(
@@ -81,18 +80,11 @@ def fleet(
 
 def read_plan(path: Path) -> compression.CompressionPlan:
     """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("compress")
-    except ValueError as error:  # bad TOML or bad UTF-8
-        raise LsrError(f"{path}: {error}") from error
+    table = read_toml(path).get("compress")
     if not isinstance(table, dict):
         raise LsrError(f"{path}: has no table [compress]")
-    settings = [field.name for field in fields(compression.CompressionPlan)]
-    for key in table:
-        if key not in settings:
-            raise LsrError(f"{path}: unknown key {unknown(key, settings)}")
     try:
-        return compression.CompressionPlan(**table)
+        return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:
         raise LsrError(f"{path}: {error}") from error
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lsrdecomp.cli.outputs import NEW_FILE
+from lsrdecomp.fields import SettingsError
 
 POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -26,6 +27,20 @@ def assignment(text: str, hint: str) -> tuple[str, Any]:
         if len(parts) == 1:
             return name.strip(), value
         return name.strip(), [int(part) if part.isdecimal() else part for part in parts]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as a table.
+
+    Raises
+    ------
+    SettingsError
+        If it is not TOML, or not UTF-8.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from error
 
 
 def memory_size(text: str) -> int:

@@ -15,9 +15,6 @@ from rich.console import Console
 
 from lsrdecomp import checkpoints
 from lsrdecomp.checkpoints.files import bytes_to_open
-from lsrdecomp.cli.layer_tables import checkpoint_table as checkpoint_table
-from lsrdecomp.cli.layer_tables import layers_table as layers_table
-from lsrdecomp.cli.layer_tables import verification_table as verification_table
 from lsrdecomp.cli.sheet import Column, Sheet
 
 if TYPE_CHECKING:

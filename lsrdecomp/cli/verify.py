@@ -11,6 +11,7 @@ import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import served, tables
+from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
 from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
@@ -97,7 +98,7 @@ def verify(
             behaviour = None
         else:
             behaviour = _behaviour(base, source, written, questions, batch, device, settings.dtype, step)
-    tables.show(json, tables.verification_table(result, each=each), wide=wide)
+    tables.show(json, verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
         tables.show(json, *_sentences(behaviour))

@@ -5,32 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
-from lsrdecomp.compression.result import LayerReport, Totals
+from lsrdecomp.checkpoints.writing import installed_version
+from lsrdecomp.compression.result import Compression, LayerReport, Totals
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 
 
-class Reported(Protocol):
-    """What the report needs of a `Compression`."""
-
-    @property
-    def source(self) -> Any: ...
-    @property
-    def plan(self) -> Any: ...
-    @property
-    def layers(self) -> tuple[LayerReport, ...]: ...
-    @property
-    def totals(self) -> Totals: ...
-
-
 def html_report(
-    compression: Reported, curves: Sequence[ErrorCurve] = (), *, out: Path | None = None, unit: str = "example"
+    compression: Compression, curves: Sequence[ErrorCurve] = (), *, out: Path | None = None, unit: str = "example"
 ) -> str:
     """One self-contained page: summary, curves, a table of layers that sorts, what was written, provenance.
 
@@ -95,13 +82,13 @@ def _sentence(total: Totals) -> str:
     )
 
 
-def _promise(compression: Reported) -> str:
+def _promise(compression: Compression) -> str:
     """What is kept, of a result that was measured on its base."""
     promise = getattr(compression, "promise", None)
     return "" if promise is None else f"It {promise.sentence()}."
 
 
-def _shares(compression: Reported) -> str:
+def _shares(compression: Compression) -> str:
     """The picture of what the measured forms kept; none of a result that was not measured."""
     promise, tried = getattr(compression, "promise", None), getattr(compression, "tried", ())
     if promise is None:
@@ -119,7 +106,7 @@ def _shares(compression: Reported) -> str:
     return svg_shares(lines, (promise.bytes_after, promise.kept))
 
 
-def _tiles(compression: Reported, unit: str) -> list[tuple[str, str]]:
+def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
     total, promise = compression.totals, getattr(compression, "promise", None)
     kinds = Counter(layer.structure for layer in compression.layers)
     tiles = [*total.facts, ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))]
@@ -179,7 +166,7 @@ def _provenance(source: Any, plan: Any) -> list[tuple[str, str]]:
         ("source", f"{source.weights.name}, {source.format}"),
         ("SHA-256 of the source", source.source_sha256),
         *(("plan: " + key, _plain(value)) for key, value in plan.to_json().items()),
-        *((package, _version(package)) for package in ("lsrdecomp", "numpy")),
+        *((package, installed_version(package)) for package in ("lsrdecomp", "numpy")),
         *(("note", note) for note in source.notes),
     ]
 
@@ -190,13 +177,6 @@ def _plain(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return " × ".join(map(str, value))
     return str(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _asset(name: str) -> str:

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from lsrdecomp.calibration.base_model import Base, batches, task_texts
 from lsrdecomp.calibration.bases import find_base
-from lsrdecomp.calibration.dataset import Example
+from lsrdecomp.calibration.dataset import Example, subsample
 from lsrdecomp.training.embedded import embedded
 from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
@@ -127,20 +127,12 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     base = str(own.model) if own is not None and settings.model == EMBEDDED else find_base(settings.model)
     data = settings.data if settings.data is not None or own is None else str(own.data)
     assert data is not None
-    train = subsample(task.read(data, "train"), settings.train_examples)
+    train = subsample(task.read(data, "train"), settings.train_examples, seed=SPLIT_SEED)
     validation: list[Example] = []
     if settings.patience is not None:
         train, validation = split(train, settings.validation)
-    dev = sorted(subsample(task.read(data, "dev"), settings.dev_examples), key=length)
+    dev = sorted(subsample(task.read(data, "dev"), settings.dev_examples, seed=SPLIT_SEED), key=length)
     return TaskDataset(settings, task, base, train, sorted(validation, key=length), dev)
-
-
-def subsample(examples: Sequence[Example], count: int | None) -> list[Example]:
-    """At most ``count`` examples, always the same ones."""
-    if count is None or count >= len(examples):
-        return list(examples)
-    chosen = np.random.default_rng(SPLIT_SEED).permutation(len(examples))[:count]
-    return [examples[i] for i in np.sort(chosen)]
 
 
 def split(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:

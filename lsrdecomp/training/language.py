@@ -33,6 +33,7 @@ from lsrdecomp.calibration.dataset import (
     hold_out,
     prompt_text,
     read_jsonl,
+    subsample,
     token_batches,
     tokenize,
 )
@@ -134,10 +135,8 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
         if share < 1:
             raise SettingsError(f"{settings.data} has {len(train)} examples, too few to hold some out; give dev_data")
         train, dev = hold_out(train, share, seed=settings.split_seed)
-    if settings.train_examples is not None and settings.train_examples < len(train):
-        train = hold_out(train, settings.train_examples, seed=settings.split_seed)[1]
-    if settings.dev_examples is not None and settings.dev_examples < len(dev):
-        dev = hold_out(dev, settings.dev_examples, seed=settings.split_seed)[1]
+    train = subsample(train, settings.train_examples, seed=settings.split_seed)
+    dev = subsample(dev, settings.dev_examples, seed=settings.split_seed)
 
     def tokens(examples: Sequence[PromptExample]) -> list[Tokens]:
         length, cut = settings.max_length, settings.truncate

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from lsrdecomp.calibration.bases import first_line, open_tokenizer, published_name
-from lsrdecomp.checkpoints.tensors import read_header
+from lsrdecomp.calibration.bases import open_tokenizer, published_name
+from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.training.methods import adapter_config, find_method

@@ -8,11 +8,10 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.checkpoints.writing import new_file
+from lsrdecomp.checkpoints.writing import installed_version, new_file
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -121,13 +120,9 @@ def read_record(directory: str | Path) -> Record:
 
 def versions() -> dict[str, str]:
     """Versions of what computes."""
-    installed = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return installed
+    installed = {package: installed_version(package) for package in PACKAGES}
+    found = {package: version for package, version in installed.items() if version != "unknown"}
+    return {"python": platform.python_version()} | found
 
 
 def commit() -> str | None:

@@ -124,7 +124,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     (tmp_path / "plan.toml").write_text("[compress]\nseparation_rnk = 2\n")
     done = lsr("fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "unknown key 'separation_rnk'" in done.stderr
+    assert "no setting is called 'separation_rnk'; did you mean 'separation_rank'?" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_any_setting_is_reached_from_the_command_line(place, tmp_path):
     assert (settings.dev_examples, settings.target_modules, settings.metric) == (3, ("q_proj",), "exact")
     done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--set", "patiense=3"])
     assert isinstance(done.exception, SettingsError)
-    assert "no setting is called patiense; there are: model, task" in str(done.exception)
+    assert "no setting is called 'patiense'; did you mean 'patience'? known: model, task" in str(done.exception)
     done = CliRunner().invoke(app, [*map(str, arguments[:-1]), str(tmp_path / "other"), "--report-to", "nonesuch"])
     assert isinstance(done.exception, SettingsError)
     assert "nonesuch" in str(done.exception)

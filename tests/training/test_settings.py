@@ -33,7 +33,7 @@ def test_settings_survive_json_and_pickle():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rates": 1}, "no setting is called rates; there are: model, task"),
+        ({"rates": 1}, "no setting is called 'rates'; .*known: model, task"),
         ({"task": "SST"}, "task must be one of CoLA, SST-2.*embedded, jsonl, got 'SST'"),
         ({"task": "RTE"}, "task RTE reads files: give data"),
         ({"method": "lora2"}, "method must be one of lora, .*, got 'lora2'"),
