@@ -21,7 +21,7 @@ import array_api_compat
 import array_api_compat.numpy
 import numpy as np
 
-from lsrdecomp.errors import LsrError, PrecisionError, ShapeError
+from lsrdecomp.errors import LsrError, PrecisionError, ShapeError, needs
 
 Array: TypeAlias = Any
 """An array of any library of the array API standard."""
@@ -237,12 +237,10 @@ def placed(value: Any, device: str | None) -> Any:
 
 def check_device(device: str) -> None:
     """Raise `LsrError`, saying why, unless torch is there and computes in float64 on ``device``."""
-    try:
+    with needs(f"device {device!r}", "torch"):
         import torch
-
+    try:
         float(torch.ones(1, dtype=torch.float64, device=device))
-    except ImportError as error:
-        raise LsrError(f"device {device!r} needs torch: pip install 'lsrdecomp[torch]'") from error
     except (RuntimeError, AssertionError, TypeError, NotImplementedError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise LsrError(f"torch cannot compute in float64 on device {device!r}: {reason}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,21 @@ class CheckpointError(LsrError, ValueError):
 
 class UnsupportedError(CheckpointError, NotImplementedError):
     """The file is sound, but holds something this library does not express and will not drop silently."""
+
+
+@contextmanager
+def needs(purpose: str, extra: str) -> Iterator[None]:
+    """Around imports of what an extra of this package brings: `LsrError` with the command if one is missing.
+
+    >>> with needs("a tune", "music"):
+    ...     import no_such_library
+    Traceback (most recent call last):
+    lsrdecomp.errors.LsrError: a tune needs no_such_library: pip install 'lsrdecomp[music]'
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise LsrError(f"{purpose} needs {error.name}: pip install 'lsrdecomp[{extra}]'") from error
 
 
 def unknown(name: object, words: Iterable[str]) -> str:

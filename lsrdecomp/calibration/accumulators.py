@@ -47,6 +47,7 @@ class LayerSums:
     def add(self, pairs: Pairs) -> None:
         """Add what one batch showed."""
         x, g, used = pairs.inputs, pairs.gradients, pairs.used()
+        # Rows are tokens: Σ_i Wᵀ W = Σ_i Xᵀ (G Gᵀ X), so covariances see rows x and partners G Gᵀ x.
         self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))
         self.output.add(g.flatten(0, 1), (x @ x.mT @ g).flatten(0, 1))
         self.squared_inputs += x[used].double().square().sum()
@@ -67,6 +68,7 @@ class LayerSums:
 
     def spectra(self, answers: int) -> tuple[Spectrum, Spectrum, float]:
         """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product."""
+        # Both sums have the trace Σ‖W‖². C takes the mean squared length of an input, G what is left of the product.
         into, out = self.input.spectrum(), self.output.spectrum()
         fisher, length = out.trace / answers, float(self.squared_inputs) / self.tokens
         if not (fisher > 0 and length > 0):

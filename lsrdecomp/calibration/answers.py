@@ -53,6 +53,7 @@ def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
     Of a causal model only the positions that count reach the output layer: a vocabulary is large, a prompt is long.
     Where a model does more after that layer than applying it, or with ``whole``, the rows are its logits.
     """
+    # 1. Where every position answers, or no layer of its own makes logits of tokens, they are what the model returns.
     inputs, wanted = _wanted(base, batch)
     layer = output_layer(base)
     if layer is None or wanted is None:
@@ -61,6 +62,8 @@ def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
         if wanted is None or base.head not in TOKEN_HEADS:
             return Answers(logits, torch.full((examples,), len(logits) // examples), None)
         return Answers(logits, wanted.sum(1).cpu(), None)
+    # 2. A pass in which the output layer makes a few rows' logits only. If it makes from these rows, on its own, the
+    #    same bits that the model returned, nothing comes after it (a scale, a cap): rows stand for all logits.
     counts = wanted.sum(1).cpu()
     if not whole:
         with _only(layer, wanted, TRIED) as read:
@@ -69,6 +72,7 @@ def ask(base: Base, batch: Batch, *, whole: bool = False) -> Answers:
             alone = layer(read[0][:TRIED]).float()
         if torch.equal(alone, logits):
             return Answers(read[0], counts, layer)
+    # 3. Otherwise the logits of all rows that answer, as the model returns them.
     with _only(layer, wanted):
         return Answers(base.model(**model_inputs(inputs)).logits.float(), counts, None)
 

@@ -137,6 +137,7 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     if not (adapter / "adapter_config.json").is_file():
         text = "has no adapter_config.json, so it is no adapter of PEFT; calibration is for adapters of text models"
         raise CheckpointError(text, path=adapter)
+    # 1. The task, from the adapter's own config: it says which class of model reads the base's files.
     try:
         config = PeftConfig.from_pretrained(str(adapter))
     except (ValueError, TypeError, KeyError) as error:
@@ -145,6 +146,7 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     if kind not in LOADERS:
         text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
         raise CheckpointError(f"{text} (a diffusion model's has none)", path=adapter)
+    # 2. The base, with a head of as many classes as the adapter brings, or its own.
     loader, head = LOADERS[kind]
     labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
     if dtype not in DTYPES:
@@ -154,6 +156,7 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
         model = loader.from_pretrained(directory, dtype=getattr(torch, dtype), **labels)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
+    # 3. What the config tells: one class is a score, and a padding token that batches need.
     if head is Head.classification and model.config.num_labels == 1:
         head = Head.regression
     tokenizer = open_tokenizer(base)

@@ -141,6 +141,7 @@ def calibrate(
     ``checkpointing`` one more forward pass; O(n²) memory per small layer, O(n·rank) per large one. Of a causal model
     only the positions that count reach the output layer.
     """
+    # 1. What is measured, in groups of layers whose sums fit in memory together; what cannot be is refused first.
     out, model, modules = Path(out), base.model, base.modules
     named = modules_by_name(model)
     missing = [name for name in modules if name not in named]
@@ -158,6 +159,7 @@ def calibrate(
     if len(groups) > 1:
         rounds = list(rounds)  # token numbers, which are small; they are gone through once for each group
 
+    # 2. A pass over the batches for each group. A finished group waits in the journal, under a key with its layers.
     whole = Finished({}, {}, Counts(), "")
     with Journal.beside(out) as journal, measuring(model):
         for number, names in enumerate(groups, start=1):
@@ -174,6 +176,7 @@ def calibrate(
 
             with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
                 whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))
+        # 3. All groups as one. KL(adapter ‖ no adapter) is of the whole model: the first pass has measured it.
         moved = whole.counts.effect / whole.counts.answers if effect and adapted else None
         write_statistics(out, settings | {"texts": whole.texts, "effect": moved}, whole)
     return Calibration(out, whole.counts.examples, whole.counts.answers, modules, moved)
@@ -211,14 +214,18 @@ class _Group:
         with watched(self.watching, add) as record:
             for number, batch in enumerate(batches, start=1):
                 texts.update(_content(batch))
-                if number <= counts.batches:
+                if number <= counts.batches:  # read all the same, since the hash is of all texts
                     continue
+                # 1. The answers: as logits where a watched layer makes them, since gradients must pass through it.
                 record.clear()
                 answers = ask(self.base, batch, whole=output_layer(self.base) in self.watching.values())
+                # 2. The same without the adapter; the hooks must not take this pass for another use of their layers.
                 bare = None
                 if self.effect:
                     with torch.no_grad(), record.paused(), without_delta(self.base.model):
                         bare = ask(self.base, batch)
+                # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws the same; on
+                #    their way back every layer adds to its sums.
                 generator = torch.Generator().manual_seed((self.seed << 32) + number)
                 gradient, moved = self._leaning(answers, bare, generator)
                 examples = len(answers.counts)
@@ -231,6 +238,7 @@ class _Group:
                 on_examples(counts.examples)
         if counts.answers == 0:
             raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
+        # An expert that no token was sent to has no gradient: it counts like the least used of its stack.
         idle = [name for name, sums in self.layers.items() if sums.tokens == 0]
         for name in idle:
             like = least_reached(name, {other: sums.tokens for other, sums in self.layers.items() if sums.tokens})
@@ -248,6 +256,7 @@ class _Group:
         with torch.no_grad():
             step = max(1, ENTRIES // answers.logits_of(answers.rows[:1]).shape[-1])
         for start in range(0, len(answers), step):
+            # Leaves of a graph of their own, for a few answers at a time; the model's graph is walked once, at the end.
             some = slice(start, start + step)
             rows = answers.rows[some].detach().requires_grad_()
             logits = answers.logits_of(rows)

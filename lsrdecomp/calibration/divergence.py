@@ -52,6 +52,7 @@ class Reference:
             answers, recall = keep_answers(source, batch)
             with torch.no_grad(), without_delta(source.model):
                 bare = ask(source, batch)
+            # Of logits none is kept here: sums for each example are all that effects and the jackknife need.
             self._parts.append((batch, recall, answers.counts))
             effects.append(summed(divergences(answers.logits, bare.logits, self.head), answers.counts))
             if on_batch is not None:
@@ -107,6 +108,7 @@ class Reference:
 
         Raises `ShapeError` if the models do not answer alike.
         """
+        # One batch at a time: the logits of all texts would not fit.
         lost, agreeing = [], []
         with torch.no_grad():
             for batch, recall, counts in self._parts:
@@ -124,6 +126,7 @@ def divergences(old: Tensor, new: Tensor, head: Head) -> Tensor:
 
     Of a regression, half the squared difference.
     """
+    # In double precision: a form that answers nearly alike has divergences below the rounding of float32 logarithms.
     step = max(1, ENTRIES // old.shape[-1])
     kl = [torch.zeros(0, dtype=torch.float64)]
     for first, second in zip(torch.split(old, step), torch.split(new, step), strict=True):
@@ -152,7 +155,7 @@ def ratio_error(lost: Tensor, effects: Tensor) -> float | None:
     count, rest = len(lost), effects.sum() - effects
     if count < 2 or bool((rest <= 0.0).any()):
         return None
-    shares = (lost.sum() - lost) / rest
+    shares = (lost.sum() - lost) / rest  # the share lost with each example left out
     return float(((count - 1) / count * (shares - shares.mean()).square().sum()).sqrt())
 
 

@@ -157,6 +157,7 @@ def _checked(name: str, stacked: nn.Module, words: Sequence[str]) -> Experts:
     try:
         experts = Experts(stacked, words)
         weight = next(experts.parameters())
+        # Each expert gets two tokens at half strength: a module that scales or gates otherwise says another thing.
         generator = torch.Generator().manual_seed(0)
         count, width = experts.count, weight.shape[1]
         tokens = torch.randn(2 * count, width, generator=generator).to(weight)

@@ -55,6 +55,7 @@ def ask_with_features(base: Base, batch: Batch) -> tuple[Answers, Tensor | None]
     finally:
         for handle in handles:
             handle.remove()
+    # Of the layers with as many outputs as there are classes the last one whose outputs are the logits, bit by bit.
     for inputs, output in reversed(calls):
         rows = _rows(inputs, output.detach().float(), answers.logits.detach())
         if rows is not None:

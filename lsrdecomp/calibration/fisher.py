@@ -116,6 +116,8 @@ class Record:
         self.uses[name] = 0
         if not calls:
             return
+        # A module used several times in a pass has the tokens of all uses side by side: the gradient of its weight is
+        # their sum.
         both: tuple[list[Tensor], list[Tensor]] = ([], [])
         for inputs, gradient in calls:
             rows = inputs[..., 0].numel()

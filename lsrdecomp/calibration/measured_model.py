@@ -74,6 +74,8 @@ def recomputed(model: nn.Module, watched: Sequence[nn.Module]) -> Iterator[int]:
     Parameters must be frozen: gradients reach a block through its arguments, or begin in it if it holds one of the
     ``watched`` modules. Costs another forward pass of the blocks that gradients go through.
     """
+    # Instances get a forward of their own, which shadows their class's; one that they had already (accelerate's hooks
+    # set one) is put back at the end.
     blocks = _outermost(model)
     own: dict[nn.Module, Any] = {block: block.__dict__.get("forward") for block in blocks}
     some = set(watched)
@@ -102,6 +104,7 @@ def _again(forward: Callable[..., Any], begins: bool) -> Callable[..., Any]:
         flowing = any(isinstance(value, Tensor) and value.requires_grad for value in values)
         if not torch.is_grad_enabled() or not (flowing or begins):
             return forward(*values[:most], **dict(zip(names, values[most:], strict=True)))
+        # A reentrant checkpoint goes back only if an argument asks for it: where they begin inside, one is made to.
         if not flowing:
             first = next(i for i, value in enumerate(values) if isinstance(value, Tensor) and value.is_floating_point())
             values[first] = values[first].detach().requires_grad_()

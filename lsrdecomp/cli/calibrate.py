@@ -14,7 +14,7 @@ from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import Step
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 
@@ -59,12 +59,10 @@ def calibrate(
     settings = EvaluatorSettings(**options)
     questions = Questions(text, task, data, "train", answers, settings.max_length, settings.truncate)
     questions.check()
-    try:
+    with needs("calibration", "peft"):
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.calibrate import calibrate as run
         from lsrdecomp.calibration.fisher import TOKEN_HEADS
-    except ImportError as error:
-        raise LsrError(f"calibration runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():
         base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
     rounds, _ = questions.batches(base_model, size=batch, seed=seed)

@@ -35,6 +35,8 @@ from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
+    from lsrdecomp.checkpoints.statistics import Statistics
+    from lsrdecomp.compression import Compression, Resources
     from lsrdecomp.fidelity import Measurement
 
 SHOWN = 2
@@ -117,8 +119,7 @@ def compress(
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
     """
-    from lsrdecomp.fidelity.compress import compress as compress_measured  # here, since NumPy comes with it
-    from lsrdecomp.fidelity.compress import usual_storage
+    from lsrdecomp.fidelity.compress import usual_storage  # here, since NumPy comes with it
 
     # 1. What is asked, before anything is opened.
     of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
@@ -155,38 +156,22 @@ def compress(
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
     unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
     # 4. The results: of a base measured, otherwise drawn from one search.
-    results: list[Any] = []
+    results: list[Compression] = []
     refusal: BudgetError | None = None
     journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
     with journal or nullcontext():
         if journal is not None and journal.resumes:
             tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
         with follow(quiet=quiet) as step:
+            resources = compression.Resources(workers, of_base.get("device"), journal, step)
+            measured: dict[str, Any] | None = None
+            if base is not None:
+                measured = {"base": base, "data": data, **of_base}
+                if plans[0] is None:
+                    measured |= {"storage": storage, "max_rank": options.get("max_rank")}
             try:
-                if base is not None and data is not None:
-                    if plans[0] is None:
-                        of_base |= {"storage": storage, "max_rank": options.get("max_rank")}
-                    with tables.quiet():
-                        result: Any = compress_measured(
-                            checkpoint,
-                            plans[0],
-                            base=base,
-                            data=data,
-                            statistics=statistics,
-                            workers=workers,
-                            journal=journal,
-                            on_step=step,
-                            **of_base,
-                        )
+                for result in _results(checkpoint, plans, statistics, resources, measured):
                     results.append(result)
-                else:
-                    resources = compression.Resources(workers, of_base.get("device"), journal, step)
-                    wanted = [plan for plan in plans if plan is not None]
-                    searched = compression.search_adapter(
-                        checkpoint, wanted, statistics=statistics, resources=resources
-                    )
-                    for plan in wanted:
-                        results.append(searched.compress(plan))
             except BudgetError as error:  # what was drawn before it is written
                 refusal = error
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
@@ -226,6 +211,28 @@ def _plans(
     if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
         return [None]
     return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
+
+
+def _results(
+    checkpoint: Checkpoint,
+    plans: Sequence[CompressionPlan | None],
+    statistics: Statistics | None,
+    resources: Resources,
+    measured: dict[str, Any] | None,
+) -> Iterator[Compression]:
+    """Drawn from one search, a result for each plan; or with what is ``measured`` on a base, that of the only one."""
+    from lsrdecomp.fidelity.compress import compress as compress_measured
+
+    if measured is not None:
+        workers, journal, on_step = resources.workers, resources.journal, resources.on_step
+        measured |= {"statistics": statistics, "workers": workers, "journal": journal, "on_step": on_step}
+        with tables.quiet():
+            result = compress_measured(checkpoint, plans[0], **measured)
+        yield result
+        return
+    wanted = [plan for plan in plans if plan is not None]
+    searched = compression.search_adapter(checkpoint, wanted, statistics=statistics, resources=resources)
+    yield from map(searched.compress, wanted)
 
 
 def _places(out: Path | None, plans: Sequence[CompressionPlan | None]) -> list[Path | None]:

@@ -12,7 +12,6 @@ from lsrdecomp.cli.options import Force, JsonFile, Quiet
 from lsrdecomp.cli.outputs import NEW_DIRECTORY
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.errors import LsrError
 from lsrdecomp.fidelity.settings import DistilSettings
 
 
@@ -36,10 +35,8 @@ def distil(
     Its numbers are trained on the LoRA's own answers. The share kept is measured on held-out texts before and after,
     and the better form is kept. A run that was killed goes on where it was; the adapter stays as it is until the end.
     """
-    try:
-        from lsrdecomp.fidelity.distil import distil as run
-    except ImportError as error:
-        raise LsrError(f"distillation runs the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
+    from lsrdecomp.fidelity.distil import distil as run  # here, since NumPy comes with it
+
     with tables.quiet(), follow(quiet=quiet) as show:
         done = run(adapter, base=base, data=data, teacher=teacher, out=out, force=force, on_step=show, **options)
     before, after, training = done.form.before, done.form.after, done.form.training

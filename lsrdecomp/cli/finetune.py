@@ -15,7 +15,7 @@ from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import Step
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:
@@ -58,12 +58,8 @@ def finetune(
     if out.exists():
         raise CheckpointError("already exists; choose another output, or remove it", path=out)
     with tables.quiet(), follow(quiet=quiet) as show:
-        try:
+        with needs("training", "finetune"):
             from lsrdecomp.training.finetune import finetune as run
-        except ImportError as error:
-            raise LsrError(
-                f"training runs the model; without {error.name}: pip install 'lsrdecomp[finetune]'"
-            ) from error
         record = run(
             run_settings,
             out,

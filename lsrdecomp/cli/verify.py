@@ -18,7 +18,7 @@ from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import Counter, OnStep, Step
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, needs
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 if TYPE_CHECKING:
@@ -136,11 +136,9 @@ def _opened(written: Path, alpha: float | None, max_memory: int | None) -> Check
 def _behaviour(
     base: str, source: Path, written: Path, questions: Questions, size: int, device: str, dtype: str, step: OnStep
 ) -> Behaviour:
-    try:
+    with needs("a base", "peft"):
         from lsrdecomp.calibration import base_model as bases
         from lsrdecomp.calibration.divergence import Reference
-    except ImportError as error:
-        raise LsrError(f"answers need the model; without {error.name}: pip install 'lsrdecomp[peft]'") from error
     with tables.quiet():
         first, second = bases.load_pair(base, source, written, device=device, dtype=dtype)
     rounds, count = questions.batches(first, size=size, seed=0)

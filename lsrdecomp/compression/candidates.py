@@ -131,6 +131,7 @@ def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
 def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """SVD with bits spread over its components, from the smallest useful size to eight bits each or ``most`` bytes."""
     filled = water_fill(layer, *layer_svd(layer))
+    # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their logarithm.
     counts = sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))}) if filled else []
     counts = [n for n in counts if sum(filled[n - 1]) * sum(layer.shape) <= 8.0 * most]
     return [_coded_candidate(layer, svd_code(layer, filled[n - 1]), filled[n - 1]) for n in counts]
@@ -249,6 +250,7 @@ def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: boo
         priced = replace(priced, bytes=_float_bytes(candidate, storage))
         if not measured:
             return priced
+    # Codes are always measured: what few bits lose cannot be told from the exact error.
     stored = _stored(layer, priced)
     assert stored is not None
     size = priced.bytes if isinstance(stored, SeparatedProduct) else stored.bytes

@@ -52,6 +52,7 @@ def html_report(
     total, source = compression.totals, compression.source
     shares = _shares(compression)
     here = (total.parameters, total.relative_error)
+    # Names of layers and files are strangers' words: all are escaped.
     page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
     return page.render(
         name=Path(str(source.path)).name,

@@ -150,6 +150,7 @@ class Layer:
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind can be solved together."""
+        # A batch of solves shares array shapes, and one way to apply its norms.
         return (*self.shape, type(self.norms.output), type(self.norms.input))
 
     @cached_property
@@ -215,6 +216,7 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
 
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
     """
+    # What cannot be compressed is said of all layers before the first is read.
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
         if statistics is not None and layer.name not in statistics:
@@ -245,6 +247,7 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
     _require_lora(checkpoint, layer)
     left, right = layer.load()
     left, right = left.astype(np.float64), right.astype(np.float64)
+    # ‖B‖·‖A‖ bounds ‖ΔW‖_F without forming the product.
     with np.errstate(over="ignore"):
         size = float(np.linalg.norm(left)) * float(np.linalg.norm(right)) * abs(layer.scale)
     if not size <= LARGEST_NORM:

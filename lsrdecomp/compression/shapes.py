@@ -78,6 +78,7 @@ def fine_grid(
         return []
     even = (ProductShape(_even(m, 2), inner, _even(n, 2)) for inner in EVEN_INNER if math.prod(inner) <= rank)
     tall = (_tall_shape(matrix_shape, near, inner) for near, inner in TALL if max(inner) <= rank)
+    # Large inner ranks cost about as much as a rank of truncated SVD, m + n: below that they are not worth a solve.
     pays = 0.6 * (m + n)
     wanted = [shape for shape in (*even, *tall) if most >= pays or shape.inner not in LARGE]
     return _requests([(shape, WIDE) for shape in wanted], most)
@@ -198,11 +199,4 @@ def _moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 @cache
 def _primes(size: int) -> list[int]:
     """The distinct primes of a size, ascending."""
-    primes, p = [], 2
-    while p * p <= size:
-        if size % p == 0:
-            primes.append(p)
-            while size % p == 0:
-                size //= p
-        p += 1
-    return [*primes, size] if size > 1 else primes
+    return [divisor for divisor in divisors(size) if len(divisors(divisor)) == 2]

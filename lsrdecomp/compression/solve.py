@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lsrdecomp.arrays import placed
 from lsrdecomp.checkpoints.journal import Journal, Result, content_key
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.problem import PairProblem, PairState, descend
@@ -103,10 +103,8 @@ def worker_pool(workers: int) -> Any:
     """
     if workers == 1:
         return None
-    try:
+    with needs("a pool of workers", "fleet"):
         from joblib.externals.loky import ProcessPoolExecutor
-    except ImportError as error:
-        raise LsrError("several workers need joblib: pip install 'lsrdecomp[fleet]'") from error
     return ProcessPoolExecutor(workers, timeout=IDLE, env={f"{library}_NUM_THREADS": "1" for library in THREADS})
 
 
@@ -194,6 +192,7 @@ def _by_workers(
 
 def solve(task: Task) -> list[Answer]:
     """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
+    # Targets are placed on the device and weighted once, for all shapes of the task.
     effort = task.effort
     batch = WeightedTargets.of(task.targets, task.weights, effort.device)
     answers: list[Answer] = []
@@ -204,6 +203,7 @@ def solve(task: Task) -> list[Answer]:
             ranks = clipped(request.shape, ranks)
             if ranks in solved:
                 continue
+            # Solutions of more terms start from those of fewer, which come nearer than singular vectors do.
             inside = [fewer for fewer in solved if fewer[0] <= ranks[0] and fewer[1] <= ranks[1]]
             if inside:
                 begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps

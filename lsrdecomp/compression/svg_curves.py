@@ -42,6 +42,7 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     values = [y for line in lines for _, y in line.points] + ([here[1]] if here else [])
     if not values:
         return ""
+    # Up to 1 at least, the error of a layer left out, so that pictures of two adapters can be compared.
     up = _Axis(min(values) / 1.3, max(1.0, max(values)) * 1.2, HEIGHT - BOTTOM, TOP)
     return _chart(lines, up, here, lora, "parameters", "relative Frobenius error")
 
@@ -109,6 +110,7 @@ class _Axis:
     def ticks(self) -> list[float]:
         if not self.logarithmic:
             return [step / 5.0 for step in range(math.ceil(5.0 * self.low), 6)]
+        # The fewer decades there are, the more numbers in each.
         decades_wide = self.high - self.low
         steps = (1,) if decades_wide >= 2.5 else (1, 2, 5) if decades_wide >= 0.7 else (1, 1.5, 2, 3, 4, 5, 6, 8)
         decades = range(math.floor(self.low), math.ceil(self.high) + 1)

@@ -30,7 +30,7 @@ from lsrdecomp.compression.settings import (
     Step,
     share_of_effect,
 )
-from lsrdecomp.errors import BudgetError, LsrError
+from lsrdecomp.errors import BudgetError, needs
 from lsrdecomp.fidelity.fidelity import Answered, Fidelity, Measurement
 from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
@@ -147,6 +147,7 @@ def compress(
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
+    # Goals of a size or an error make a plan; a share to keep makes plans of its own, once a base can be asked.
     of_plan = {name: value for name, value in settings.items() if name in CompressionPlan.fields}
     of_base = {name: value for name, value in settings.items() if name in MeasuredSettings.fields}
     goals = [name for name in GOALS if of_plan.get(name) is not None]
@@ -262,12 +263,10 @@ def _measured(
     none of them keeps as much. A second pass searches in the norm around the form of the first.
     """
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
-    try:
+    with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
         from lsrdecomp.fidelity.keep import SmallestForm
-    except ImportError as error:
-        raise LsrError(f"a base needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
     keep = settings.keep
     chooses = keep is not None or (plan is not None and plan.kl is not None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
 from lsrdecomp.compression.settings import OnStep
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import check_pair, publish
 from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
@@ -115,13 +115,11 @@ def distil(
     state of training, from which the same call goes on. Started by ``accelerate launch`` on several devices, they
     share each step's examples (``micro`` at a time); the first writes.
     """
-    try:
+    with needs("distillation", "peft"):
         from accelerate import PartialState
 
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import Lessons, distil_form
-    except ImportError as error:
-        raise LsrError(f"distillation needs {error.name}: pip install 'lsrdecomp[peft]'") from error
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
     chosen = DistilSettings(**settings)
     directory = Path(directory)

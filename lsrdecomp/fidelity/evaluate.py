@@ -98,9 +98,12 @@ class Evaluator:
     ) -> None:
         self.settings = settings = settings or EvaluatorSettings()
         self.on_step = on_step
+        # 1. Three parts of the texts: what is promised is measured on the first, forms are chosen by the second, norms
+        #    and training see the third.
         self.held_out, rest = split(texts, settings.held_out, settings.seed)
         choosing = len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
         self.choosing, self.calibration = rest[:choosing], rest[choosing:]
+        # 2. The base, once; adapters share its large weights.
         self.say("opening the base")
         try:
             self.base = open_base(base, lora, dtype=settings.dtype, device=settings.device or "cpu")
@@ -113,6 +116,7 @@ class Evaluator:
         self.size = settings.batch or (8 if self.source.head in TOKEN_HEADS else 32)
         if self.source.head is Head.causal_lm:  # what is too long is told of all texts, before the work
             tokenize([text for text in texts if isinstance(text, PromptExample)], self.source.tokenizer, **self._cut)
+        # 3. The LoRA's answers, once; every form is compared with them.
         self.say(f"the LoRA's own answers to {len(self.held_out) + choosing} held-out examples")
         self.reference = Reference(self.source, self.batches(self.held_out))
         self.chooser = Reference(self.source, self.batches(self.choosing)) if choosing else self.reference
@@ -260,6 +264,7 @@ def split(texts: Texts, held_out: int, seed: int) -> tuple[list[Item], list[Item
     LsrError
         If the texts are too few.
     """
+    # A group moves as a whole: held-out texts whose prompt was trained on would flatter the form.
     groups: dict[str, list[Item]] = {}
     for text in texts:
         groups.setdefault(_beginning(text), []).append(text)

@@ -105,7 +105,7 @@ class Lessons:
         """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
         size, texts = evaluator.size, evaluator.calibration
         check, rest = texts[: CHECK_BATCHES * size], texts[CHECK_BATCHES * size :]
-        if len(rest) < size:
+        if len(rest) < size:  # so few that no batch would be left: every fourth checks
             check, rest = texts[::4], [text for index, text in enumerate(texts) if index % 4]
         count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
         parts = [rest[start : start + size] for start in range(0, len(rest), size)[:count]]
@@ -149,6 +149,7 @@ class CompressedFormCache:
 
     def untrained(self, compression: Compression) -> CompressedForm:
         """The form as compressed."""
+        # 1. Written first, since its name is the digest of its bytes: equal forms of two sizes are one.
         new = compression.save(self.journal.directory("new"), force=True, record=bool(self.steps))
         files = [(new / name).read_bytes() for name in (WEIGHTS, "adapter_config.json")]
         key = content_key(self.evaluator.key, files)
@@ -157,6 +158,7 @@ class CompressedFormCache:
             shutil.rmtree(new)
         else:
             os.replace(new, path)
+        # 2. Measured, unless this run or one before has.
         measured = self.journal.get(key)
         if measured is not None:
             behaviour = Behaviour(**measured.facts)
@@ -165,6 +167,7 @@ class CompressedFormCache:
             self.evaluator.say(f"measuring form {number}, {ratio:.3g} times fewer numbers")
             behaviour = self.evaluator.measure(path)
             self.journal.put(key, facts=asdict(behaviour))
+        # 3. In the list for the report; a form that was there keeps what training brought it.
         size = bytes_to_open(path / WEIGHTS)
         measurement = Measurement(size, compression.totals.parameters, behaviour.kept)
         self._measurements.setdefault(key, measurement)
@@ -203,6 +206,7 @@ class CompressedFormCache:
             )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
             self.journal.put(key, facts={**behaviours, "training": asdict(trained.training)})
+        # The list has shares after training also where the untrained form stays; the form itself is the better one.
         measurement = self._measurements[form.path.name]
         measurement = replace(measurement, distilled=trained.behaviour.kept, steps=trained.training.steps)
         self._measurements[form.path.name] = measurement
@@ -261,6 +265,7 @@ def products_of(student: Base) -> dict[str, SeparatedProduct]:
         if isinstance(module, LsrLayer):
             sides: Any = (side["default"].factors for side in (module.lsr_B, module.lsr_A))
             left, right = ([to_numpy(factor.detach().double().cpu()) for factor in side] for side in sides)
+            # What is written has a scale of 1: PEFT's goes into a factor.
             left[0] = left[0] * module.scaling["default"]
             products[name] = SeparatedProduct(SeparatedMatrix.from_factors(left), SeparatedMatrix.from_factors(right))
     return products

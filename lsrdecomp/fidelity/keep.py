@@ -107,13 +107,16 @@ class SmallestForm:
         left = LEFT_OF_CLASSIFIER if classifier else LEFT
         trained: list[CompressedForm] = []
         for number in range(1, MOST_DISTILLED + 1):
+            # 1. Where training would leave about the loss that is allowed, by what it left of a loss so far.
             form = self._losing(SAFETY * (1.0 - self.keep) / left)
             if self._keeping(trained) and self._size(form) * WORTH_TRAINING > self._size(trained[0]):
                 break
+            # 2. Trained until it keeps a little more than asked: what is promised is measured on other texts.
             words = f"training {number} of at most {MOST_DISTILLED}, "
             words += f"{form.compression.totals.ratio:.3g} times fewer numbers: "
             trained.append(self.forms.distilled(form, words, self.keep + SURE * (1.0 - self.keep)))
             left = max(lost(trained[-1].behaviour), TINY) / max(lost(form.behaviour), TINY)
+        # 3. The smaller of those that keep enough; if none does, an untrained form.
         return min(self._keeping(trained), key=self._size, default=None) or self.untrained()
 
     def _keeping(self, forms: Sequence[CompressedForm]) -> list[CompressedForm]:

@@ -62,8 +62,10 @@ def rewrite(
     statistics : Mapping, optional
         As for `compress`: the norm codes are solved in, and the error that the record tells beside Frobenius'.
     """
+    # 1. What was written, which must be of this LoRA.
     old = open_checkpoint(written)
     check_pair(old, source)
+    # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
     codes = codes_in(old)
     floats: dict[str, SeparatedProduct] = {}
     storage = "float32"
@@ -76,6 +78,7 @@ def rewrite(
             continue
         storage = layer.dtype
         floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
+    # 3. The files, with the record of the old ones and the errors of the new numbers.
     record = provenance(old)
     return write_lsr(
         out,
@@ -135,13 +138,18 @@ def publish(
 def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
     """The reports of layers in a written directory's record, in its order."""
     path = directory / REPORT
-    return tuple(_row(row, path) for row in read_json(path).get("layers", []))
+    rows = read_json(path).get("layers", [])
+    try:
+        return tuple(LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])}) for row in rows)
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
 
 
 def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None) -> CodedProduct:
     """Codes of as many bits as the old ones near ``form``, which is the layer aimed at."""
     aim = Layer.of("", LowRank(*form.to_lora()), norms)
     if isinstance(old, SpectralCode):
+        # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
         columns, sigma, rows = aim.gauge
         left, right = to_numpy(as_double(aim.pair.left) @ columns), to_numpy(rows @ as_double(aim.pair.right))
         bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
@@ -187,10 +195,3 @@ def _record(
     if not detailed:
         written.pop("layers")
     return {REPORT: json.dumps(written, indent=1 if detailed else None, allow_nan=False) + "\n"}
-
-
-def _row(row: Mapping[str, Any], path: Path) -> LayerReport:
-    try:
-        return LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])})
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from lsrdecomp.arrays import check_device
 from lsrdecomp.compression.settings import CompressionPlan
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.fleet.batch import Job, Runner, run_job
 from lsrdecomp.fleet.manifest import Outcome
 
@@ -47,12 +47,9 @@ def joblib_runner(workers: int = -1, device: str | None = None, per_gpu: int = 1
     workers, devices = _devices(workers, device, per_gpu)
 
     def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
-        try:
+        with needs("a fleet", "fleet"):
             from joblib import Parallel, delayed, parallel_config
             from joblib.externals.loky.process_executor import BrokenProcessPool
-        except ImportError as error:
-            raise LsrError("fleets need joblib: pip install 'lsrdecomp[fleet]'") from error
-
         left = {job.name for job in jobs}
         placed = [replace(job, device=devices[k % len(devices)]) for k, job in enumerate(jobs)]
         # A single worker is a process too: a job that takes its process down must not take the fleet with it.
@@ -109,11 +106,8 @@ def ray_runner(address: str = "auto", device: str | None = None, per_gpu: int = 
     """
 
     def run(jobs: Sequence[Job], plan: CompressionPlan) -> Iterator[Outcome]:
-        try:
+        with needs("a cluster", "fleet"):
             import ray
-        except ImportError as error:
-            raise LsrError("a cluster needs ray: pip install 'lsrdecomp[fleet]'") from error
-
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False)
         environment = {"env_vars": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.serving.client import Prompt, Token, connect
 
 PROMPTS = (
@@ -158,11 +158,8 @@ class ScaledModel:
     """PEFT with the adapter at any scale: a base asked for next tokens after given prompts; needs torch."""
 
     def __init__(self, base: str | Path, adapter: Path, prompts: Sequence[str], dtype: str) -> None:
-        try:
+        with needs("fitting the scale", "peft"):
             from lsrdecomp.calibration.base_model import load_base
-        except ImportError as error:
-            text = f"the scale is fitted beside PEFT; without {error.name}: pip install 'lsrdecomp[peft]'"
-            raise LsrError(text) from error
         loaded = load_base(base, adapter, dtype=dtype)
         self.model: Any = loaded.model
         self.tokens: list[list[int]] = [loaded.tokenizer(text)["input_ids"] for text in prompts]

@@ -322,9 +322,9 @@ def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
 def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(folder, goal, monkeypatch):
     active, plain = [], evaluate.calibrate
 
-    def watched(model, *given, **named):
-        active.append((named["adapter"], tuple(named["modules"])))
-        return plain(model, *given, **named)
+    def watched(base, *given, **named):
+        active.append((base.adapter_sha256, base.modules))
+        return plain(base, *given, **named)
 
     monkeypatch.setattr(evaluate, "calibrate", watched)
     lora = lsr.open_checkpoint(folder / "lora")
@@ -349,9 +349,9 @@ def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(folder, tm
     def scales(model):
         return [dict(module.scaling) for module in model.modules() if hasattr(module, "lora_A")]
 
-    def watched(model, *given, **named):
-        seen.append(scales(model))
-        return plain(model, *given, **named)
+    def watched(base, *given, **named):
+        seen.append(scales(base.model))
+        return plain(base, *given, **named)
 
     monkeypatch.setattr(evaluate, "calibrate", watched)
     evaluator = Evaluator(folder / "base", folder / "lora", TEXTS, EVALUATED)
