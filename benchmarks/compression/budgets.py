@@ -30,7 +30,7 @@ from benchmarks.compression.frobenius import usable
 from benchmarks.lab.fit import Fit
 from lsrdecomp.compression.candidates import Candidate, Drop, Lsr
 from lsrdecomp.compression.layers import Layer
-from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Search
 from lsrdecomp.errors import BudgetError
 
@@ -58,7 +58,7 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
 
         for budget, most in budgets.items():
             try:
-                fit = Fit.of(layers, searched.fit(Budget(bytes=most), allowed=allowed))
+                fit = Fit.of(layers, fit_budget(searched, Budget(bytes=most), allowed=allowed))
             except BudgetError:
                 continue
             rows.append(row_of_fit(arm, budget, fit))

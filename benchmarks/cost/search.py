@@ -30,7 +30,7 @@ from benchmarks.lab.fit import Fit
 from lsrdecomp.checkpoints import open_checkpoint, read_statistics, write_lora
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan, Resources
 
 RATIOS = (96.0, 48.0, 19.0, 10.0, 4.0)
@@ -71,7 +71,7 @@ def measured(layers: Sequence[Layer], ratios: Sequence[float], workers: int) -> 
     budgets = [CompressionPlan(ratio=ratio).budget(layers) for ratio in ratios]
     searched = search_layers(layers, budgets, resources=Resources(workers))
     for ratio, budget in zip(ratios, budgets, strict=True):
-        fit = Fit.of(layers, searched.fit(budget))
+        fit = Fit.of(layers, fit_budget(searched, budget))
         row = {
             "ratio": ratio,
             "parameters": fit.parameters,

@@ -10,7 +10,7 @@ from typing import Any
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
 from lsrdecomp.compression.compress import solve_together
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, norm_of
-from lsrdecomp.compression.search import Fitted, search_layers
+from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, OnStep, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.separated import SeparatedProduct
@@ -111,7 +111,7 @@ def fit_layers(
         If the budget cannot be met; says what is reachable.
     """
     searched = search_layers(layers, [budget], search=search, storages=storages, resources=Resources(on_step=on_step))
-    return Fit.of(layers, searched.fit(budget))
+    return Fit.of(layers, fit_budget(searched, budget))
 
 
 def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None) -> list[Layer]:

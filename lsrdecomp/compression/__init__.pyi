@@ -7,7 +7,6 @@ from .html_report import html_report as html_report
 from .result import Compression as Compression
 from .result import LayerReport as LayerReport
 from .result import Totals as Totals
-from .search import search_layers as search_layers
 from .settings import CompressionPlan as CompressionPlan
 from .settings import Resources as Resources
 from .settings import Search as Search

@@ -25,8 +25,8 @@ from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, b
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
-from lsrdecomp.compression.search import Fitted, Searched, search_layers
-from lsrdecomp.compression.search_table import Draw
+from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
+from lsrdecomp.compression.search_table import Draw, SearchTable
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -124,11 +124,11 @@ def search_adapter(
             _bytes_for_factors(checkpoint, plan.bytes)
     # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
-    searched = None
+    table = None
     if budgets or not plans:
         allowed = storages.pop() if storages else ("float32",)
-        searched = search_layers(layers, budgets, search=search, storages=allowed, cache=cache, resources=resources)
-    return SearchedAdapter(checkpoint, layers, searched, resources.device, cache, effect)
+        table = search_layers(layers, budgets, search=search, storages=allowed, cache=cache, resources=resources)
+    return SearchedAdapter(checkpoint, layers, table, resources.device, cache, effect)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class SearchedAdapter:
 
     checkpoint: Checkpoint
     layers: Sequence[Layer]
-    searched: Searched | None  # None: every layer at given terms
+    table: SearchTable | None  # None: every layer at given terms
     device: str | None  # of torch, where joint least squares are solved
     cache: SpillCache
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
@@ -186,13 +186,13 @@ class SearchedAdapter:
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
             budget = Budget(bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._search.table.expected_error(Draw(budget, _within_rank(plan)))
+        return self._searched.expected_error(Draw(budget, _within_rank(plan)))
 
     @property
-    def _search(self) -> Searched:
-        if self.searched is None:
+    def _searched(self) -> SearchTable:
+        if self.table is None:
             raise BudgetError("the search was for given terms only; search again for this plan")
-        return self.searched
+        return self.table
 
     def _fit(self, plan: CompressionPlan, solve: bool, budget: Budget | None = None) -> Fitted:
         """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
@@ -201,7 +201,7 @@ class SearchedAdapter:
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
         budget = budget or plan.budget(self.layers, self.effect)
-        return self._search.fit(budget, solve=solve, allowed=_within_rank(plan))
+        return fit_budget(self._searched, budget, solve=solve, allowed=_within_rank(plan))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""

@@ -100,7 +100,7 @@ def search_layers(
     storages: Sequence[str] = ("float32",),
     cache: SpillCache | None = None,
     resources: Resources | None = None,
-) -> Searched:
+) -> SearchTable:
     """Solve the grid of shapes for all layers, for any number of budgets.
 
     Parameters
@@ -119,9 +119,9 @@ def search_layers(
 
     Returns
     -------
-    Searched
-        Its `Searched.fit` draws a budget. The error is never above that of the best truncated SVD for the same budget
-        and norm (``low_rank_error``), which is among the starting points of every allocation.
+    SearchTable
+        Of which `fit_budget` draws any budget. The error is never above that of the best truncated SVD for the same
+        budget and norm (``low_rank_error``), which is among the starting points of every allocation.
 
     Examples
     --------
@@ -129,14 +129,14 @@ def search_layers(
     >>> from lsrdecomp.targets.base import LowRank
     >>> layer = Layer.of("square", LowRank(np.eye(16)[:, :4], np.eye(16)[:4]))
     >>> budget = Budget(parameters=layer.parameters / 4)
-    >>> fitted = search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)).fit(budget)
+    >>> fitted = fit_budget(search_layers([layer], [budget], search=Search(orders=(2,), rounds=0)), budget)
     >>> fitted.chosen[0].candidate.parameters <= layer.parameters / 4
     True
     """
     table = SearchTable(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
     limits = [budget.most_parameters for budget in budgets]
     limit = max(limits, default=math.inf)
-    refines_grid = limit < math.inf and len(limits) == 1 and not table.search.shapes
+    table.refines_grid = limit < math.inf and len(limits) == 1 and not table.search.shapes
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
@@ -154,10 +154,10 @@ def search_layers(
         tasks = [
             task
             for indices in groups.values()
-            for task in table.tasks(indices, _grid(table, indices, limit, coarse=refines_grid))
+            for task in table.tasks(indices, _grid(table, indices, limit, coarse=table.refines_grid))
         ]
     table.solve(tasks, "solving shapes")
-    return Searched(table, refines_grid)
+    return table
 
 
 def _grid(table: SearchTable, indices: Sequence[int], limit: float, *, coarse: bool) -> list[Request]:
@@ -181,61 +181,57 @@ def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], S
     return [task for (_, request), indices in sharing.items() for task in table.tasks(indices, [request])]
 
 
-@dataclass(frozen=True, eq=False)
-class Searched:
-    """Candidates of all layers; any number of budgets can be drawn from them. Made by `search_layers`.
+def fit_budget(
+    table: SearchTable, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None
+) -> Fitted:
+    """What every layer becomes under one budget over all of them.
 
-    `fit` draws a budget: by default it still tries neighbours of what that budget chooses, and refines what it takes;
-    with ``solve=False`` it only allocates, measures and rounds, a few milliseconds a layer.
+    Any number of budgets can be drawn from one table, which grows by what is solved for each.
+
+    Parameters
+    ----------
+    table : SearchTable
+        What `search_layers` returned.
+    budget : Budget
+    solve : bool
+        Whether to try neighbours and refine what was chosen; without, what is in the table is allocated, rounded and
+        measured, a few milliseconds a layer.
+    allowed : callable, optional
+        Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
+
+    Raises
+    ------
+    BudgetError
+        If the budget cannot be met; says what is reachable.
     """
-
-    table: SearchTable
-    _refines_grid: bool  # whether the fine grid waits for a budget to say where it is wanted
-
-    def fit(self, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
-        """What every layer becomes under one budget over all of them.
-
-        Parameters
-        ----------
-        budget : Budget
-        solve : bool
-            Whether to try neighbours and refine what was chosen; without, only what is in the table.
-        allowed : callable, optional
-            Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
-
-        Raises
-        ------
-        BudgetError
-            If the budget cannot be met; says what is reachable.
-        """
-        draw = Draw(budget, allowed)
-        # Search 3: the first choice, of what is in the table.
-        allocation = self.table.allocated(draw)
-        low_rank_error = allocation.low_rank_error
-        if not solve:
-            return Fitted(self.table.materialized(allocation), low_rank_error)
-        # Search 4: the fine grid where the choice wants it.
-        for _ in range(WIDENINGS if self._refines_grid else 0):
-            if not solve_fine_grid(self.table, [candidate.parameters for _, candidate in allocation.chosen]):
+    draw = Draw(budget, allowed)
+    # Search 3: the first choice, of what is in the table.
+    allocation = table.allocated(draw)
+    low_rank_error = allocation.low_rank_error
+    if not solve:
+        return Fitted(table.materialized(allocation), low_rank_error)
+    # Search 4: the fine grid where the choice wants it.
+    for _ in range(WIDENINGS if table.refines_grid else 0):
+        if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
+            break
+        allocation = table.allocated(draw)
+    # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
+    # tolerance for each layer has no rate of exchange between layers.
+    if not (table.search.shapes or budget.layer_rtol):
+        for _ in range(table.search.rounds):
+            if not try_neighbours(table, allocation.entries, allocation.exchange_rate):
                 break
-            allocation = self.table.allocated(draw)
-        # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
-        # tolerance for each layer has no rate of exchange between layers.
-        if not (self.table.search.shapes or budget.layer_rtol):
-            for _ in range(self.table.search.rounds):
-                if not try_neighbours(self.table, allocation.entries, allocation.exchange_rate):
-                    break
-                allocation = self.table.allocated(draw)
-            if self.table.search.rounds:
-                exchange_shapes(self.table, allocation.entries)
-        # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
-        # in the whole norm count.
-        expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
-        for _ in range(ROUNDS):
-            allocation = self.table.allocated(expecting)
-            if not refine(self.table, allocation.entries, together=budget.layer_rtol is None):
-                break
-        return Fitted(self.table.materialized(self.table.allocated(replace(draw, trusted=True))), low_rank_error)
+            allocation = table.allocated(draw)
+        if table.search.rounds:
+            exchange_shapes(table, allocation.entries)
+    # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
+    # in the whole norm count.
+    expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
+    for _ in range(ROUNDS):
+        allocation = table.allocated(expecting)
+        if not refine(table, allocation.entries, together=budget.layer_rtol is None):
+            break
+    return Fitted(table.materialized(table.allocated(replace(draw, trusted=True))), low_rank_error)
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:

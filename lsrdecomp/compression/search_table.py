@@ -117,6 +117,7 @@ class Allocation:
             ]
             if steps:
                 slopes.append(max(steps))
+        # Not the largest: a single layer whose next step happens to be steep says little of the others.
         return float(np.quantile(slopes, 0.75)) if slopes else 0.0
 
 
@@ -131,6 +132,8 @@ class SearchTable:
         By layer, whether errors in the table are those of the whole norm, not of its leading coordinates.
     tried : set
         Shapes that were tried on a few layers of a size.
+    refines_grid : bool
+        Whether the fine grid waits for a budget to say where it is wanted.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class SearchTable:
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
+        self.refines_grid = False
         self._coded: dict[tuple[int, float], list[Entry]] = {}  # low rank in few bits, where integers are asked for
 
     def most_for(self, layer: Layer, limit: float) -> float:
@@ -185,7 +189,7 @@ class SearchTable:
             if loss < least:
                 falling.append(entry)
                 least = loss
-        if near_hull and falling:
+        if near_hull and falling:  # codes are made for each candidate: only those that a budget could take
             sizes, errors = [e.exact.parameters for e in falling], [e.exact.squared_error for e in falling]
             corners = Options.of(sizes, errors).hull()
             limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
@@ -199,6 +203,7 @@ class SearchTable:
     def _coded_low_rank(self, i: int, budget: Budget) -> list[Entry]:
         """Low rank in integers: bits spread over the components where they cost something, else as fine as allowed."""
         layer, width = self.layers[i], max(INTEGER_BITS.get(storage, 0) for storage in self.storages)
+        # Limits in powers of two, so that budgets near each other share what was coded.
         most = (
             math.inf if budget.bytes is None else 2.0 ** math.ceil(math.log2(self.most_for(layer, budget.bytes + 1.0)))
         )

@@ -20,7 +20,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.quantize import GAUSSIAN, quantize, spectral_code, svd_code, water_fill
-from lsrdecomp.compression.search import search_layers
+from lsrdecomp.compression.search import fit_budget, search_layers
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats import number_formats
@@ -178,7 +178,7 @@ def test_under_a_parameter_budget_integers_lose_nothing_to_plain_svd_in_the_same
     pairs = {str(i): LowRank(rng.standard_normal((48, 8)) * sizes, rng.standard_normal((8, 32))) for i in range(3)}
     layers = [Layer.of(name, pair) for name, pair in pairs.items()]
     budget = CompressionPlan(ratio=ratio).budget(layers)
-    fitted = search_layers(layers, [budget], storages=(f"int{bits}",)).fit(budget)
+    fitted = fit_budget(search_layers(layers, [budget], storages=(f"int{bits}",)), budget)
     plain = [svd_code(layer, (bits,) * (8 // ratio)) for layer in layers]
     lost = sum(layer.squared_error(code.dequantized()) for layer, code in zip(layers, plain, strict=True))
     svd = np.sqrt(lost / sum(layer.squared_norm for layer in layers))

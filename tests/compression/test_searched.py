@@ -16,7 +16,7 @@ from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
-from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, search_layers
+from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, fit_budget, search_layers
 from lsrdecomp.compression.search_table import Draw
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search, Step
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
@@ -69,7 +69,7 @@ def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer
     searched = search_layers(layers, budgets, search=QUICK)
     errors = []
     for budget in budgets:
-        fitted = searched.fit(budget)
+        fitted = fit_budget(searched, budget)
         assert sum(one.candidate.parameters for one in fitted.chosen) <= budget.parameters
         measured = error(layers, fitted)
         recorded = math.sqrt(sum(one.candidate.squared_error for one in fitted.chosen))
@@ -82,10 +82,10 @@ def test_one_search_serves_many_budgets_and_beats_svd_at_each(layers: list[Layer
 
 def test_a_budget_drawn_without_solving_solves_nothing(layers: list[Layer], monkeypatch: pytest.MonkeyPatch) -> None:
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
-    solved = error(layers, searched.fit(smaller(layers, 12.0)))
+    solved = error(layers, fit_budget(searched, smaller(layers, 12.0)))
     monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
     for ratio in (12.0, 9.0):
-        drawn = searched.fit(smaller(layers, ratio), solve=False)
+        drawn = fit_budget(searched, smaller(layers, ratio), solve=False)
         assert sum(one.candidate.parameters for one in drawn.chosen) <= smaller(layers, ratio).parameters
         assert error(layers, drawn) <= 1.02 * solved
 
@@ -94,18 +94,19 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
-    drawn = {ratio: error(layers, searched.fit(smaller(layers, ratio), solve=False)) for ratio in (12.0, 9.0)}
-    monkeypatch.setattr(searched.table, "materialized", lambda *_: pytest.fail("made"))
+    drawn = {ratio: error(layers, fit_budget(searched, smaller(layers, ratio), solve=False)) for ratio in (12.0, 9.0)}
+    monkeypatch.setattr(searched, "materialized", lambda *_: pytest.fail("made"))
     for ratio, measured in drawn.items():
-        assert searched.table.expected_error(Draw(smaller(layers, ratio), None)) == pytest.approx(measured**2, rel=0.05)
+        assert searched.expected_error(Draw(smaller(layers, ratio), None)) == pytest.approx(measured**2, rel=0.05)
     with pytest.raises(BudgetError, match="nothing of the adapter fits"):
-        searched.table.expected_error(Draw(Budget(parameters=1.0), None))
+        searched.expected_error(Draw(Budget(parameters=1.0), None))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 3.0)], search=QUICK)
     free, bound = (
-        searched.fit(smaller(layers, 3.0), allowed=allowed) for allowed in (None, lambda one: one.served_rank <= 1)
+        fit_budget(searched, smaller(layers, 3.0), allowed=allowed)
+        for allowed in (None, lambda one: one.served_rank <= 1)
     )
     assert max(one.candidate.served_rank for one in free.chosen) > 1
     assert max(one.candidate.served_rank for one in bound.chosen) == 1
@@ -128,13 +129,15 @@ def test_a_killed_search_goes_on_where_it_was(
     budget = smaller(layers, 12.0)
     monkeypatch.setattr(solve, "solve", killed)
     with pytest.raises(KeyboardInterrupt), Journal.beside(tmp_path / "out") as journal:
-        search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)).fit(budget)
+        fit_budget(search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)), budget)
     monkeypatch.setattr(solve, "solve", counted)
     with Journal.beside(tmp_path / "out") as journal:
         assert all(journal.get(key) for key in seen[:2])
-        resumed = search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)).fit(budget)
+        resumed = fit_budget(
+            search_layers(layers, [budget], search=QUICK, resources=Resources(journal=journal)), budget
+        )
     assert len(seen) == len(set(seen))
-    calm = search_layers(layers, [budget], search=QUICK).fit(budget)
+    calm = fit_budget(search_layers(layers, [budget], search=QUICK), budget)
     assert error(layers, resumed) == pytest.approx(error(layers, calm), rel=1e-6)
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +145,7 @@ def test_a_killed_search_goes_on_where_it_was(
 def test_steps_count_up_to_their_totals(layers: list[Layer]) -> None:
     steps: list[Step] = []
     budget = smaller(layers, 12.0)
-    search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)).fit(budget)
+    fit_budget(search_layers(layers, [budget], search=QUICK, resources=Resources(on_step=steps.append)), budget)
     stages = dict.fromkeys(step.stage for step in steps)
     assert next(iter(stages)) == "solving shapes"
     for stage in stages:
@@ -182,7 +185,7 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     for nothing, goes_on in ((1e-9, True), (1e9, False)):
         monkeypatch.setattr(search_module, "NOTHING", nothing)
         refined.clear()
-        fitted = search_layers(layers, [smaller(layers, 8.0)], search=LONG).fit(smaller(layers, 8.0))
+        fitted = fit_budget(search_layers(layers, [smaller(layers, 8.0)], search=LONG), smaller(layers, 8.0))
         count = sum(isinstance(one.candidate, Lsr) for one in fitted.chosen)
         assert count > 0
         assert any(len(places) > 1 for _, places in refined)
@@ -239,7 +242,7 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
     searched = search_layers(opened, budgets, search=QUICK)
     assert set(reads.values()) == {1}
     for count, budget in enumerate(budgets, 1):
-        searched.fit(budget)
+        fit_budget(searched, budget)
         assert max(reads.values()) <= 1 + 2 * count
 
 
@@ -273,10 +276,10 @@ def test_the_grid_is_coarse_and_fine() -> None:
 
 def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 6.0)], search=QUICK)
-    entries = [entry.exact for row in searched.table.rows for entry in row if isinstance(entry.exact, Lsr)]
+    entries = [entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)]
     assert {max(one.shape.inner) for one in entries} == {1}
-    fitted = searched.fit(smaller(layers, 6.0))
-    entries = [entry.exact for row in searched.table.rows for entry in row if isinstance(entry.exact, Lsr)]
+    fitted = fit_budget(searched, smaller(layers, 6.0))
+    entries = [entry.exact for row in searched.rows for entry in row if isinstance(entry.exact, Lsr)]
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
     assert largest <= STRIDE ** (2 * WIDENINGS) * max(one.candidate.parameters for one in fitted.chosen)
@@ -294,7 +297,7 @@ def test_neighbours_are_one_step_away() -> None:
 
 def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
-    table, shape = searched.table, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
+    table, shape = searched, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
     table.solve(table.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
