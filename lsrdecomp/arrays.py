@@ -14,7 +14,6 @@ import math
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import array_api_compat
@@ -35,16 +34,8 @@ ROW_ENTRIES = 2**14
 """Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64, for a fast cache."""
 
 
-NUMPY = SimpleNamespace(
-    **{
-        **vars(array_api_compat.numpy),
-        "reshape": lambda array, shape: array.reshape(shape),
-        "permute_dims": lambda array, axes: array.transpose(axes),
-        "matrix_transpose": lambda array: array.swapaxes(-1, -2),
-        "concat": np.concatenate,
-    }
-)
-"""`array_api_compat.numpy`, with what small problems call most taken straight from NumPy."""
+NUMPY: Namespace = array_api_compat.numpy
+"""What `namespace` says of NumPy's arrays."""
 
 
 def namespace(*arrays: Array) -> Namespace:
@@ -52,7 +43,7 @@ def namespace(*arrays: Array) -> Namespace:
     for array in arrays:
         if type(array) is not np.ndarray:
             return array_api_compat.array_namespace(*arrays)
-    return NUMPY  # the usual case, asked for many times in small problems
+    return NUMPY
 
 
 def dtype_name(array: Array) -> str:

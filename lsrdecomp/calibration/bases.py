@@ -11,6 +11,7 @@ import importlib.util
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +120,26 @@ def _dequantized(file: Path) -> Path:
     if file.parent.name == PACKAGE:  # the package is one version for all environments
         about = f"{VERSION} {file.name} {file.stat().st_size}"
     directory = cache_directory() / f"{file.stem}-{hashlib.sha256(about.encode()).hexdigest()[:12]}"
-    if directory.exists():
-        return directory
-    if importlib.util.find_spec("gguf") is None:
-        raise LsrError(f"{file} is read by gguf, which is not installed: {EXTRA}")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.partial")
-    try:
-        _convert(file, part)
-        if not directory.exists():  # another process may have been faster
-            os.replace(part, directory)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    return made_once(directory, lambda part: _convert(file, part))
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """A directory that ``make`` fills under another name, if it is not there yet: a kill leaves none half made."""
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        part = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.partial")
+        try:
+            make(part)
+            if not directory.exists():  # another process may have been faster
+                os.replace(part, directory)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return directory
 
 
 def _convert(file: Path, out: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise LsrError(f"{file} is read by gguf, which is not installed: {EXTRA}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -222,6 +222,10 @@ class Checkpoint:
     def extra_parameters(self) -> int:
         return sum(tensor.parameters for tensor in self.extras.values())
 
+    @property
+    def extra_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.extras.values())
+
     def layer(self, name: str) -> Any:
         """The layer of this module; `CheckpointError` if there is none."""
         for layer in self.layers:

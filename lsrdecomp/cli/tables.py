@@ -150,7 +150,7 @@ def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:
 
 def file_sizes(source: Checkpoint, out: Path) -> str:
     """Bytes that open the adapters before and after; heads, which are carried along as they are, apart."""
-    heads = sum(tensor.nbytes for tensor in source.extras.values())
+    heads = source.extra_bytes
     before, after = (bytes_to_open(path) - heads for path in (source.weights, out / checkpoints.WEIGHTS))
     carried = f"; {heads:,} bytes of other tensors in both" if heads else ""
     times = f", {before / after:.3g} times fewer" if before > after else ""

@@ -315,7 +315,7 @@ def solve_together(
 
 def _fixed_bytes(checkpoint: Checkpoint) -> int:
     """Bytes of the files whatever the layers are: heads, header and config."""
-    return sum(tensor.nbytes for tensor in checkpoint.extras.values()) + HEADER_BYTES
+    return checkpoint.extra_bytes + HEADER_BYTES
 
 
 def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:

@@ -224,7 +224,7 @@ class Evaluator:
             base=Path(self.source.name).name,
             bytes_before=bytes_to_open(source.weights),
             bytes_after=bytes_to_open(written / WEIGHTS),
-            head_bytes=sum(tensor.nbytes for tensor in source.extras.values()),
+            head_bytes=source.extra_bytes,
             **facts,
         )
 

@@ -70,7 +70,7 @@ class SmallestForm:
         self.forms, self.keep = forms, keep
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
-        self.head_bytes = sum(tensor.nbytes for tensor in checkpoint.extras.values())
+        self.head_bytes = checkpoint.extra_bytes
         file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST

@@ -182,8 +182,7 @@ def run_job(job: Job, plan: CompressionPlan) -> Outcome:
         searched = search_adapter(source, [plan], statistics=statistics, search=search, resources=resources)
         result = searched.compress(plan)
         total = result.totals
-        error = total.relative_error if total.functional_error is None else total.functional_error
-        figures = total.parameters_before, total.parameters, error
+        figures = total.parameters_before, total.parameters, result.error
         if not result.met:
             worst = f"{total.worst_layer} at {total.worst_error:.3g}"
             text = f"{total.missed} of {total.layers} layers above the tolerance, {worst}"

@@ -6,9 +6,6 @@ core, the first time it is asked for. A picture is a sentence of 16 words, its g
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
-from lsrdecomp.calibration.bases import cache_directory
+from lsrdecomp.calibration.bases import cache_directory, made_once
 from lsrdecomp.training.settings import EMBEDDED
 from lsrdecomp.training.tasks import TASKS
 
@@ -53,18 +50,8 @@ def embedded(directory: str | Path | None = None, *, steps: int = STEPS) -> Embe
         Of pretraining; 30 ms each.
     """
     directory = Path(directory) if directory is not None else cache_directory() / f"{EMBEDDED}-{VERSION}"
-    paths = Embedded(directory / "model", directory / EMBEDDED)
-    if directory.exists():
-        return paths
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    part = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.partial")
-    try:
-        _make(Embedded(part / "model", part / EMBEDDED), steps)
-        if not directory.exists():  # another process may have been faster
-            os.replace(part, directory)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return paths
+    made_once(directory, lambda part: _make(Embedded(part / "model", part / EMBEDDED), steps))
+    return Embedded(directory / "model", directory / EMBEDDED)
 
 
 def _make(paths: Embedded, steps: int) -> None:
