@@ -15,11 +15,11 @@ import resource
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import RESULTS, provenance
 from lsrdecomp.checkpoints.tensors import TensorWriter
 
 SIZES = {
@@ -27,7 +27,7 @@ SIZES = {
     "wan": ((5120, 5120), (5120, 5120), (5120, 5120), (5120, 5120), (13824, 5120)),
 }
 RANK, RATIO, SEED = 64, 4, 0
-RESULT = Path(__file__).parents[1] / "results" / "resize.json"
+RESULT = RESULTS / "resize.json"
 
 
 def write(path: Path, model: str, layers: int) -> None:
@@ -81,8 +81,7 @@ def main() -> None:
         row |= {"cpu_seconds": round(seconds, 2), "cpu_seconds_dry_run": round(dry, 2), "peak_mb": round(memory, 1)}
         rows.append(row | {"relative_error": figures["relative_error"]})
         print(rows[-1], flush=True)
-    versions = {name: version(name) for name in ("lsrdecomp", "numpy")}
-    RESULT.write_text(json.dumps({"seed": SEED, "versions": versions, "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(json.dumps({"seed": SEED, **provenance(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -107,15 +107,16 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
     from lsrdecomp.checkpoints.tensors import read_header
 
     whole, name = cut.source.adapter_parameters, cut.source.path.name
-    curve = [{"ratio": ratio, "parameters": size, "relative_error": error} for ratio, size, error in cut.curve()]
     facts: dict[str, object] = {"source": name, "parameters_before": whole, "parameters": cut.parameters}
     facts |= {"relative_error": cut.relative_error}
     facts["ranks"] = {layer.name: rank for layer, rank in zip(cut.source.layers, cut.ranks, strict=True)}
     if path is None:
-        rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in cut.curve()]
+        curve = list(cut.curve())
+        rows = [(f"{ratio:g}", f"{size:,}", f"{error:.4f}") for ratio, size, error in curve]
         sheet = Sheet((Column("times fewer"), Column("parameters"), Column("relative error")), rows)
         tables.show(json, f"{name}: {whole:,} parameters", sheet)
-        return facts | {"curve": curve}
+        points = [{"ratio": ratio, "parameters": size, "relative_error": error} for ratio, size, error in curve]
+        return facts | {"curve": points}
     record = loads(read_header(path).metadata["lsrdecomp"])
     moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5
     left = sum(rank == 0 for rank in cut.ranks)

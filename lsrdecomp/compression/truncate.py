@@ -50,6 +50,7 @@ class Truncation:
     source: Checkpoint
     plan: CompressionPlan
     layers: tuple[Layer, ...]
+    sigma: tuple[Array, ...]  # the singular values of each
     ranks: tuple[int, ...]
     storage: str | None
 
@@ -60,7 +61,7 @@ class Truncation:
     @property
     def relative_error(self) -> float:
         """Over all layers, before rounding to the storage type."""
-        tails = [tail_norms(layer.gauge[1]) for layer in self.layers]
+        tails = [tail_norms(sigma) for sigma in self.sigma]
         size = math.hypot(*(tail[0] for tail in tails))
         lost = math.hypot(*(tail[rank] for tail, rank in zip(tails, self.ranks, strict=True)))
         return lost / size if size > 0.0 else 0.0
@@ -68,7 +69,7 @@ class Truncation:
     def curve(self) -> Iterator[tuple[float, int, float]]:
         """(ratio, parameters, relative error) of the whole adapter at other sizes."""
         for ratio in RATIOS:
-            ranks = _ranks_within(self.layers, self.source.adapter_parameters / ratio)
+            ranks = _ranks_within(self.layers, self.sigma, self.source.adapter_parameters / ratio)
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
@@ -140,35 +141,36 @@ def truncate(
     if goal is None:
         raise BudgetError(f"a plain LoRA is made to {', '.join(GOALS)}; other goals need a directory of LSR")
     # Truncate 1: the singular values of every layer; they wait in its cache.
-    layers = tuple(open_layers(checkpoint))
+    layers, singular_values = tuple(open_layers(checkpoint)), []
     for layer in layers:
-        _ = layer.gauge
+        singular_values.append(to_numpy(layer.gauge[1]))
         if on_layer is not None:
             on_layer(layer.name)
     # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of them.
+    sigma = tuple(singular_values)
     if plan.rtol is not None:
-        ranks = tuple(_rank_for(layer, plan.rtol) for layer in layers)
+        ranks = tuple(_rank_for(values, plan.rtol) for values in sigma)
     else:
         whole = checkpoint.adapter_parameters
         most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan, storage)
-        ranks = _ranks_within(layers, most)
+        ranks = _ranks_within(layers, sigma, most)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
         raise BudgetError("nothing of the adapter fits into this budget; allow more")
-    return Truncation(checkpoint, plan, layers, ranks, storage)
+    return Truncation(checkpoint, plan, layers, sigma, ranks, storage)
 
 
-def _rank_for(layer: Layer, rtol: float) -> int:
+def _rank_for(sigma: Array, rtol: float) -> int:
     """The least rank within a relative error."""
-    tails = tail_norms(layer.gauge[1])
+    tails = tail_norms(sigma)
     return next(rank for rank, tail in enumerate(tails) if tail <= rtol * tails[0])
 
 
-def _ranks_within(layers: Sequence[Layer], most: float) -> tuple[int, ...]:
+def _ranks_within(layers: Sequence[Layer], sigma: Sequence[Array], most: float) -> tuple[int, ...]:
     """Components in the order of what each removes a parameter, for as long as they fit."""
     sizes = [sum(layer.shape) for layer in layers]
-    gains = [to_numpy(layer.gauge[1]) ** 2 / size for layer, size in zip(layers, sizes, strict=True)]
+    gains = [values**2 / size for values, size in zip(sigma, sizes, strict=True)]
     owners, slopes = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains]), np.concatenate(gains)
     ranks, used = [0] * len(layers), 0
     for component in np.argsort(-slopes, kind="stable"):

@@ -94,6 +94,18 @@ def test_a_directory_of_files_and_several_sizes_at_once(tmp_path):
     assert len(list((tmp_path / "again").iterdir())) == 2
 
 
+def test_what_rounding_moves_is_recorded(tmp_path):
+    cut = truncate(open_checkpoint(put(tmp_path / "style.safetensors")), ratio=3)
+    back = open_checkpoint(cut.save(tmp_path / "small.safetensors"))
+    moved = [
+        np.linalg.norm(formed(back.layer(layer.name)) - np.linalg.multi_dot(layer.truncated(rank)))
+        for layer, rank in zip(cut.layers, cut.ranks, strict=True)
+        if 0 < rank < layer.rank
+    ]
+    assert len(moved) == 3  # the fourth is written as it is
+    assert json.loads(back.metadata["lsrdecomp"])["rounding"] == pytest.approx(np.linalg.norm(moved), rel=1e-9)
+
+
 def test_a_dry_run_shows_the_curve_and_writes_nothing(tmp_path):
     put(tmp_path / "style.safetensors")
     arguments = ("compress", "style.safetensors", "--ratio", 2, "--out", "small.safetensors", "--dry-run")

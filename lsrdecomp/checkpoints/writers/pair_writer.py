@@ -14,8 +14,8 @@ from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
 from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
-from lsrdecomp.kronecker.separated import low_rank_product
 from lsrdecomp.targets.base import LowRank
+from lsrdecomp.targets.residual import pair_distance
 
 
 class PairWriter(TensorWriter):
@@ -101,11 +101,12 @@ class PairWriter(TensorWriter):
         self.add(keys[1], up)
 
     def _measure(self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float) -> None:
-        pair = LowRank(np.asarray(up, np.float64), np.asarray(down, np.float64))
-        self._norm = math.hypot(self._norm, pair.norm)
-        halves = np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
-        if not (np.array_equal(halves[0], pair.left) and np.array_equal(halves[1], pair.right)):
-            self._error = math.hypot(self._error, pair.residual_norm(low_rank_product(*halves)))
+        up, down = np.asarray(up, np.float64), np.asarray(down, np.float64)
+        self._norm = math.hypot(self._norm, LowRank(up, down).norm)
+        left, right = np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
+        if not (np.array_equal(left, up) and np.array_equal(right, down)):
+            # B A − B̂ Â = (B − B̂) A − B̂ (Â − A), of which neither term is much larger than the difference.
+            self._error = math.hypot(self._error, pair_distance(up - left, down.T, left, (right - down).T))
 
     def record(self, provenance: Mapping[str, Any] | None, **facts: Any) -> dict[str, str]:
         """The header's record, once all tensors are in: what `verify` holds the file to stands in it.
