@@ -44,6 +44,12 @@ def directory(path: Path, tensors: Mapping[str, np.ndarray] | None = None, **con
     return path
 
 
+def scaled_factors(layer: Any) -> tuple[Any, Any]:
+    """Factors of both sides of an LSR layer, its scale folded in, as `write_lsr` takes them."""
+    left, right = layer.load()
+    return (layer.scale * left[0], *left[1:]), right
+
+
 def raw_safetensors(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     """A safetensors file with any header, true or false."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -114,12 +114,12 @@ class Compression:
             files={REPORT: self._report_text(record)},
         )
 
-    def _float_layers(self) -> Iterator[tuple[str, Any, Any, float]]:
-        """Name, factors of both sides and scale of the layers in floating point, each read when it is written."""
+    def _float_layers(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name and factors of both sides of the layers in floating point, each read when it is written."""
         for row, made in zip(self.layers, self.chosen, strict=True):
             product = None if made.coded else made.form
             if product is not None:
-                yield (row.name, *stored_factors(product), 1.0)
+                yield (row.name, *stored_factors(product))
 
     def _coded_layers(self) -> Iterator[tuple[str, CodedProduct]]:
         """Name and integer codes of the others."""

@@ -83,7 +83,7 @@ def rewrite(
     return write_lsr(
         out,
         source=source,
-        layers=((name, *stored_factors(product), 1.0) for name, product in floats.items()),
+        layers=((name, *stored_factors(product)) for name, product in floats.items()),
         coded=codes.items(),
         storage=storage,
         provenance={key: record[key] for key in ("plan",) if key in record},

@@ -57,7 +57,7 @@ def test_peft_opens_what_is_written_with_the_same_updates(tmp_path: Path) -> Non
     for name, (shape, s, t) in SHAPES.items():
         left = tuple(rng.standard_normal((s, *sizes)) for sizes in shape.left.factors)
         right = tuple(rng.standard_normal((t, *sizes)) for sizes in shape.right.factors)
-        layers.append((name, left, right, 0.5))
+        layers.append((name, left, right))
     write_lsr(tmp_path / "b", source=source, layers=layers)
     base = Model()
     opened = peft.PeftModel.from_pretrained(base, tmp_path / "b")

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair, raw_safetensors
+from checkpoint_files import PREFIX, directory, pair, raw_safetensors, scaled_factors
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp.checkpoints import (
@@ -110,7 +110,7 @@ def test_an_lsr_directory_is_written_from_any_format(shared: Path, tmp_path: Pat
     else:
         source = open_checkpoint(adapters / "sd-cloneofsimo" / "lora_disney.safetensors")
     layers = (
-        (layer.name, (up[None], np.ones((1, 1, 1))), (down[None], np.ones((1, 1, 1))), layer.scale)
+        (layer.name, (layer.scale * up[None], np.ones((1, 1, 1))), (down[None], np.ones((1, 1, 1))))
         for layer in source.layers
         for up, down in [layer.load()]
     )
@@ -462,7 +462,7 @@ def test_a_lokr_directory_becomes_an_lsr_directory_exactly(tmp_path: Path) -> No
     config = peft.LoKrConfig(r=2, alpha=3, target_modules=["lin", "big"], init_weights=False, decompose_both=True)
     peft.get_peft_model(_small_model(), config).save_pretrained(tmp_path / "a")
     source = open_checkpoint(tmp_path / "a")
-    layers = ((layer.name, *layer.load(), layer.scale) for layer in source.layers)
+    layers = ((layer.name, *scaled_factors(layer)) for layer in source.layers)
     write_lsr(tmp_path / "b", source=source, layers=layers, storage="float64")
     before, after = updates(source), updates(open_checkpoint(tmp_path / "b"))
     assert all(np.allclose(after[name], update, rtol=1e-14, atol=1e-15) for name, update in before.items())

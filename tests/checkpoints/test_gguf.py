@@ -72,7 +72,6 @@ def test_an_lsr_adapter_with_a_dropped_layer_becomes_gguf_of_its_small_rank(base
         v,
         [rng.standard_normal((2, 4, 1))] * 2,
         [rng.standard_normal((3, 1, 8)), rng.standard_normal((3, 1, 4))],
-        1.0,
     )
     written = open_checkpoint(write_lsr(tmp_path / "o", source=given, layers=[layer], dropped=[q]))
     found = tensors(export_lora(written, tmp_path / "o.gguf", to="gguf", base=base))

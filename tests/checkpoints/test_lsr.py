@@ -9,12 +9,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import PREFIX, directory, pair
+from checkpoint_files import PREFIX, directory, pair, scaled_factors
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from lsrdecomp.checkpoints import LsrLayer, open_checkpoint, write_lsr
+from lsrdecomp.checkpoints import open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.errors import CheckpointError, LsrError, ShapeError, UnsupportedError
 from lsrdecomp.kronecker.shape import ProductShape
@@ -64,7 +64,7 @@ def test_what_is_written_is_read_with_equal_bits(case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tensors = {k: v for name, (m, n) in sizes.items() for k, v in pair(name, m, n).items()}
         source = open_checkpoint(directory(Path(folder) / "a", tensors))
-        stream = ((name, left, right, 1.0) for name, (left, right) in made.items())
+        stream = ((name, left, right) for name, (left, right) in made.items())
         write_lsr(Path(folder) / "b", source=source, layers=stream, storage=dtype)
         back = open_checkpoint(Path(folder) / "b")
         stored = load_file(Path(folder) / "b" / "adapter_model.safetensors")
@@ -86,7 +86,7 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
     config = {"target_modules": "all-linear", "exclude_modules": ["head"], "modules_to_save": ["score"]}
     tensors = {**pair("q"), f"{PREFIX}score.weight": np.ones((2, 3), np.float16)}
     source = open_checkpoint(directory(tmp_path / "a", tensors, **config))
-    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)), 1.0)
+    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)))
     write_lsr(tmp_path / "b", source=source, layers=[layer], provenance={"plan": {"rtol": 0.1}})
     back = open_checkpoint(tmp_path / "b")
     assert {key: back.config[key] for key in config} == config
@@ -103,25 +103,12 @@ def test_the_source_modules_are_kept_when_the_same_layers_are_written(tmp_path: 
 
 @pytest.mark.parametrize(("bias", "written"), [("none", "none"), ("all", "all"), ("lora_only", "lsr_only")])
 def test_biases_are_carried_under_their_lsr_name(tmp_path: Path, bias: str, written: str) -> None:
-    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)), 1.0)
+    layer = ("q", *factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float32), np.random.default_rng(0)))
     for name, extra in (("with", {f"{PREFIX}q.bias": np.ones(4, np.float32)}), ("without", {})):
         source = open_checkpoint(directory(tmp_path / name, {**pair("q"), **extra}, bias=bias))
         back = open_checkpoint(write_lsr(tmp_path / f"{name} written", source=source, layers=[layer]))
         assert back.config["bias"] == (written if extra else "none")
         assert list(back.extras) == list(extra)
-
-
-def test_the_scale_goes_into_the_out_side(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    source = open_checkpoint(directory(tmp_path / "a", pair("q")))
-    left, right = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float64), rng)
-    write_lsr(tmp_path / "b", source=source, layers=[("q", left, right, 2.5)], storage="float64")
-    (layer,) = open_checkpoint(tmp_path / "b").layers
-    assert isinstance(layer, LsrLayer)
-    stored_left, stored_right = layer.load()
-    expected = 2.5 * kron_sum(left) @ kron_sum(right)
-    np.testing.assert_allclose(layer.scale * kron_sum(stored_left) @ kron_sum(stored_right), expected, rtol=1e-14)
-    np.testing.assert_array_equal(stored_right[0], right[0])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +124,7 @@ def test_a_number_too_large_for_the_storage_is_said(tmp_path: Path, number: floa
     left, right = factors(ProductShape.low_rank((4, 6), 2), 1, 1, np.dtype(np.float64), np.random.default_rng(0))
     large = (left[0] * 0 + number, *left[1:])
     with pytest.raises(CheckpointError, match=rf"lsr_B\.factor_1.*{words}"):
-        write_lsr(tmp_path / "b", source=source, layers=[("q", large, right, 1.0)], storage=storage)
+        write_lsr(tmp_path / "b", source=source, layers=[("q", large, right)], storage=storage)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
 
 
@@ -155,7 +142,7 @@ def test_factors_that_do_not_belong_together_are_not_written(tmp_path: Path, cha
     given = factors(ProductShape((2, 2), (2, 1), (3, 2)), 2, 3, np.dtype(np.float32), np.random.default_rng(0))
     left, right = change(*given)
     with pytest.raises((ShapeError, CheckpointError), match=word):
-        write_lsr(tmp_path / "b", source=source, layers=[("q", left, right, 1.0)])
+        write_lsr(tmp_path / "b", source=source, layers=[("q", left, right)])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a"]
 
 
@@ -274,10 +261,10 @@ def test_scales_come_from_alpha_rank_and_rslora(tmp_path: Path) -> None:
 def test_reading_and_writing_again_gives_the_same_weights_file(tmp_path: Path) -> None:
     folder = lsr_directory(tmp_path / "b")
     source = open_checkpoint(folder)
-    layers = [(layer.name, *layer.load(), layer.scale) for layer in source.layers]
+    layers = [(layer.name, *scaled_factors(layer)) for layer in source.layers]
     first = write_lsr(tmp_path / "c", source=source, layers=layers)
     again = open_checkpoint(first)
-    layers = [(layer.name, *layer.load(), layer.scale) for layer in again.layers]
+    layers = [(layer.name, *scaled_factors(layer)) for layer in again.layers]
     second = write_lsr(tmp_path / "d", source=again, layers=layers)
     for one, two in zip(source.layers, open_checkpoint(second).layers, strict=True):
         assert [one.shape, one.scale] == [two.shape, two.scale]

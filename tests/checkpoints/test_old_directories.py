@@ -132,7 +132,7 @@ def test_beside_the_numbers_a_directory_takes_little(tmp_path, storage):
         if rng.random() < 0.1:
             dropped.append(name)
         else:
-            layers.append((name, left, right, 1.0))
+            layers.append((name, left, right))
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     given = open_checkpoint(directory(tmp_path / "a", tensors, r=4, target_modules=targets))
     record = {"plan": CompressionPlan(ratio=6).to_json()}

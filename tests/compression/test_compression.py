@@ -248,7 +248,7 @@ def test_lorax_gets_zeros_for_a_dropped_layer_and_the_rest_as_it_was(tmp_path):
     q, other = "layers.0.q", "layers.1.q"
     source = open_checkpoint(directory(tmp_path / "a", {**pair(q, 8, 8), **pair(other, 8, 8)}, target_modules=["q"]))
     factors = [np.ones((1, 2, 1)), np.ones((1, 4, 1))], [np.ones((1, 1, 4)), np.ones((1, 1, 2))]
-    written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors, 1.0)], dropped=[q])
+    written = write_lsr(tmp_path / "b", source=source, layers=[(other, *factors)], dropped=[q])
     out = export_lora(open_checkpoint(written), tmp_path / "c", profile="lorax")
     made = {layer.name: layer.load() for layer in open_checkpoint(out).layers}
     assert {name: (up.shape, down.shape) for name, (up, down) in made.items()} == dict.fromkeys(

@@ -57,7 +57,7 @@ def test_numbers_beyond_double_precision_fail_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="q: .*squares overflow"):
         verify(open_checkpoint(huge), open_checkpoint(huge))
     factors = [np.full((1, 4, 2), 1e155), np.full((1, 2, 6), 1e155)]
-    written = write_lsr(tmp_path / "o", source=sane, layers=[("q", factors[:1], factors[1:], 1.0)], storage="float64")
+    written = write_lsr(tmp_path / "o", source=sane, layers=[("q", factors[:1], factors[1:])], storage="float64")
     with np.errstate(over="ignore", invalid="ignore"):
         assert not verify(sane, open_checkpoint(written)).passed
 

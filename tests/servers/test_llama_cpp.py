@@ -52,7 +52,7 @@ def lsr_adapter(folder: Path, seed: int, rank_of: Callable[[int], int], dropped:
     tensors = {key: value for name, (_, m, n) in names.items() for key, value in pair(name, m, n, 1).items()}
     modules = [f"{key}_proj" for key in sizes]
     source = open_checkpoint(directory(folder / "source", tensors, r=1, target_modules=modules, task_type="CAUSAL_LM"))
-    layers = [(name, *factors(rng, m, n, rank_of(i)), 1.0) for name, (i, m, n) in names.items() if name not in dropped]
+    layers = [(name, *factors(rng, m, n, rank_of(i))) for name, (i, m, n) in names.items() if name not in dropped]
     return write_lsr(folder / "lsr", source=source, layers=layers, dropped=dropped)
 
 

@@ -180,7 +180,7 @@ def test_what_vllm_refuses_as_a_whole(base, tmp_path):
     factors = [rng.standard_normal((2, 8, 1)), rng.standard_normal((2, 4, 2))]
     other = [rng.standard_normal((2, 1, 8)), rng.standard_normal((2, 2, 4))]
     dropped = [layer.name for layer in given.layers if layer.name != name]
-    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other, 1.0)], dropped=dropped)
+    lsr = write_lsr(tmp_path / "lsr", source=given, layers=[(name, factors, other)], dropped=dropped)
     found = check_served(lsr, "vllm", base)
     (refusal,) = found.refusals
     assert not found.applied

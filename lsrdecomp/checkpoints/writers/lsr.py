@@ -27,7 +27,7 @@ def write_lsr(
     out_dir: str | Path,
     *,
     source: Checkpoint,
-    layers: Iterable[tuple[str, Factors, Factors, float]],
+    layers: Iterable[tuple[str, Factors, Factors]],
     storage: str = "float32",
     force: bool = False,
     coded: Iterable[tuple[str, CodedProduct]] = (),
@@ -38,8 +38,7 @@ def write_lsr(
     """Write an LSR directory that PEFT opens once ``lsrdecomp.adapters`` is imported.
 
     All numbers go into one tensor and all sizes into one text, see `lsrdecomp.checkpoints.packed`. Layers are taken one
-    at a time, so an iterator keeps memory to one layer and 8 MiB. A ``scale`` other than 1 is multiplied into the first
-    factor of B before rounding; with 1, factors already in ``storage`` keep their bits.
+    at a time, so an iterator keeps memory to one layer and 8 MiB. Factors already in ``storage`` keep their bits.
 
     Parameters
     ----------
@@ -47,7 +46,7 @@ def write_lsr(
         Must not exist, unless ``force``; see `lsrdecomp.checkpoints.writing.new_directory`.
     source : Checkpoint
         Gives the config fields about the base model, the other tensors (copied bit for bit) and the provenance.
-    layers : iterable of (name, left, right, scale)
+    layers : iterable of (name, left, right)
         ``left``: factors of B, each (s, m_i, r_i); ``right``: factors of A, each (t, r_i, n_i); weights folded in.
     storage : str
         Dtype of the factors: ``"float32"``, ``"float16"``, ``"bfloat16"``, ….
@@ -81,17 +80,16 @@ def write_lsr(
     entries: dict[str, list[Any]] = {}
 
     def numbers() -> Iterator[Array]:
-        for name, left, right, scale in layers:
+        for name, left, right in layers:
             shape, ranks = _factor_shape(name, left, right)
             source_layer = source_layers.get(name)
             if source_layer is not None and (source_layer.out_features, source_layer.in_features) != shape.matrix_shape:
                 size = f"{source_layer.out_features} x {source_layer.in_features}"
                 raise CheckpointError(f"{name}: factors of {shape.matrix_shape} for a layer of {size}", path=out)
             entries[name] = float_entry(shape, ranks, storage)
-            for side, factors, factor in (("B", left, scale), ("A", right, 1.0)):
+            for side, factors in (("B", left), ("A", right)):
                 for position, array in enumerate(factors, 1):
-                    scaled = array if position > 1 or factor == 1.0 else np.asarray(array, np.float64) * factor
-                    stored = cast(scaled, storage, f"{PREFIX}{name}.lsr_{side}.factor_{position}")
+                    stored = cast(array, storage, f"{PREFIX}{name}.lsr_{side}.factor_{position}")
                     yield np.ascontiguousarray(stored, stored.dtype.newbyteorder("<")).reshape(-1).view(np.uint8)
         for name, code in coded:
             entries[name] = code_entry(code)
