@@ -64,7 +64,7 @@ def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms:
         product = product.canonical()
     weights = None if norms.is_frobenius else norms
     sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
-    left, right = (QuantizedMatrix(side.codes, *_float16(side.scales), bits) for side in sides)
+    left, right = (QuantizedMatrix(codes, *_float16(scales), bits) for codes, scales in sides)
     return QuantizedProduct(left, right)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -179,10 +180,8 @@ def sum_of_kroneckers(factors: Sequence[Array], weights: Array | None = None) ->
             formed = pairs_of_rows(*(xp.permute_dims(factor, (1, 2, 0)) for factor in turned))
             return xp.matrix_transpose(formed) if columns < rows else formed
     flat = [xp.matrix_transpose(xp.reshape(f, (f.shape[0], f.shape[1] * f.shape[2]))) for f in factors]
-    rest = flat[-1]
-    for column in reversed(flat[1:-1]):
-        rest = khatri_rao(column, rest)
-    return inverse_rearrange(xp.reshape(flat[0] @ xp.matrix_transpose(rest), shape.sizes), shape)
+    entries = flat[0] @ xp.matrix_transpose(reduce(khatri_rao, flat[1:]))
+    return inverse_rearrange(xp.reshape(entries, shape.sizes), shape)
 
 
 def pairs_of_rows(first: Array, second: Array) -> Array:

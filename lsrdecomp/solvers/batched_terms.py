@@ -84,20 +84,14 @@ def other_columns(stacks: Stacks, shape: KroneckerShape, others: Sequence[int]) 
 def term_norms(stacks: Stacks) -> Array:
     """λ, the norm of each term: shape (L, s)."""
     xp = namespace(*stacks)
-    norms = xp.linalg.vector_norm(stacks[0], axis=1)
-    for stack in stacks[1:]:
-        norms = norms * xp.linalg.vector_norm(stack, axis=1)
-    return norms
+    return math.prod(xp.linalg.vector_norm(stack, axis=1) for stack in stacks)
 
 
 def balanced_terms(stacks: Stacks) -> Stacks:
     """The same sums with equal norms of the factors within each term; a term with a zero factor becomes zero."""
     xp, order = namespace(*stacks), len(stacks)
     norms = [xp.linalg.vector_norm(stack, axis=1) for stack in stacks]
-    size = norms[0]
-    for length in norms[1:]:
-        size = size * length
-    common = size ** (1.0 / order)
+    common = math.prod(norms) ** (1.0 / order)
     return [stack * safe_ratio(common, length)[:, None, :] for stack, length in zip(stacks, norms, strict=True)]
 
 

@@ -19,6 +19,7 @@ from lsrdecomp.arrays import (
     require_finite,
     require_matrix,
     triangular_factor,
+    zero_padded,
 )
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
@@ -266,13 +267,8 @@ class LowRank:
         """The pair U√Σ, √Σ Vᴴ, truncated or padded to ``rank``: the gauge in which both sides carry the spectrum."""
         u, sigma, vh = self.svd
         xp = namespace(u)
-        root = xp.sqrt(sigma)
-        left, right = u * root, vh * root[:, None]
-        rank = int(sigma.shape[0]) if rank is None else rank
-        missing = rank - int(sigma.shape[0])
-        if missing > 0:
-            left = xp.concat((left, xp.zeros((left.shape[0], missing), dtype=left.dtype)), axis=1)
-            right = xp.concat((right, xp.zeros((missing, right.shape[1]), dtype=right.dtype)), axis=0)
+        root, rank = xp.sqrt(sigma), int(sigma.shape[0]) if rank is None else rank
+        left, right = zero_padded(u * root, 1, rank), zero_padded(vh * root[:, None], 0, rank)
         return LowRank(left[:, :rank], right[:rank, :])
 
     def to_matrix(self) -> Array:

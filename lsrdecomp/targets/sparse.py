@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -133,9 +133,7 @@ class Sparse:
 def _core_distance(core: Array, columns: Sequence[Array], weights: Array) -> float:
     """‖core − Σ_k λ_k c_k⁽¹⁾ ∘ … ∘ c_k⁽ᵈ⁾‖ from its entries, one index of the first axis after the other."""
     first, *others = columns
-    rest = others[0]
-    for column in others[1:]:
-        rest = khatri_rao(rest, column)
+    rest = reduce(khatri_rao, others)
     return math.hypot(
         *(
             np.linalg.norm(as_double(slab).reshape(-1) - rest @ (row * weights))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from lsrdecomp.arrays import Array, conjugate, namespace
 from lsrdecomp.kronecker.rearrange import khatri_rao
@@ -65,14 +66,10 @@ def assemble(columns: Sequence[Array], weights: Array) -> Array:
     xp, d = namespace(*columns), len(columns)
     # Both halves of the modes joined first: one product of two tall matrices is what BLAS does best.
     half = (d + 1) // 2
-    left = columns[0] * weights
-    for column in columns[1:half]:
-        left = khatri_rao(left, column)
+    left = reduce(khatri_rao, columns[1:half], columns[0] * weights)
     if half == d:
         return xp.sum(left, axis=1)
-    right = columns[half]
-    for column in columns[half + 1 :]:
-        right = khatri_rao(right, column)
+    right = reduce(khatri_rao, columns[half:])
     return xp.reshape(left @ xp.matrix_transpose(right), tuple(int(c.shape[0]) for c in columns))
 
 
@@ -91,7 +88,4 @@ def _descend(partial: Array, modes: range, columns: list[Array], update: Update)
 
 def _joined(columns: Sequence[Array], modes: range) -> Array:
     """conj of the Khatri–Rao product of the factors of ``modes``, the first mode slowest."""
-    joined = columns[modes[0]]
-    for mode in modes[1:]:
-        joined = khatri_rao(joined, columns[mode])
-    return conjugate(joined)
+    return conjugate(reduce(khatri_rao, [columns[mode] for mode in modes]))

@@ -78,10 +78,7 @@ def _one_sweep(tensor: Array, terms: CPTerms, ridge: float) -> tuple[CPTerms, fl
     def update(mode: int, product: Array) -> Array:
         nonlocal weights, gained
         # ALS 1: G, the entrywise product of the Gram matrices of all other modes.
-        others = None
-        for m in range(d):
-            if m != mode:
-                others = grams[m] if others is None else others * grams[m]
+        others: Array = math.prod(gram for m, gram in enumerate(grams) if m != mode)
         # ALS 2: the block's minimum, A (G + αI) = T_(i) (⊙ F), a small solve in double precision.
         wide = as_double(product)
         solved = _solve(others, wide, ridge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,12 +25,8 @@ class CPTerms:
     @classmethod
     def of(cls, columns: Sequence[Array]) -> CPTerms:
         """Normalise columns of any length; a zero column stays zero, with weight zero."""
-        units, weights = [], None
-        for column in columns:
-            unit, length = unit_columns(column)
-            units.append(unit)
-            weights = length if weights is None else weights * length
-        return cls(weights, tuple(units))
+        units, lengths = zip(*map(unit_columns, columns), strict=True)
+        return cls(math.prod(lengths), units)
 
     @classmethod
     def fibres(cls, tensor: Array) -> CPTerms:
@@ -53,11 +50,7 @@ class CPTerms:
 
     def gram(self, *, skip: int | None = None) -> Array:
         """Hadamard product of the Gram matrices F_mᴴF_m over all modes but ``skip``; (s, s), unit diagonal."""
-        grams = [adjoint(as_double(c)) @ as_double(c) for m, c in enumerate(self.columns) if m != skip]
-        product = grams[0]
-        for gram in grams[1:]:
-            product = product * gram
-        return product
+        return math.prod(adjoint(as_double(c)) @ as_double(c) for m, c in enumerate(self.columns) if m != skip)
 
     def condition(self, size: float = 1.0) -> float:
         """γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""

@@ -9,6 +9,8 @@ tolerance it is 1.6 times faster from there on, and 3 to 21 times slower on smal
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, like, namespace, triangular_factor, zero_padded
@@ -169,9 +171,7 @@ def orthogonal_terms(tensor: Array, rank: int) -> Stacks:
 
 def _largest(stacks: Stacks, rank: int) -> Stacks:
     xp = namespace(*stacks)
-    size = xp.sum(stacks[0] * stacks[0], axis=1)
-    for stack in stacks[1:]:
-        size = size * xp.sum(stack * stack, axis=1)
+    size = math.prod(xp.sum(stack * stack, axis=1) for stack in stacks)
     order = xp.argsort(size, axis=1, descending=True, stable=True)[:, :rank]
     chosen = []
     for stack in stacks:

@@ -113,6 +113,11 @@ class PairProblem:
     def _sides(self) -> tuple[Side, Side]:
         return self.out_side, self.in_side
 
+    @property
+    def _weighted(self) -> tuple[Array, Array]:
+        """Of each side what its cross term is taken with: G P and C Qᵀ."""
+        return self.targets.weighted_left, self.targets.weighted_right
+
     def to_single(self, pair: Pair) -> Pair:
         """A pair of this problem as one of `single`."""
         xp, size = namespace(self.targets.left), self.targets.energy**0.25
@@ -189,22 +194,19 @@ class PairProblem:
 
     def sweep(self, state: PairState, fixed: tuple[Container[int], Container[int]] = ((), ())) -> PairState:
         """Every block of both sides once but those ``fixed``; without a ridge no error rises above `RESOLUTION`."""
-        (out_stacks, in_stacks), into = state.pair, state.into
-        # Sweep 1: the out side, block by block, against the Gram matrix H and the cross term K of the in side.
-        gram = self._regularized(into.gram, in_stacks, self.in_side)
-        cross = _by_columns(self.targets.weighted_left, into.cross)
-        out_stacks, inside = self.out_side.update(out_stacks, gram, cross, fixed[0])
-        # Sweep 2: the in side against those of the new out side.
-        outer = self._moments((out_stacks, in_stacks), 0, inside)
-        gram = self._regularized(outer.gram, out_stacks, self.out_side)
-        cross = _by_columns(self.targets.weighted_right, outer.cross)
-        in_stacks, inside = self.in_side.update(in_stacks, gram, cross, fixed[1])
-        # Sweep 3: both sides of equal norm, and the error from the inner products at hand.
-        pair = out_stacks, in_stacks
-        swept = self._joined(pair, outer, self._moments(pair, 1, inside))
+        pair, other, moments = list(state.pair), state.into, []
+        # Sweep 1: the out side, block by block, against the Gram matrix H and the cross term K of the in side; then the
+        # in side against those of the new out side.
+        for which, (side, weighted) in enumerate(zip(self._sides, self._weighted, strict=True)):
+            gram = self._regularized(other.gram, pair[1 - which], self._sides[1 - which])
+            pair[which], inside = side.update(pair[which], gram, _by_columns(weighted, other.cross), fixed[which])
+            other = self._moments((pair[0], pair[1]), which, inside)
+            moments.append(other)
+        # Sweep 2: both sides of equal norm, and the error from the inner products at hand.
+        swept = self._joined((pair[0], pair[1]), *moments)
         if self.ridge != 0.0:
             return swept
-        # Sweep 4: where H is singular a side may grow along it without end, until H's rounding, times the square of
+        # Sweep 3: where H is singular a side may grow along it without end, until H's rounding, times the square of
         # that side, outweighs what a sweep gains. Such a problem stays where it was.
         xp, size = namespace(gram), namespace(gram).sqrt(self.targets.energy)
         blur = RESOLUTION * (unit_roundoff(dtype_name(gram)) / unit_roundoff("float64")) ** 0.5
@@ -232,7 +234,7 @@ class PairProblem:
         """
         pair: Pair = (list(state.pair[0]), list(state.pair[1]))
         other = state.into if which == 0 else self._moments(pair, 0)
-        side, weighted = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
+        side, weighted = self._sides[which], self._weighted[which]
         # Extended 1: the gradient K − W X H, whitened by the weight's partial traces, and its orthogonal terms.
         formed = summed(pair[which], side.shape)
         gradient = weighted @ other.cross - side.weight.apply(formed) @ other.gram
@@ -250,10 +252,11 @@ class PairProblem:
 
     def scaled(self, pair: Pair) -> Pair:
         """Each term of the out side, then of the in side, times the number that serves best."""
-        into = self._moments(pair, 1)
-        out_stacks = self.out_side.scaled(pair[0], into.gram, self.targets.weighted_left @ into.cross)
-        outer = self._moments((out_stacks, pair[1]), 0)
-        return out_stacks, self.in_side.scaled(pair[1], outer.gram, self.targets.weighted_right @ outer.cross)
+        for which, (side, weighted) in enumerate(zip(self._sides, self._weighted, strict=True)):
+            other = self._moments(pair, 1 - which)
+            best = side.scaled(pair[which], other.gram, weighted @ other.cross)
+            pair = (best, pair[1]) if which == 0 else (pair[0], best)
+        return pair
 
     def errors(self, state: PairState) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem: as the state has it if that is exact for all of them, or measured anew."""
@@ -272,7 +275,7 @@ class PairProblem:
         return as_factors(state.pair[0], self.shape.left), [namespace(x).matrix_transpose(x) for x in into]
 
     def _moments(self, pair: Pair, which: int, inside: Array | None = None) -> SideMoments:
-        side, weighted = self._sides[which], (self.targets.weighted_left, self.targets.weighted_right)[which]
+        side, weighted = self._sides[which], self._weighted[which]
         xp, formed = namespace(weighted), summed(pair[which], side.shape)
         gram = side.gram(pair[which], formed, inside)
         own = isinstance(side.weight, Identity)

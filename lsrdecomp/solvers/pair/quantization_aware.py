@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,8 @@ SCALINGS = 2
 """Passes over the numbers that multiply the terms, whenever all blocks are codes."""
 
 
-@dataclass(frozen=True, eq=False)
-class CodedSide:
-    """Σ_k scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾ with integers Q."""
-
-    codes: tuple[Codes, ...]  # (s, m_i, n_i)
-    scales: NDArray[np.float64]  # (s,), of any sign
+CodedSide = tuple[tuple[Codes, ...], NDArray[np.float64]]
+"""Σ_k scale_k · Q_k⁽¹⁾ ⊗ … ⊗ Q_k⁽ᵈ⁾: integers Q (s, m_i, n_i), and scales (s,) of any sign."""
 
 
 def quantize_sequentially(
@@ -103,8 +98,8 @@ def quantize_sequentially(
     # Codes 3: free each block once more, and keep what comes nearer.
     for block in coding.blocks * PASSES:
         coding.improve(block)
-    into = coding.side(1, shape.right.transposed)
-    return coding.side(0, shape.left), CodedSide(tuple(code.transpose(0, 2, 1) for code in into.codes), into.scales)
+    codes, scales = coding.side(1, shape.right.transposed)
+    return coding.side(0, shape.left), (tuple(code.transpose(0, 2, 1) for code in codes), scales)
 
 
 class _Coding:
@@ -151,6 +146,4 @@ class _Coding:
         for stack, code in zip(self.pair[side], codes, strict=True):
             real = code.astype(np.float64)
             scales = scales * safe_ratio(np.sum(stack[0, :, :].T * real, axis=1), np.sum(real * real, axis=1))
-        return CodedSide(
-            tuple(factor[0] for factor in as_factors([code.T[None, :, :] for code in codes], shape)), scales
-        )
+        return tuple(factor[0] for factor in as_factors([code.T[None, :, :] for code in codes], shape)), scales

@@ -11,7 +11,7 @@ from lsrdecomp.arrays import Array, as_double, namespace, norm
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.solvers.base import ErrorKind, Event, Solver, Status, Sweep, most_terms
+from lsrdecomp.solvers.base import Event, Solution, Solver, Status, Sweep, most_terms
 from lsrdecomp.solvers.progress import SolveProgress, Step, iterate
 from lsrdecomp.solvers.svd.dense import SVD, as_matrix
 from lsrdecomp.targets.base import Dense, Target
@@ -75,7 +75,7 @@ class MixedSum:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedSolution:
+class MixedSolution(Solution):
     """What `Greedy` found: a `Solution` but for the kind of its approximation.
 
     Examples
@@ -89,12 +89,7 @@ class MixedSolution:
     ('rank_reached', 0.0, 25)
     """
 
-    approximation: MixedSum
-    status: Status
-    sweeps: tuple[Sweep, ...] = field(repr=False)
-    relative_error: float  # ‖M − M̂‖_F / ‖M‖_F, from residual entries in double precision
-    optimality_gap: float | None = None
-    gap_kind: ErrorKind = ErrorKind.estimated
+    approximation: MixedSum  # type: ignore[assignment]  # no one Kronecker shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +191,7 @@ class Greedy:
         status = Status.rank_reached
         if atol is not None:
             status = Status.converged if error <= goal + _floor(wide) else Status.rank_exhausted
-        return MixedSolution(approximation, status, progress.sweeps, error)
+        return MixedSolution(approximation, status, progress.sweeps, relative_error=error)
 
     def _cycles(
         self,
