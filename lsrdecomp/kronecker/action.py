@@ -81,9 +81,12 @@ class Action(Terms):
 
         .. [1] G. Beylkin and M. J. Mohlenkamp, SIAM J. Sci. Comput. 26 (2005), sec. 2. doi:10.1137/040604959
         """
-        if isinstance(x, Terms):
-            return self._product(x)
-        return self._image(x)
+        if not isinstance(x, Terms):
+            return self._image(x)
+        inner = self.kronecker_shape.columns, x.kronecker_shape.rows
+        if inner[0] != inner[1]:
+            raise ShapeError(f"inner sizes differ: columns split {inner[0]}, rows split {inner[1]}")
+        return self._every_pair(x, lambda a, b: a @ b)
 
     def __rmatmul__(self, x: Any) -> Array:
         """``x @ A`` for a row vector (m,) or rows (b, m)."""
@@ -180,9 +183,3 @@ class Action(Terms):
             own, other = (type(array).__module__.split(".")[0] for array in (self.factors[0], x))
             raise TypeError(f"the factors are arrays of {own}, the operand is one of {other}; A.to_numpy() moves A")
         return x
-
-    def _product(self, other: Terms) -> Self:
-        inner = self.kronecker_shape.columns, other.kronecker_shape.rows
-        if inner[0] != inner[1]:
-            raise ShapeError(f"inner sizes differ: columns split {inner[0]}, rows split {inner[1]}")
-        return self._every_pair(other, lambda a, b: a @ b)

@@ -71,14 +71,11 @@ class Entries(Terms):
         picked = [self._taken(f, digit, 1) for f, digit in zip(self.factors, self._digits(rows, 0), strict=True)]
         if s == 0:
             return xp.zeros((len(rows), self.shape[1]), dtype=self.dtype, device=device(self.weights))
-        first = xp.permute_dims(picked[0] * self._weights()[:, None, None], (1, 2, 0))  # (rows, n_1, s)
-        for factor in picked[1:-1]:
-            part = xp.permute_dims(factor, (1, 2, 0))
-            width = first.shape[1] * part.shape[1]
-            first = xp.reshape(first[:, :, None, :] * part[:, None, :, :], (len(rows), width, s))
-        if len(picked) == 1:
-            return xp.sum(first, axis=2)
-        last = xp.permute_dims(picked[-1], (1, 2, 0))
+        columns = [xp.permute_dims(factor, (1, 2, 0)) for factor in picked]  # (rows, n_i, s)
+        columns[0] = columns[0] * self._weights()
+        if len(columns) == 1:
+            return xp.sum(columns[0], axis=2)
+        first, last = reduce(khatri_rao, columns[:-1]), columns[-1]
         return xp.reshape(pairs_of_rows(first[:, None, :, :], last[:, None, :, :]), (len(rows), self.shape[1]))
 
     def _at(self, rows: np.ndarray, columns: np.ndarray) -> Array:

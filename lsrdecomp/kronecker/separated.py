@@ -33,7 +33,7 @@ class SeparatedMatrix(Algebra, Entries, Files):
 
     **Contents.** A chapter each, in this order below:
 
-    - *Form*: ``canonical truncate folded round_to astype``
+    - *Form*: ``canonical truncate folded round_to astype in_double``
     - *Algebra*: ``+ - * /`` with numbers, arrays and each other, ``kron``, ``inner``
     - *Action*: ``@ dot matvec matmat rmatvec rmatmat``, ``A @ B``, ``T mT H mH conj transpose adjoint``,
       ``ndim size to_numpy to_linear_operator``; NumPy and SciPy take it as it is

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -139,6 +139,10 @@ class Terms:
             return 1.0
         return norm(self.weights) / self.norm if self.norm > 0.0 else math.inf
 
+    def in_double(self) -> Self:
+        """The same terms in float64 or complex128."""
+        return self._of(as_double(self.weights), tuple(alike(*(as_double(f) for f in self.factors))))
+
     def to_matrix(self) -> Array:
         """The matrix, formed; shape (rows, columns)."""
         return sum_of_kroneckers(self.factors, self._weights())
@@ -174,9 +178,6 @@ class Terms:
         return core if not is_complex(weights) else xp.astype(core, xp.complex128)
 
 
-MatrixT = TypeVar("MatrixT", bound=Terms)
-
-
 def alike(*arrays: Array) -> list[Array]:
     """The arrays in the one element type that holds all of them."""
     if len({array.dtype for array in arrays}) <= 1:
@@ -184,11 +185,6 @@ def alike(*arrays: Array) -> list[Array]:
     xp = namespace(*arrays)
     common = xp.result_type(*(array.dtype for array in arrays))
     return [xp.astype(array, common) for array in arrays]
-
-
-def terms_in_double(matrix: MatrixT) -> MatrixT:
-    """The same terms in float64 or complex128."""
-    return matrix._of(as_double(matrix.weights), tuple(alike(*(as_double(f) for f in matrix.factors))))
 
 
 def _triangle(columns: Array) -> Array:

@@ -39,7 +39,7 @@ class Diagonalized:
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """A⁻¹ b = V diag(1/v) Vᴴ b. Raises `MatrixError` for a singular sum."""
-        return self.apply(_reciprocal(self.values, np.abs(self.terms).sum(axis=0)), b)
+        return self.apply(1.0 / nonzero_sums(self.terms, "values in the common basis"), b)
 
     def apply(self, values: np.ndarray, b: np.ndarray) -> np.ndarray:
         """V diag(values) Vᴴ b."""
@@ -141,14 +141,13 @@ def _masses(stack: np.ndarray, unitary: bool) -> Iterator[np.ndarray | None]:
         yield factor
 
 
-def _reciprocal(values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """1 / v; what rounding of the terms can explain counts as zero."""
-    largest = float(np.max(np.abs(values)))
-    smallest = float(np.min(np.abs(values)))
-    rounding = float(np.max(sizes)) * 2.0**-53
-    if smallest <= rounding:
+def nonzero_sums(terms: np.ndarray, what: str) -> np.ndarray:
+    """Sums over the terms (s, n); raises `MatrixError` for one that rounding of the terms could have made of zero."""
+    sums = np.asarray(terms.sum(axis=0))
+    sizes, rounding = np.abs(sums), float(np.max(np.abs(terms).sum(axis=0))) * 2.0**-53
+    if sizes.min() <= rounding:
         raise MatrixError(
-            f"the matrix is singular: the smallest of its {values.size:,} values in the common basis is "
-            f"{smallest:.3g}, the largest {largest:.3g}, rounding {rounding:.3g}"
+            f"the matrix is singular: the smallest of its {sums.size:,} {what} is {sizes.min():.3g}, "
+            f"the largest {sizes.max():.3g}, rounding {rounding:.3g}"
         )
-    return np.asarray(1.0 / values)
+    return sums

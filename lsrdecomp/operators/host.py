@@ -5,7 +5,6 @@ from __future__ import annotations
 from lsrdecomp.arrays import Array, dtype_name, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.kronecker.terms import terms_in_double
 
 
 def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
@@ -21,7 +20,7 @@ def host(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The same terms as NumPy arrays in double precision."""
     for factor in matrix.factors:
         detached(factor)
-    return terms_in_double(matrix.to_numpy())
+    return matrix.to_numpy().in_double()
 
 
 def detached(array: Array) -> Array:

@@ -16,7 +16,6 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import LsrError, MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.operators.preconditioners import nearest_kronecker
 from lsrdecomp.operators.single import inv
 
@@ -221,4 +220,4 @@ def _separated(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int]] | st
         raise ShapeError("say in which KroneckerShape the inverse is sought")
     else:
         separated = decompose(matrix, shape, rtol=EXACT, throw=True).approximation
-    return terms_in_double(separated.to_numpy())
+    return separated.to_numpy().in_double()

@@ -142,20 +142,10 @@ def covariance_on_grid(kernel: Callable[[np.ndarray, np.ndarray], np.ndarray], a
 
 
 def _convolution(weights: np.ndarray, size: int, boundary: Boundary) -> np.ndarray:
-    """The matrix of a convolution along one side."""
-    reach = len(weights) // 2
-    matrix = np.zeros((size, size), dtype=weights.dtype)
-    rows = np.arange(size)
-    for offset, weight in zip(range(-reach, reach + 1), weights, strict=True):
-        columns = rows - offset  # out[i] = Σ_o w[o] in[i − o]
-        if boundary == "periodic":
-            np.add.at(matrix, (rows, columns % size), weight)
-        elif boundary == "reflective":
-            mirrored = np.where(columns < 0, -1 - columns, np.where(columns >= size, 2 * size - 1 - columns, columns))
-            np.add.at(matrix, (rows, mirrored), weight)
-        elif boundary == "zero":
-            inside = (columns >= 0) & (columns < size)
-            matrix[rows[inside], columns[inside]] += weight
-        else:
-            raise BudgetError(f"boundary {boundary!r} is none of zero, periodic, reflective")
-    return matrix
+    """The matrix of a convolution along one side: its images of the columns of the identity."""
+    from scipy.ndimage import convolve1d
+
+    modes = {"zero": "constant", "periodic": "wrap", "reflective": "reflect"}
+    if boundary not in modes:
+        raise BudgetError(f"boundary {boundary!r} is none of zero, periodic, reflective")
+    return np.asarray(convolve1d(np.eye(size, dtype=weights.dtype), weights, axis=0, mode=modes[boundary]))

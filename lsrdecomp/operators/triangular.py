@@ -16,10 +16,9 @@ from functools import reduce
 import numpy as np
 
 from lsrdecomp.arrays import as_double, to_numpy
-from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
-from lsrdecomp.operators.diagonal import ALLOWED, along
+from lsrdecomp.operators.diagonal import ALLOWED, along, nonzero_sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +38,7 @@ class Triangularized:
 
     def solve(self, b: np.ndarray) -> np.ndarray:
         """A⁻¹ b for b of shape (n,) or (n, k). Raises `MatrixError` for a singular sum."""
-        terms = self.terms
-        values, rounding = np.abs(terms.sum(axis=0)), float(np.max(np.abs(terms).sum(axis=0))) * 2.0**-53
-        if values.min() <= rounding:
-            raise MatrixError(
-                f"the matrix is singular: the smallest of its {values.size:,} diagonal values in Schur form is "
-                f"{values.min():.3g}, the largest {values.max():.3g}, rounding {rounding:.3g}"
-            )
+        nonzero_sums(self.terms, "diagonal values in Schur form")
         columns = np.asarray(b).reshape(len(b), -1)
         inner = along(tuple(q.conj().T for q in self.left), columns)
         solved = _back_substitution(self.weights.astype(complex), self.triangles, inner)

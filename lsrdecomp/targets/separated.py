@@ -10,7 +10,6 @@ from lsrdecomp.arrays import Array, adjoint, as_double, conjugate, namespace
 from lsrdecomp.kronecker.rearrange import sum_of_kroneckers
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.targets.base import RearrangedDense
 from lsrdecomp.targets.contract import Rearranged, require_two_factors
 from lsrdecomp.targets.residual import Approximation, residual_norm, row_blocks, rows_of
@@ -88,7 +87,7 @@ class Separated:
         """‖M − M̂‖_F; between sums of one shape from the QR factors of their terms, else block by block."""
         own = self.matrix.kronecker_shape
         if isinstance(approximation, SeparatedMatrix) and approximation.kronecker_shape == own:
-            return (terms_in_double(self.matrix) - terms_in_double(approximation)).norm
+            return (self.matrix.in_double() - approximation.in_double()).norm
         return residual_norm(self.shape, rows_of(self.matrix), approximation)
 
 

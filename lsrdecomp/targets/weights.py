@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from lsrdecomp.arrays import Array, as_double, device, namespace
 from lsrdecomp.errors import PrecisionError, ShapeError
@@ -157,7 +157,10 @@ class LowRankPlusIdentity:
     def __post_init__(self) -> None:
         basis = _finite(as_double(self.basis), "basis of a weight")
         values = _not_negative(as_double(self.values), "values of a weight")
-        rest = _not_negative(as_double(_as_array(self.rest, basis)), "rest of a weight")
+        rest, xp = self.rest, namespace(basis)
+        if not hasattr(rest, "shape"):
+            rest = xp.asarray(rest, dtype=xp.float64, device=device(basis))
+        rest = _not_negative(as_double(rest), "rest of a weight")
         if tuple(values.shape) != (*basis.shape[:-2], basis.shape[-1]):
             raise ShapeError(f"basis {tuple(basis.shape)} of a weight against values {tuple(values.shape)}")
         for name, value in (("basis", basis), ("values", values), ("rest", rest)):
@@ -236,11 +239,6 @@ class NormWeights:
                 f"weights of sizes {self.output.size} (output) and {self.input.size} (input) for a matrix of "
                 f"shape {matrix_shape[0]}×{matrix_shape[1]}"
             )
-
-
-def _as_array(value: Any, like: Array) -> Array:
-    xp = namespace(like)
-    return value if hasattr(value, "shape") else xp.asarray(value, dtype=xp.float64, device=device(like))
 
 
 def _finite(array: Array, name: str) -> Array:

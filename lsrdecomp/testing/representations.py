@@ -118,12 +118,7 @@ def check_rearrange(
     try_identities(tried, **options)
 
 
-def check_sum(
-    form: Form,
-    *,
-    order: int | None = None,
-    **options: Unpack[Options],
-) -> None:
+def check_sum(form: Form, *, order: int | None = None, **options: Unpack[Options]) -> None:
     """Try a function that forms a sum of Kronecker products.
 
     Parameters

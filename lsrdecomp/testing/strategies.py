@@ -98,7 +98,7 @@ def special_matrices(draw: st.DrawFn, shape: tuple[int, int]) -> Any:
 
 _SPECIAL: dict[str, Any] = {
     "zero": lambda m, n, _: np.zeros((m, n)),
-    "one entry": lambda m, n, rng: _one_entry(m, n, rng),
+    "one entry": lambda m, n, rng: np.eye(1, m * n, int(rng.integers(m * n))).reshape(m, n),
     "ones": lambda m, n, _: np.ones((m, n)),
     "identity": lambda m, n, _: np.eye(m, n),
     "rank one": lambda m, n, rng: np.outer(rng.standard_normal(m), rng.standard_normal(n)),
@@ -285,9 +285,3 @@ def _generator(draw: st.DrawFn) -> np.random.Generator:
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int, complex_values: bool) -> Any:
     values = rng.standard_normal((rows, columns))
     return np.linalg.qr(values + 1j * rng.standard_normal(values.shape) if complex_values else values)[0]
-
-
-def _one_entry(m: int, n: int, rng: np.random.Generator) -> Any:
-    matrix = np.zeros((m, n))
-    matrix[rng.integers(m), rng.integers(n)] = 1.0
-    return matrix

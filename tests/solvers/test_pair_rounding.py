@@ -58,7 +58,7 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
     target = LowRank(*exact.to_lora())
     out, into = quantize_sequentially(target, exact, lambda rows: nearest_codes(rows, 4))
     coded = SeparatedProduct(
-        *(SeparatedMatrix.from_factors([c.astype(float) for c in side.codes], side.scales) for side in (out, into))
+        *(SeparatedMatrix.from_factors([c.astype(float) for c in codes], scales) for codes, scales in (out, into))
     )
     assert target.residual_norm(coded) <= 1e-10 * target.norm
 

@@ -50,11 +50,6 @@ def random_terms(core: np.ndarray, rank: int, rng: np.random.Generator) -> CPTer
     return CPTerms(np.full(rank, 1.0 / math.sqrt(rank)), terms.columns)
 
 
-def misfit(core: np.ndarray, terms: CPTerms) -> float:
-    """‖T − Σ‖, from residual entries."""
-    return float(np.linalg.norm(core - terms.to_tensor()))
-
-
 def split_term(terms: CPTerms, rng: np.random.Generator) -> CPTerms:
     """One term, drawn by its weight, replaced by two halves that differ a little: a start the residual cannot show."""
     chance = terms.weights**2
@@ -82,7 +77,8 @@ class CoreFit:
     progress: SolveProgress
 
     def misfit(self, terms: CPTerms) -> float:
-        return misfit(self.core, terms)
+        """‖T − Σ‖, from residual entries."""
+        return float(np.linalg.norm(self.core - terms.to_tensor()))
 
     def grown(self, terms: CPTerms, rank: int) -> CPTerms:
         """Fitted with ``rank`` terms, or with as few as bring the misfit to the goal; of the last number of terms, the

@@ -159,5 +159,5 @@ class BlockGolubKahan(MatrixSolver):
             return None
         if projection is None:
             projection = growth.look()
-            progress.note(projection.error, objective=projection.objective)
-        return replace(projection.solution(ended), sweeps=progress.sweeps)
+            progress.note(projection.error, objective=growth.objective)
+        return replace(growth.solution(projection, ended), sweeps=progress.sweeps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, namespace, norm
@@ -58,16 +60,10 @@ class MixedSum:
 
     def to_matrix(self) -> Array:
         """The sum, formed; shape (m, n)."""
-        total = self.parts[0].to_matrix()
-        for part in self.parts[1:]:
-            total = total + part.to_matrix()
-        return total
+        return reduce(add, (part.to_matrix() for part in self.parts))
 
     def __matmul__(self, x: Array) -> Array:
-        total = self.parts[0] @ x
-        for part in self.parts[1:]:
-            total = total + part @ x
-        return total
+        return reduce(add, (part @ x for part in self.parts))
 
     def __repr__(self) -> str:
         terms = " + ".join(f"{part.separation_rank} × [{part.kronecker_shape}]" for part in self.parts)

@@ -25,22 +25,9 @@ class Projection:
 
     approximation: SeparatedMatrix
     error: float  # relative
-    objective: float
     measured: bool
     excess: float
     kind: ErrorKind
-    goal: float | None
-
-    def solution(self, settled: bool) -> Solution:
-        status = Status.sweep_limit
-        if settled and self.goal is None:
-            status = Status.rank_reached
-        elif settled or (self.goal is not None and self.error <= self.goal):
-            status = Status.converged if self.goal is not None and self.error <= self.goal else Status.rank_exhausted
-        finite = self.excess < math.inf
-        gap, kind = (self.excess, self.kind) if finite else (None, ErrorKind.estimated)
-        relative_error = self.error if self.measured else None
-        return Solution(self.approximation, status, (), gap, kind, relative_error)
 
 
 @dataclass(slots=True)
@@ -71,7 +58,7 @@ class Growth:
             # BGK 2: the certificate says what the space holds, and what it may lack of the optimum.
             due = self.space.size + self.space.size // 8
             certificate = self._certificate()
-            s, objective = self._terms(certificate), self._objective(certificate)
+            s = self._terms(certificate)
             if self._hopeless(certificate, s, side):
                 return
             # BGK 3: where the certificate sees no further, the residual is formed and measured.
@@ -81,7 +68,19 @@ class Growth:
                 if not self._enough(certificate, s, projection):
                     projection, due = None, self.space.size + self.space.size // 4
             error = certificate.error(s) if projection is None else projection.error
-            yield Step(projection, error, objective=objective, settled=projection is not None)
+            yield Step(projection, error, objective=self.objective, settled=projection is not None)
+
+    def solution(self, projection: Projection, settled: bool) -> Solution:
+        """What a projection is, of a space that has settled or was stopped."""
+        status = Status.sweep_limit
+        if self.goal is not None and projection.error <= self.goal:
+            status = Status.converged
+        elif settled:
+            status = Status.rank_reached if self.goal is None else Status.rank_exhausted
+        finite = projection.excess < math.inf
+        gap, kind = (projection.excess, projection.kind) if finite else (None, ErrorKind.estimated)
+        relative_error = projection.error if projection.measured else None
+        return Solution(projection.approximation, status, (), gap, kind, relative_error)
 
     def look(self) -> Projection:
         """What the space has come to, settled or not."""
@@ -104,8 +103,10 @@ class Growth:
         s = min(self.most, self.space.size)
         return s if self.goal is None else certificate.smallest_rank(self.goal, s)
 
-    def _objective(self, certificate: Certificate) -> float:
-        return float(certificate.squared_errors[min(self.most, self.space.size)])
+    @property
+    def objective(self) -> float:
+        """The squared error for the most terms, at the last look."""
+        return float(self.last.squared_errors[min(self.most, self.space.size)]) if self.last else 1.0
 
     def _settled(self, certificate: Certificate, rank: int) -> bool:
         """Whether more steps would change neither the number of terms nor, beyond the tolerance, the error."""
@@ -126,8 +127,7 @@ class Growth:
         if measured:
             error = self.target.residual_norm(approximation) / self.target.norm
             excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
-        objective = self._objective(certificate)
-        return Projection(approximation, error, objective, measured, excess, kind, self.goal)
+        return Projection(approximation, error, measured, excess, kind)
 
     def _enough(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
         if certificate.resolves(rank, self.goal):

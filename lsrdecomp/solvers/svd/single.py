@@ -11,7 +11,6 @@ import numpy as np
 from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.kronecker.terms import terms_in_double
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint
 from lsrdecomp.solvers.svd.certificate import Certificate
@@ -58,7 +57,7 @@ def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
     if isinstance(target, LowRank):
         return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
     if isinstance(target, Separated):
-        return Separated(terms_in_double(target.matrix)).rearranged(shape)
+        return Separated(target.matrix.in_double()).rearranged(shape)
     if math.prod(target.shape) > HELD:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.rearranged(shape).matrix))
@@ -120,7 +119,7 @@ class SingleGrowth(Growth):
         if certificate.falls_to(rank) < math.inf and excess > self.tolerance and gain < error**2:
             excess, kind = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0, ErrorKind.estimated
         excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
-        return Projection(approximation, error, self._objective(certificate), False, excess, kind, None)
+        return Projection(approximation, error, False, excess, kind)
 
     def _operator(self) -> Rearranged:
         """The operator of the space in double precision."""
