@@ -108,6 +108,8 @@ def _common_basis(stack: np.ndarray, unitary: bool) -> tuple[np.ndarray, np.ndar
     m = stack.shape[1]
     if max(deviation(f) for f in stack) > ALLOWED * m:
         return None
+    # Basis 1: eigenvectors of a random combination of the terms serve all of them if any basis does, for what one term
+    # leaves open, equal eigenvalues, others decide.
     stack = 0.5 * (stack + stack.conj().transpose(0, 2, 1))
     mixed = np.random.default_rng(0).uniform(0.5, 1.5, (2, len(stack)))
     for mass in _masses(stack, unitary):
@@ -117,6 +119,7 @@ def _common_basis(stack: np.ndarray, unitary: bool) -> tuple[np.ndarray, np.ndar
                 vectors = scipy.linalg.eigh(pencil, mass)[1]
             except np.linalg.LinAlgError:
                 continue
+            # Basis 2: whether they do is seen in what is left beside the diagonals.
             turned = vectors.conj().T @ stack @ vectors
             entries = np.diagonal(turned, axis1=1, axis2=2).real
             rest = turned - entries[:, :, None] * np.eye(m)

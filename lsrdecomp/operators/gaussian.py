@@ -77,15 +77,18 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
         raise ShapeError(f"{values.size:,} observations on a grid of {sizes}, which has {math.prod(sizes):,} points")
     if not (math.isfinite(noise) and noise > 0.0):
         raise MatrixError(f"the variance of the noise must be positive, got {noise}")
+    # Likelihood 1: the eigenvalues of the sum are all products of those of the factors, and the noise.
     spectra = [np.linalg.eigh(part) for part in parts]
     eigen, vectors = [pair[0] for pair in spectra], tuple(pair[1] for pair in spectra)
     total = np.asarray(outer(eigen)) + noise
     if total.min() <= 0.0:
         raise MatrixError(f"the covariance with noise {noise:.3g} is not positive definite: {total.min():.3g}")
+    # Likelihood 2: α = (K + σ²I)⁻¹ y and the value, in the common eigenvectors.
     turned = along(tuple(v.T for v in vectors), values)
     weighted = turned / total
     alpha = along(vectors, weighted)
     value = -0.5 * (float(turned @ weighted) + float(np.sum(np.log(total))) + values.size * math.log(2.0 * math.pi))
+    # Likelihood 3: along K_i the gradient is ½ (α αᵀ − (K + σ²I)⁻¹) contracted with the other factors.
     inverse = (1.0 / total).reshape(sizes)
     gradients = []
     for i, (v, lam) in enumerate(zip(vectors, eigen, strict=True)):

@@ -134,6 +134,7 @@ def approximate_inverse(
     crossed = [np.einsum("tba,ubc->tuac", f.conj(), f, optimize=True) for f in factors]
     # Step 2: a start in the algebra that the factors of A span.
     inverse_factors = _start(a, factors, int(rank))
+    # Step 3: the factors at each place in turn, for all terms together, until a sweep gains little.
     history: list[float] = []
     for sweep in range(1, max_sweeps + 1):
         squared = math.inf
@@ -149,6 +150,7 @@ def approximate_inverse(
             on_sweep(sweep, now)
         if len(history) > 1 and history[-2] - now <= rtol * history[-2]:
             break
+    # Step 4: ‖I − A X‖ from QR factors, for the normal equations lose half the digits of a small one.
     inverse = SeparatedMatrix.from_factors(best)
     eye = SeparatedMatrix.from_factors([np.eye(m, dtype=factors[0].dtype)[None] for m in a.kronecker_shape.rows])
     measured = (eye - a @ inverse).norm / math.sqrt(a.shape[0])

@@ -99,6 +99,7 @@ def _column(
         if now > 0.9 * before:
             break  # rounding, or a matrix the method cannot serve
         before, left = now, most - count()
+        # A method stops by its own estimate, of a preconditioned residual: the true one is formed, and solved again.
         goal = 0.5 * rtol * size / now
         if method == "gmres":
             inner = min(RESTART, left, len(b))

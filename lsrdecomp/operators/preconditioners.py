@@ -88,6 +88,7 @@ def _power(matrix: SeparatedMatrix) -> SeparatedMatrix:
         for f, (m, n) in zip(factors, matrix.kronecker_shape.factors, strict=True)
     ]
     for _ in range(ROUNDS):
+        # Each factor in turn: the sum contracted with all others, which is the best one beside them.
         change = 0.0
         for i, stack in enumerate(factors):
             shares = weights.astype(stack.dtype)
@@ -142,12 +143,14 @@ def positive(term: SeparatedMatrix) -> SeparatedMatrix:
         mu = unit_roundoff(factor.dtype)
         if skew > mu**0.5:
             return term
+        # Signs may stand in any factor; they cancel, or the term is not positive.
         factor = 0.5 * (factor + adjoint(factor))
         sign = 1.0 if float(to_numpy(xp.linalg.trace(factor)).real) >= 0.0 else -1.0
         values, vectors = xp.linalg.eigh(sign * factor)
         smallest = float(to_numpy(values)[0])
         if smallest < -(mu**0.5):
             return term
+        # Eigenvalues that are rounding are raised to it, so that the factor has an inverse.
         floor = 4.0 * mu * int(factor.shape[0]) * float(to_numpy(values)[-1])
         if smallest < floor:
             factor = sign * (

@@ -73,10 +73,12 @@ def nearest_kronecker_of_samples(
         raise MatrixError("all samples are zero: no Kronecker product is nearest")
     first, change = first / size, 1.0
     for _ in range(ROUNDS):
+        # Each factor in turn: the sum contracted with the other one, a covariance of weighted samples.
         second = _covariance(g, counts * _form(a, first))
         second = second / norm(second)
         image = _covariance(a, counts * _form(g, second))
         size = norm(image)
+        # The change falls geometrically: what is still to come is told from the last two.
         gap = norm(image / size - first)
         ratio, change, first = gap / change, gap, image / size
         if gap <= 1e-15 or (ratio < 1.0 and gap * ratio / (1.0 - ratio) <= rtol):

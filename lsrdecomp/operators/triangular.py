@@ -84,10 +84,12 @@ def triangularize(matrix: SeparatedMatrix) -> Triangularized | None:
     mixed = np.random.default_rng(0).uniform(0.5, 1.5, (2, matrix.separation_rank))
     for factor in matrix.factors:
         stack = to_numpy(as_double(factor))
+        # Schur 1: two terms have a common form; of more, random combinations of all terms show it if there is one.
         first, second = (np.tensordot(row, stack, axes=1) for row in mixed)
         if len(stack) == 2:
             first, second = stack
         _, _, q, z = scipy.linalg.qz(first, second, output="complex")
+        # Schur 2: whether it serves every term is seen below the diagonals.
         turned = q.conj().T @ stack @ z
         if np.max(np.linalg.norm(np.tril(turned, -1), axis=(1, 2))) > ALLOWED * stack.shape[1]:
             return None
