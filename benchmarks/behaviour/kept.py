@@ -8,8 +8,9 @@ of its own, trained and calibrated first as `experiments/recover-minilm.toml` sa
 LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of the train split and judged on the dev
 split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
 promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
-the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; ``same`` is what
-would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits:
+the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a promise holds if
+the two differ by at most two standard errors of their difference. ``same`` is what would be promised, had the 128 texts
+chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits:
 of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the record, by the name of the
 prompts' directory. Rows are added to the file
 as they come; a run that was stopped goes on. One thread.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import time
@@ -312,7 +314,7 @@ def promises(arguments: argparse.Namespace, record: Record) -> None:
     order = sorted(sample[:FRESH], key=lambda text: len(text[0]))
     reference = Reference(evaluator.source, evaluator.batches(order, 64))
     losses = {ratio: reference.losses(evaluator.base.adapted(subject.form("LSR", ratio)))[0] for ratio in LADDER}
-    record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "fresh": FRESH, **facts()}}
+    record.value |= {"draws": [], "draws_about": {"choosing": CHOOSING, "promising": HELD, "texts": FRESH, **facts()}}
     for row in drawn(losses, reference.effects, CHOOSING, HELD):
         record.add(row, "draws")
 
@@ -325,21 +327,26 @@ def drawn(
     for draw in range(DRAWS):
         keep = KEEPS[draw % len(KEEPS)]
         order = np.random.default_rng(draw).permutation(len(effects))
-        parts = [torch.from_numpy(part) for part in np.split(order, [promising, promising + choosing])]
+        promising_texts, choosing_texts, fresh_texts = (
+            torch.from_numpy(part) for part in np.split(order, [promising, promising + choosing])
+        )
 
         def share(ratio: float, some: torch.Tensor) -> float:
             return 1.0 - float(losses[ratio][some].sum() / effects[some].sum())
 
         row: dict[str, Any] = {"draw": draw, "keep": keep}
-        for name, choosers in (("apart", parts[1]), ("same", parts[0])):
+        for name, choosers in (("apart", choosing_texts), ("same", promising_texts)):
             ratio = max((r for r in losses if share(r, choosers) >= keep), default=min(losses))
-            error = ratio_error(losses[ratio][parts[0]], effects[parts[0]]) or 0.0
-            promised, true = share(ratio, parts[0]), share(ratio, parts[2])
-            holds = abs(true - promised) <= 2.0 * error
+            promised, fresh = share(ratio, promising_texts), share(ratio, fresh_texts)
+            error, fresh_error = (
+                ratio_error(losses[ratio][some], effects[some]) or 0.0 for some in (promising_texts, fresh_texts)
+            )
+            holds = abs(fresh - promised) <= 2.0 * math.hypot(error, fresh_error)
             holding[name] += holds
-            row[name] = {"ratio": ratio, "promised": promised, "error": error, "fresh": true, "holds": holds}
+            row[name] = {"ratio": ratio, "promised": promised, "error": error}
+            row[name] |= {"fresh": fresh, "fresh_error": fresh_error, "holds": holds}
         yield row
-    print(f"{holding} of {DRAWS} promises hold within two standard errors")
+    print(f"{holding} of {DRAWS} promises hold within two standard errors of the difference")
 
 
 def prompted(arguments: argparse.Namespace, record: Record) -> None:
@@ -349,17 +356,21 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
     evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))
     reference, work, bytes_before = evaluator.reference, arguments.work / task, bytes_to_open(arguments.lora / WEIGHTS)
     plans = [CompressionPlan(bytes=size, storage="auto") for size in BYTES]
-    statistics = evaluator.statistics(Journal(work / "journal"))
-    searched = search_adapter(open_checkpoint(arguments.lora), plans, statistics=statistics)
-    losses = {}
-    for plan in plans:
-        form, file = work / f"form-{plan.bytes}", work / f"losses-{plan.bytes}.npy"
-        if not file.exists():
-            made = searched.compress(plan, fill=False).save(form, force=True)
+    files = {plan: work / f"losses-{plan.bytes}.npy" for plan in plans}
+    if not all(file.exists() for file in files.values()):
+        statistics = evaluator.statistics(Journal(work / "journal"))
+        searched = search_adapter(open_checkpoint(arguments.lora), plans, statistics=statistics)
+        for plan, file in files.items():
+            if file.exists():
+                continue
+            made = searched.compress(plan, fill=False).save(work / f"form-{plan.bytes}", force=True)
             np.save(file, reference.losses(evaluator.base.adapted(made))[0].numpy())
-        losses[round(bytes_before / bytes_to_open(form / WEIGHTS), 1)] = torch.from_numpy(np.load(file))
+    losses = {}
+    for plan, file in files.items():
+        size = bytes_to_open(work / f"form-{plan.bytes}" / WEIGHTS)
+        losses[round(bytes_before / size, 1)] = torch.from_numpy(np.load(file))
     rows = list(drawn(losses, reference.effects, CHOOSING_PROMPTS, PROMISING_PROMPTS))
-    about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "fresh": reference.examples}
+    about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "texts": reference.examples}
     entry = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
     record.value["prompted"] = record.value.get("prompted", {}) | {task: entry}
     record.write()
