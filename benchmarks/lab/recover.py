@@ -77,7 +77,8 @@ def recover(
     everything = jobs(suite, plan, out)
     counter = Counter(on_step, "experiment", sum(2 + len(job.points()) for job in everything), "parts")
     for job in everything:
-        counter.name(f"{job.task}, seed {job.seed}: head and LoRA")
+        counter.stage = f"{job.task}, seed {job.seed}: head and LoRA"
+        counter.add(0)
         for run in (job.head(), job.lora()):
             do_runs([run], retry=retry, on_run=on_run)
             found = outcome(run)
@@ -88,12 +89,14 @@ def recover(
         if (gain(job) or 0.0) < plan.least_gain:
             counter.add(1 + len(job.points()))
             continue
-        counter.name(f"{job.task}, seed {job.seed}: calibration")
+        counter.stage = f"{job.task}, seed {job.seed}: calibration"
+        counter.add(0)
         _calibrate(job)
         _train(job, "lora", WHOLE, retry, on_run)
         counter.add()
         for structure, budget in job.points():
-            counter.name(f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix")
+            counter.stage = f"{job.task}, seed {job.seed}: {structure}, {budget or 'all'} parameters a matrix"
+            counter.add(0)
             further = STRUCTURES[structure].trained and budget not in job.plan.judged
             if _compressed_and_judged(job, structure, budget, search):
                 _distil(job, structure, budget)

@@ -87,9 +87,8 @@ class _Lines:
 
 
 def _counts(step: Step, of: str) -> str:
-    """ "3 of 24 layers", and what is done now; nothing where neither is known."""
-    counts = f"{step.done:,}{of}{step.total:,} {step.unit}".rstrip() if step.total else ""
-    return ", ".join(words for words in (counts, step.part) if words)
+    """ "3 of 24 layers"; nothing where the number is not known."""
+    return f"{step.done:,}{of}{step.total:,} {step.unit}".rstrip() if step.total else ""
 
 
 def time_left(done: int, total: int, seconds: float) -> str:

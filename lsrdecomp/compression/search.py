@@ -32,7 +32,6 @@ from lsrdecomp.compression.shapes import (
     fine_grid,
     more_terms,
     neighbours,
-    parameters,
     shape_grid,
     shapes_like,
     terms_around,
@@ -283,7 +282,7 @@ def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> 
         worth = [product.squared_error + rate * product.parameters for product in now]
         before[group] += sum(worth)
         for answer in answers:
-            after = answer.errors**2 + rate * parameters((answer.shape, answer.ranks))
+            after = answer.errors**2 + rate * answer.shape.parameters(*answer.ranks)
             gain = sum(max(0.0, old - new) for old, new in zip(worth, after.tolist(), strict=True))
             gains[group][answer.shape, answer.ranks] += gain
         table.add(task, answers)
@@ -345,8 +344,8 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
             shape = request.shape
             if shape.inner_rank > layer.rank or layer.squared_norm == 0.0:
                 continue
-            terms = tuple(ranks for ranks in request.terms if parameters((shape, ranks)) <= STRIDE * size)
-            near = {(shape, ranks) for ranks in terms if parameters((shape, ranks)) * STRIDE >= size}
+            terms = tuple(ranks for ranks in request.terms if shape.parameters(*ranks) <= STRIDE * size)
+            near = {(shape, ranks) for ranks in terms if shape.parameters(*ranks) * STRIDE >= size}
             if any(pair not in solved and ("exchanged", i, *pair) not in table.tried for pair in near):
                 lacking.setdefault(((layer.kind, shape), terms), []).append(i)
             table.tried |= {("exchanged", i, *pair) for pair in near}

@@ -31,7 +31,7 @@ from lsrdecomp.compression.candidates import (
 from lsrdecomp.compression.layers import Layer, SpillCache, batches
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
-from lsrdecomp.compression.shapes import Request, parameters
+from lsrdecomp.compression.shapes import Request
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
@@ -315,7 +315,7 @@ class SearchTable:
         for answer in answers:
             for position, (i, error) in enumerate(zip(task.indices, answer.errors.tolist(), strict=True)):
                 ranks = answer.ranks_of(position)
-                size, loss = parameters((answer.shape, ranks)), error**2
+                size, loss = answer.shape.parameters(*ranks), error**2
                 if not any(p.parameters <= size and p.squared_error <= loss for p in self.products(i)):
                     product = partial(_made, self.cache.put(answer.factors_of(position)))
                     lsr = Lsr(parameters=size, squared_error=loss, shape=answer.shape, ranks=ranks, product=product)

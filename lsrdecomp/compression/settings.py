@@ -269,7 +269,6 @@ class Step:
     done: int
     total: int  # 0: not known
     unit: str = ""  # what is counted
-    part: str = ""  # what is being done now, where stages have parts of their own
 
 
 OnStep = Callable[[Step], Any]
@@ -279,24 +278,20 @@ class Counter:
     """Calls ``on_step`` as the parts of a stage are done; silent without it."""
 
     def __init__(self, on_step: OnStep | None, stage: str, total: int, unit: str) -> None:
-        self._on_step, self._stage, self._total, self._unit = on_step, stage, total, unit
-        self._done, self._part = 0, ""
+        self.stage = stage
+        self._on_step, self._total, self._unit = on_step, total, unit
+        self._done = 0
         self.add(0)
 
     def add(self, count: int = 1) -> None:
         """So many more are done."""
         self._done += count
         if self._on_step is not None:
-            self._on_step(Step(self._stage, self._done, self._total, self._unit, self._part))
+            self._on_step(Step(self.stage, self._done, self._total, self._unit))
 
     def __call__(self, name: str) -> None:
         """One more is done, whatever its name: for what tells of each layer."""
         self.add()
-
-    def name(self, part: str) -> None:
-        """What is being done now."""
-        self._part = part
-        self.add(0)
 
 
 @dataclass(frozen=True, slots=True)

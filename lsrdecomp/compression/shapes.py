@@ -11,10 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import mul
 
 from lsrdecomp.kronecker.separated import SeparatedProduct
-from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape, divisors, splits
+from lsrdecomp.kronecker.shape import ProductShape, divisors, splits
 
 Configuration = tuple[ProductShape, tuple[int, int]]
 """A shape of an LSR product, and the terms of its out side and its in side."""
@@ -88,7 +87,7 @@ def _requests(wanted: Sequence[tuple[ProductShape, Sequence[Ranks]]], most: floa
     """Each shape once, at the numbers of terms that it can have in at most ``most`` parameters."""
     requests: dict[ProductShape, Request] = {}
     for shape, terms in wanted:
-        fitting = [ranks for ranks in terms if clipped(shape, ranks) == ranks and parameters((shape, ranks)) <= most]
+        fitting = [ranks for ranks in terms if clipped(shape, ranks) == ranks and shape.parameters(*ranks) <= most]
         if fitting:
             requests[shape] = Request(shape, tuple(fitting))
     return list(requests.values())
@@ -143,17 +142,9 @@ def terms_around(ranks: Ranks) -> tuple[Ranks, ...]:
     return tuple(dict.fromkeys([(max(1, s - 1), max(1, t - 1)), (s, t), (s + 1, t + 1)]))
 
 
-def parameters(configuration: Configuration) -> int:
-    """Numbers in the factors."""
-    shape, (s, t) = configuration
-    size: int = s * sum(map(mul, shape.out, shape.inner)) + t * sum(map(mul, shape.inner, shape.into))
-    return size
-
-
 def clipped(shape: ProductShape, ranks: Ranks) -> Ranks:
     """At most as many terms as the sides can need."""
-    sides = KroneckerShape.of(shape.out, shape.inner), KroneckerShape.of(shape.inner, shape.into)
-    return min(ranks[0], sides[0].max_separation_rank), min(ranks[1], sides[1].max_separation_rank)
+    return min(ranks[0], shape.left.max_separation_rank), min(ranks[1], shape.right.max_separation_rank)
 
 
 @cache

@@ -74,7 +74,6 @@ def test_a_terminal_shows_stage_counts_and_what_is_done_now(monkeypatch: pytest.
     assert "solving" in shown
     assert "1,200/2,400 layers" in shown
     assert "reading" in on_a_terminal([Step("reading", 0, 0)], monkeypatch)
-    assert "first part" in on_a_terminal([Step("experiment", 1, 3, "parts", "first part")], monkeypatch)
 
 
 @pytest.mark.parametrize("columns", [80, 110, 130])

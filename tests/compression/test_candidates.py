@@ -17,7 +17,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Search
-from lsrdecomp.compression.shapes import parameters, shape_grid
+from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
@@ -101,7 +101,7 @@ def test_storage_is_paid_for_in_bytes_and_in_error(rng: np.random.Generator) -> 
 def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
     chains = shape_grid((M, N), RANK, (2, 3), RANK, 150)
     configurations = [(chain.shape, terms) for chain in chains for terms in chain.terms]
-    sizes = [parameters(configuration) for configuration in configurations]
+    sizes = [shape.parameters(*ranks) for shape, ranks in configurations]
     assert len(set(configurations)) == len(configurations)
     assert min(sizes) < 30
     assert 120 < max(sizes) <= 150

@@ -19,7 +19,7 @@ from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, fit_budget, search_layers
 from lsrdecomp.compression.search_table import Draw
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search, Step
-from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, parameters, shape_grid
+from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.problem import PairProblem, descend
@@ -263,7 +263,7 @@ def test_the_grid_tiles_any_matrix_within_its_limit(size: tuple[int, int]) -> No
     assert len({chain.shape for chain in chains}) == len(chains)
     for chain in chains:
         assert chain.shape.matrix_shape == size
-        assert all(parameters((chain.shape, ranks)) <= 900 for ranks in chain.terms)
+        assert all(chain.shape.parameters(*ranks) <= 900 for ranks in chain.terms)
 
 
 def test_the_grid_is_coarse_and_fine() -> None:
