@@ -56,32 +56,42 @@ class Distillation:
     checks: tuple[tuple[int, float], ...] = ()  # step, share
 
 
+@dataclass(frozen=True)
+class Lessons:
+    """What adapters of one source are trained on; it answers each lesson once, however many there are."""
+
+    source: Base
+    batches: Sequence[Sequence[Batch]]  # for a step each, in micro-batches: the gradient is that of all together
+    check: Reference  # the source's answers to other batches: the share kept there says when to stop, and what is best
+    answered: dict[int, list[Lesson]] = field(default_factory=dict)  # by index
+
+    def answers(self, index: int) -> list[Lesson]:
+        """One lesson with the source's answers."""
+        if index not in self.answered:
+            self.answered[index] = [lesson(self.source, batch) for batch in self.batches[index]]
+        return self.answered[index]
+
+
 def distil_factors(
-    source: Base,
     student: Base,
-    lessons: Sequence[Sequence[Batch]],
-    check: Reference,
+    lessons: Lessons,
     *,
     steps: int,
     rate: float | None = None,
     seed: int = 0,
     journal: Journal | None = None,
     key: str = "",
-    answered: dict[int, list[Lesson]] | None = None,
     enough: float = math.inf,
-    on_step: Callable[[int, int, float], object] | None = None,
+    on_step: Callable[[int, int], object] | None = None,
 ) -> Distillation:
-    """Train the factors of ``student`` on the answers of ``source``; the best factors seen are left in it.
+    """Train the factors of ``student`` on the source's answers; the best factors seen are left in it.
 
     Parameters
     ----------
-    source, student : Base
-        One base with two adapters, as `load_pair` opens them. Only LSR factors are trained, in float32.
-    lessons : sequence of sequences of mappings
-        What a step reads, in micro-batches: the gradient is that of all together, memory that of one. Steps go
-        through the lessons again and again, in an order drawn from ``seed``; the source answers each once.
-    check : Reference
-        The source's answers to held-out batches: the share kept there says when to stop, and what is best.
+    student : Base
+        The source's base with another adapter, as `load_pair` opens the two. Only LSR factors are trained, in float32.
+    lessons : Lessons
+        Steps go through them again and again, in an order drawn from ``seed``.
     steps : int
         At most so many optimizer steps, the trials of learning rates among them.
     rate : float, optional
@@ -90,12 +100,10 @@ def distil_factors(
         Where the state of an unfinished run is kept at every check, and gone on from.
     key : str
         Under which: a digest of all that the run depends on.
-    answered : dict, optional
-        The source's answers to lessons by their index; those that are asked here are added, for the next run on them.
     enough : float
         Share kept on the check texts at which training ends.
     on_step : callable, optional
-        Called with the step, the number of steps and the loss, nats per answer.
+        Called with the step and the number of steps.
 
     Returns
     -------
@@ -112,9 +120,9 @@ def distil_factors(
     one forward and one backward pass a step, and one forward pass a lesson and a check. On several processes started by
     accelerate each takes its share of a lesson's micro-batches, and gradients are summed.
     """
-    if steps < 1 or not lessons:
-        raise CalibrationError(f"{steps} steps on {len(lessons)} batches: there is nothing to distil with")
-    work = _Work(source, student, lessons, check, steps, seed, on_step or (lambda *_: None), answered)
+    if steps < 1 or not lessons.batches:
+        raise CalibrationError(f"{steps} steps on {len(lessons.batches)} batches: there is nothing to distil with")
+    work = _Work(student, lessons, steps, seed, on_step or (lambda *_: None))
     # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
     now = None if journal is None else _load(journal, key, work.zero.device)
     if now is None:
@@ -184,17 +192,10 @@ class _Work:
     """The parameters as one vector of relative changes, and the answers to learn."""
 
     def __init__(
-        self,
-        source: Base,
-        student: Base,
-        lessons: Sequence[Sequence[Batch]],
-        check: Reference,
-        steps: int,
-        seed: int,
-        on_step: Callable[[int, int, float], object],
-        answered: dict[int, list[Lesson]] | None,
+        self, student: Base, lessons: Lessons, steps: int, seed: int, on_step: Callable[[int, int], object]
     ) -> None:
-        self.student, self.check, self.steps, self.seed, self.on_step = student, check, steps, seed, on_step
+        self.student, self.lessons, self.steps, self.seed, self.on_step = student, lessons, steps, seed, on_step
+        check = lessons.check
         if not check.effect > 0.0:
             raise CalibrationError("the adapter has no effect on the held-out texts: there is nothing to keep")
         self.parameters = trained(student.model)
@@ -202,13 +203,9 @@ class _Work:
         self.zero = torch.zeros(sum(value.numel() for value in self.start), device=self.start[0].device)
         self.scales = [value.square().mean().sqrt().clamp_min(1e-8) for value in self.start]
         self.team = PartialState()
-        self.source, self.lessons = source, lessons
-        self.answered = {} if answered is None else answered
-        if 0 not in self.answered:
-            self.answered[0] = [lesson(source, batch) for batch in lessons[0]]
-        apart = distance_without(source, self.answered[0])
+        apart = distance_without(lessons.source, lessons.answers(0))
         self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
-        self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons[0]))
+        self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons.batches[0]))
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
     def put(self, u: Tensor) -> None:
@@ -265,7 +262,7 @@ class _Work:
         now.u.grad, now.optimizer.param_groups[0]["lr"] = gradient, rate
         now.optimizer.step()
         now.step, now.passes = now.step + 1, now.passes + 2.0
-        self.on_step(now.step, self.steps, float(loss))
+        self.on_step(now.step, self.steps)
         return float(loss)
 
     def lost(self, part: Lesson) -> Tensor:
@@ -278,18 +275,17 @@ class _Work:
 
     def lesson(self, now: _State) -> list[Lesson]:
         """The lesson of the next step with the source's answers, which are asked for once."""
-        epoch, index = divmod(now.step, len(self.lessons))
+        count = len(self.lessons.batches)
+        epoch, index = divmod(now.step, count)
         generator = torch.Generator().manual_seed((self.seed << 20) + epoch)
-        chosen = int(torch.randperm(len(self.lessons), generator=generator)[index])
-        if chosen not in self.answered:
-            self.answered[chosen] = [lesson(self.source, batch) for batch in self.lessons[chosen]]
-            now.passes += 1.0
-        return self.answered[chosen]
+        chosen = int(torch.randperm(count, generator=generator)[index])
+        now.passes += float(chosen not in self.lessons.answered)
+        return self.lessons.answers(chosen)
 
     def look(self, now: _State) -> None:
         """The share kept on the check texts; the best factors so far are remembered."""
         self.put(now.u)
-        share = self.check.compare(self.student).kept
+        share = self.lessons.check.compare(self.student).kept
         share = -math.inf if share is None or not math.isfinite(share) else share
         if not now.checks or share > max(earlier for _, earlier in now.checks):
             now.best = now.u.detach().clone()

@@ -119,7 +119,7 @@ def distil(
         from accelerate import PartialState
 
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
-        from lsrdecomp.fidelity.forms import Lessons, distil_form
+        from lsrdecomp.fidelity.forms import distil_form
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
     chosen = DistilSettings(**settings)
     directory = Path(directory)
@@ -149,7 +149,7 @@ def distil(
             source,
             Path(folder) / "made",
             before=evaluator.measure(directory),
-            lessons=Lessons.of(evaluator, chosen.steps, chosen.micro),
+            lessons=evaluator.lessons(chosen.steps, chosen.micro),
             steps=chosen.steps,
             rate=chosen.rate,
             statistics=statistics,

@@ -25,6 +25,7 @@ from lsrdecomp.calibration.base_model import (
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_jsonl, tokenize
+from lsrdecomp.calibration.distil import Lessons
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
@@ -49,6 +50,11 @@ STRENGTH = 0.4
 does. At 5.5 kB on SmolLM2 .886 is kept in place of .816 (benchmarks/results/one_command.json, one seed)."""
 ANSWERED = 32
 """Held-out examples that are answered in words, where that is asked for."""
+TEACHER_SHARE = 0.2
+"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""
+FEWEST_LESSONS = 8
+CHECK_BATCHES = 4
+"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on others."""
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD_OUT = 8
@@ -215,6 +221,17 @@ class Evaluator:
                     on_batch=lambda done, planned: self.say(stage, done, planned, "examples"),
                 )
         return read_statistics(out)
+
+    def lessons(self, steps: int, micro: int | None = None) -> Lessons:
+        """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
+        check, rest = self.calibration[: CHECK_BATCHES * self.size], self.calibration[CHECK_BATCHES * self.size :]
+        if len(rest) < self.size:  # so few that no batch would be left: every fourth checks
+            check = self.calibration[::4]
+            rest = [text for index, text in enumerate(self.calibration) if index % 4]
+        count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
+        parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)[:count]]
+        batches = [list(self.batches(part, micro or self.size)) for part in parts]
+        return Lessons(self.source, batches, Reference(self.source, self.batches(check)))
 
     def fidelity(self, behaviour: Behaviour, written: Path, source: Checkpoint, data: str, **facts: Any) -> Fidelity:
         """The record of a measured form of ``source``, with further facts of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ from lsrdecomp.adapters.layer import LsrLayer
 from lsrdecomp.arrays import to_numpy
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.behaviour import Behaviour
-from lsrdecomp.calibration.distil import Distillation, distil_factors
-from lsrdecomp.calibration.divergence import Reference
-from lsrdecomp.calibration.features import Lesson
-from lsrdecomp.calibration.fisher import Batch
+from lsrdecomp.calibration.distil import Distillation, Lessons, distil_factors
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -27,12 +24,6 @@ from lsrdecomp.fidelity.evaluate import Evaluator, share_kept
 from lsrdecomp.fidelity.fidelity import Measurement
 from lsrdecomp.fidelity.rewrite import recorded_layers, rewrite
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
-
-TEACHER_SHARE = 0.2
-"""Batches of the lessons, of all steps: the source answers each once, and that costs a forward pass."""
-FEWEST_LESSONS = 8
-CHECK_BATCHES = 4
-"""Batches that say when to stop; they are held out of the lessons, and the promise is measured on others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,27 +81,6 @@ class CompressedForm:
     def facts(self) -> dict[str, Any]:
         """What the record says of it beside the compression."""
         return {} if self.distilled is None else {"distillation": self.distilled.to_json()}
-
-
-@dataclass(frozen=True)
-class Lessons:
-    """What forms are trained on, with the LoRA's answers."""
-
-    batches: list[list[Batch]]  # for a step each, in micro-batches
-    check: Reference  # says when to stop
-    answered: dict[int, list[Lesson]] = field(default_factory=dict)  # by index, as they are asked
-
-    @classmethod
-    def of(cls, evaluator: Evaluator, steps: int, micro: int | None = None) -> Lessons:
-        """Of the texts that are not held out: a few to check by, of the others what so many steps go through."""
-        size, texts = evaluator.size, evaluator.calibration
-        check, rest = texts[: CHECK_BATCHES * size], texts[CHECK_BATCHES * size :]
-        if len(rest) < size:  # so few that no batch would be left: every fourth checks
-            check, rest = texts[::4], [text for index, text in enumerate(texts) if index % 4]
-        count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
-        parts = [rest[start : start + size] for start in range(0, len(rest), size)[:count]]
-        batches = [list(evaluator.batches(part, micro or size)) for part in parts]
-        return cls(batches, Reference(evaluator.source, evaluator.batches(check)))
 
 
 class CompressedFormCache:
@@ -176,7 +146,7 @@ class CompressedFormCache:
     @cached_property
     def lessons(self) -> Lessons:
         """What every form is trained on: the LoRA answers once."""
-        return Lessons.of(self.evaluator, self.steps)
+        return self.evaluator.lessons(self.steps)
 
     def distilled(self, form: CompressedForm, words: str = "", enough: float = math.inf) -> CompressedForm:
         """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is.
@@ -239,18 +209,15 @@ def distil_form(
     stage = f"{words}distilling, at most {steps} steps of {evaluator.size} examples"
     evaluator.say(stage)
     training = distil_factors(
-        evaluator.source,
         student,
-        lessons.batches,
-        lessons.check,
+        lessons,
         steps=steps,
-        answered=lessons.answered,
         enough=enough,
         rate=rate,
         seed=evaluator.settings.seed,
         journal=journal,
         key=key,
-        on_step=lambda step, all_steps, _: evaluator.say(stage, step, all_steps, "steps"),
+        on_step=lambda step, all_steps: evaluator.say(stage, step, all_steps, "steps"),
     )
     # 2. What the new numbers keep as written: rounded as the old ones were.
     evaluator.say(f"{words}writing and measuring again")

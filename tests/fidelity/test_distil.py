@@ -34,7 +34,7 @@ from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.fidelity import evaluate  # noqa: E402
 from lsrdecomp.fidelity.distil import distil  # noqa: E402
 from lsrdecomp.fidelity.evaluate import Evaluator, split  # noqa: E402
-from lsrdecomp.fidelity.forms import Lessons, distil_form, products_of  # noqa: E402
+from lsrdecomp.fidelity.forms import distil_form, products_of  # noqa: E402
 from lsrdecomp.fidelity.settings import EvaluatorSettings  # noqa: E402
 
 WORDS = random.Random(0)
@@ -206,7 +206,7 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tm
 def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(classifier, tmp_path):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    lessons, lora = Lessons.of(evaluator, 60), open_checkpoint(classifier / "lora")
+    lessons, lora = evaluator.lessons(60), open_checkpoint(classifier / "lora")
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
