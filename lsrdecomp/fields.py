@@ -120,18 +120,18 @@ class Field:
     names: tuple[str, ...]  # its own and other spellings
     marks: frozenset[Mark]
 
-    def settled(self, value: Any, where: str, error: type[LsrError]) -> Any:
+    def settled(self, value: Any, error: type[LsrError]) -> Any:
         """The value, checked; a list as a tuple, a table as one that cannot change."""
         if value is None and self.optional:
             return None
         if self.type is tuple:
             if not isinstance(value, list | tuple):
-                raise error(f"{where}{self.name} must be a list, got {value!r}")
+                raise error(f"{self.name} must be a list, got {value!r}")
             value = tuple(value)
         if self.type is str and isinstance(value, PathLike):
             value = str(value)
         if not self.check.test(value):
-            raise error(f"{where}{self.name} must be {self.check.wanted()}, got {_shown(value)}")
+            raise error(f"{self.name} must be {self.check.wanted()}, got {_shown(value)}")
         return MappingProxyType(dict(value)) if self.type is Mapping else value
 
     @property
@@ -176,13 +176,11 @@ class Settings:
 
     __slots__ = ()
     fields: ClassVar[Mapping[str, Field]] = MappingProxyType({})  # filled by `settings`
-    where: ClassVar[str] = ""  # the table's name in errors
     error: ClassVar[type[LsrError]] = SettingsError
 
     def __post_init__(self) -> None:
         for name, field in self.fields.items():
-            where = f"{self.where}." if self.where else ""
-            object.__setattr__(self, name, field.settled(getattr(self, name), where, self.error))
+            object.__setattr__(self, name, field.settled(getattr(self, name), self.error))
         self.check_together()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -210,15 +208,14 @@ class Settings:
         SettingsError
             If a name is unknown, or two are spellings of one.
         """
-        table = cls.where and f"{cls.where}: "
         spellings = {other: name for name, field in cls.fields.items() for other in field.names}
         for name in values:
             if name not in spellings:
-                raise cls.error(f"{table}no setting is called {unknown(str(name), cls.fields)}")
+                raise cls.error(f"no setting is called {unknown(str(name), cls.fields)}")
         named = {spellings[name]: value for name, value in values.items()}
         if len(named) < len(values):
             twice = [name for name in values if name != spellings[name] and spellings[name] in values]
-            raise cls.error(f"{table}{twice[0]} is an older name of {spellings[twice[0]]}: give one of them")
+            raise cls.error(f"{twice[0]} is an older name of {spellings[twice[0]]}: give one of them")
         return named
 
     @classmethod
@@ -234,7 +231,7 @@ class Settings:
         needed = [name for name, field in cls.fields.items() if field.default is dataclasses.MISSING]
         missing = [name for name in needed if name not in settings]
         if missing:
-            raise cls.error(f"{cls.where and f'{cls.where}: '}{' and '.join(missing)} must be given")
+            raise cls.error(f"{' and '.join(missing)} must be given")
         return cls(**settings)
 
     def replace(self, **changes: Any) -> Self:

@@ -72,7 +72,6 @@ class RecoverPlan(Settings):
     ('lsr', 'svd-kfac')
     """
 
-    where = "recover"
     error = SuiteError
     budgets: Annotated[tuple[int, ...], _counts(least=1), "Parameters per adapted matrix, on average over them."]
     steps: Annotated[int, whole(1), "Of recovery, and of training from scratch."]
@@ -111,15 +110,15 @@ class RecoverPlan(Settings):
     def check_together(self) -> None:
         """Lists against each other."""
         if set(self.judged) & set(self.budgets):
-            raise SuiteError(f"recover.judged must be budgets beside {list(self.budgets)}, got {list(self.judged)}")
+            raise SuiteError(f"judged must be budgets beside {list(self.budgets)}, got {list(self.judged)}")
         odd = [name for name in self.scratch if name not in self.structures or not STRUCTURES[name].trained]
         if odd:
-            raise SuiteError(f"recover.scratch: {odd[0]} is not among the structures that are trained here")
+            raise SuiteError(f"scratch: {odd[0]} is not among the structures that are trained here")
         if self.tune_budget is not None and self.tune_budget not in self.budgets:
-            raise SuiteError(f"recover.tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}")
+            raise SuiteError(f"tune_budget {self.tune_budget} is not one of the budgets {list(self.budgets)}")
         strange = [task for task in self.lora_of if task not in TASKS]  # the suite may have been cut to some of its own
         if strange:
-            raise SuiteError(f"recover.lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
+            raise SuiteError(f"lora_of: no task is called {strange[0]!r}; there are: {', '.join(TASKS)}")
 
     @property
     def tuned_at(self) -> int:
@@ -136,7 +135,10 @@ def recover_plan(suite: Suite) -> RecoverPlan:
     SuiteError
         If there is no table [recover], a key of it is unknown or missing, or a setting is impossible.
     """
-    plan = RecoverPlan.from_mapping(suite.recover)
+    try:
+        plan = RecoverPlan.from_mapping(suite.recover)
+    except SuiteError as error:
+        raise SuiteError(f"[recover] {error}") from error
     for task in suite.tasks:
         for seed in suite.seeds:
             head_settings(suite, plan, task, seed)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.errors import BudgetError, ShapeError
-from lsrdecomp.fields import OPTION, Also, Check, Settings, settings
+from lsrdecomp.fields import OPTION, POSITIVE, Also, Check, Settings, settings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint, Journal
@@ -25,10 +25,6 @@ STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("in
 
 
 SPLIT = Check(lambda value: True, str)  # checked with the goal it goes with
-AMOUNT = Check(
-    lambda value: not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value > 0,
-    lambda: "a positive number",
-)
 
 
 @settings
@@ -46,15 +42,15 @@ class CompressionPlan(Settings):
 
     error = BudgetError
 
-    rtol: Annotated[float | None, OPTION, AMOUNT, "Largest relative error of every layer, as written."] = None
-    separation_rank: Annotated[int | None, OPTION, AMOUNT, "So many terms a side in every layer."] = None
+    rtol: Annotated[float | None, OPTION, POSITIVE, "Largest relative error of every layer, as written."] = None
+    separation_rank: Annotated[int | None, OPTION, POSITIVE, "So many terms a side in every layer."] = None
     parameters: Annotated[
-        float | None, OPTION, AMOUNT, Also("params"), "So many parameters, in the factors of all layers."
+        float | None, OPTION, POSITIVE, Also("params"), "So many parameters, in the factors of all layers."
     ] = None
-    ratio: Annotated[float | None, OPTION, AMOUNT, "So many times fewer parameters, over all layers."] = None
-    bytes: Annotated[int | None, OPTION, AMOUNT, "At most so many bytes to open it: weight file and config."] = None
+    ratio: Annotated[float | None, OPTION, POSITIVE, "So many times fewer parameters, over all layers."] = None
+    bytes: Annotated[int | None, OPTION, POSITIVE, "At most so many bytes to open it: weight file and config."] = None
     kl: Annotated[
-        float | None, OPTION, AMOUNT, "Nats of divergence of answers: estimated by statistics, or on a base measured."
+        float | None, OPTION, POSITIVE, "Nats of divergence of answers: estimated by statistics, or on a base measured."
     ] = None
     inner_shape: Annotated[
         tuple[int, ...] | None, OPTION, SPLIT, "With separation_rank: split of the inner rank, such as 4x2."

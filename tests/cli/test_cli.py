@@ -137,7 +137,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
             f"holds no weights; give its directory, {DEMO}",
         ),
         (["compress", DEMO, "--out", "o", "--ratio", "4", "--storage", "int5"], "--storage must be one of float64"),
-        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "--rtol must be a positive number"),
+        (["compress", DEMO, "--out", "o", "--rtol", "-1"], "--rtol must be a number above 0"),
         (["compress", DEMO, "--out", "o", "--rtol", "0.1", "--storage", "int3"], "int3"),
         (["compress", DEMO, "--out", "o", "--separation-rank", "1", "--inner-shape", "2,2"], "expected two sizes"),
         (["compress", DEMO, "--rtol", "0.1"], "--dry-run"),

@@ -184,7 +184,7 @@ def test_a_method_is_judged_against_another_seed_by_seed(file, runs, tmp_path):
     [
         ("seeds = [0, 1, 2]", "seeds = [0, 0]", "seeds must be different whole numbers of 0 or more, at least one"),
         ("seeds = [0, 1, 2]", "seeds = []", "seeds must be different whole numbers of 0 or more, at least one"),
-        ("seeds = [0, 1, 2]", "seed = [0]", "no setting is called seed; there are: title, seeds"),
+        ("seeds = [0, 1, 2]", "seed = [0]", r"no setting is called 'seed'; did you mean 'seeds'\? known: title, seeds"),
         ("seeds = [0, 1, 2]", "tune_seeds = 2", "tune_seeds must be 1 to 1"),
         ("patience = 2", "", "several rates are compared on a split of the training set"),
         ("options = { r = 1 }", "rate = 1e-3", "methods.LoRA r=1: rate is the suite's"),

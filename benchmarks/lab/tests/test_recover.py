@@ -286,22 +286,26 @@ def test_one_task_may_want_another_lora(tmp_path):
         (
             "budgets = [64, 256]",
             "budgets = [0]",
-            r"recover.budgets must be a list of whole numbers of 1 or more, got \[0\]",
+            r"\[recover\] budgets must be a list of whole numbers of 1 or more, got \[0\]",
         ),
-        ("budgets = [64, 256]", 'budgets = "64"', "recover.budgets must be a list"),
+        ("budgets = [64, 256]", 'budgets = "64"', r"\[recover\] budgets must be a list"),
         ("tune_budget = 64", "tune_budget = 65", "tune_budget 65 is not one of the budgets"),
-        ("samples = 64", "sample = 64", "recover: no setting is called sample; there are: budgets, steps"),
+        (
+            "samples = 64",
+            "sample = 64",
+            r"\[recover\] no setting is called 'sample'; did you mean 'samples'\? known: budgets, steps",
+        ),
         (
             '"lsr", "direct"',
             '"lsr", "tucker"',
-            r"recover.structures must be a list of structures, which are lsr, .*, got \['lsr', 'tucker'",
+            r"\[recover\] structures must be a list of structures, which are lsr, .*, got \['lsr', 'tucker'",
         ),
         ("judged = [128]", "judged = [64]", "judged must be budgets beside"),
         ("judged = [128]", "judged = [0]", "whole numbers of 1 or more"),
         ("samples = 64", "lora_of.CoIA = { steps = 5 }", "no task is called 'CoIA'"),
         ('scratch = ["lsr"]', 'scratch = ["lora-int8"]', "lora-int8 is not among the structures"),
         ("rate = 5e-2, steps = 20", "rate = -1.0", r"\[recover\] together: learning_rate must be"),
-        ("[recover]\n", "[other]\n", "no setting is called other"),
+        ("[recover]\n", "[other]\n", "no setting is called 'other'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(old, new, message, tmp_path):
