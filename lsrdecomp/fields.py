@@ -45,7 +45,6 @@ class Check(NamedTuple):
 
     test: Callable[[Any], bool]
     wanted: Callable[[], str]
-    least: int | None = None  # where there is one
 
 
 class Also(NamedTuple):
@@ -77,7 +76,7 @@ def _whole(value: Any, least: int = 0) -> bool:
 
 def whole(least: int) -> Check:
     """A whole number, ``least`` or more."""
-    return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more", least)
+    return Check(lambda value: _whole(value, least), lambda: f"a whole number, {least} or more")
 
 
 def one_of(names: Collection[str] | Callable[[], Collection[str]]) -> Check:

@@ -21,7 +21,6 @@ class Precision:
     bits: int
     unit_roundoff: float  # μ: largest relative error of rounding to nearest
     largest: float
-    smallest_normal: float
 
     @property
     def bytes(self) -> float:
@@ -35,7 +34,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def _ieee(name: str, bits: int, significand: int) -> Precision:
     info: Any = ml_dtypes.finfo(numpy_dtype(name))  # type: ignore[no-untyped-call]
-    return Precision(name, bits, 2.0**-significand, float(info.max), float(info.smallest_normal))
+    return Precision(name, bits, 2.0**-significand, float(info.max))
 
 
 PRECISIONS = {
@@ -43,7 +42,7 @@ PRECISIONS = {
     for precision in (
         _ieee("float64", 64, 53),
         _ieee("float32", 32, 24),
-        Precision("tf32", 19, 2.0**-11, float(np.finfo(np.float32).max), float(np.finfo(np.float32).smallest_normal)),
+        Precision("tf32", 19, 2.0**-11, float(np.finfo(np.float32).max)),
         _ieee("float16", 16, 11),
         _ieee("bfloat16", 16, 8),
         _ieee("float8_e4m3fn", 8, 4),
