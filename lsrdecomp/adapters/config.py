@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +16,11 @@ from peft.utils.peft_types import PeftType
 from lsrdecomp.adapters.register import add_member
 from lsrdecomp.checkpoints.config import spellings
 from lsrdecomp.checkpoints.packed_index import read_index
+from lsrdecomp.checkpoints.readers.lsr import positive, product_shape, separation_ranks, sizes
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 
 INITIALIZATIONS = (True, False, "paper")
-SIDES = ("out", "inner", "into")
 T = TypeVar("T")
 HEADING = "## Loading this adapter"
 CARD = """\
@@ -195,8 +195,8 @@ class LsrConfig(TargetConfig):
             positive(f"rank_pattern[{name!r}]", rank)
         for name, pair in self.separation_rank_pattern.items():
             separation_ranks(f"separation_rank_pattern[{name!r}]", pair)
-        for name, sizes in self.shape_pattern.items():
-            product_shape(f"shape_pattern[{name!r}]", sizes)
+        for name, split in self.shape_pattern.items():
+            product_shape(f"shape_pattern[{name!r}]", split)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         packed, self.layers = self.layers, None
@@ -212,7 +212,7 @@ class LsrConfig(TargetConfig):
         if self.inner_shape is None:
             self.r = 16 if self.r is None else positive("r", self.r)
             return
-        self.inner_shape = [positive("inner_shape", size) for size in self.inner_shape]
+        self.inner_shape = list(sizes("inner_shape", self.inner_shape))
         if len(self.inner_shape) != self.order:
             raise ShapeError(
                 f"inner_shape {self.inner_shape} has {len(self.inner_shape)} sizes, but order is {self.order}"
@@ -221,40 +221,14 @@ class LsrConfig(TargetConfig):
         if self.r is None:
             self.r = product
         if product != positive("r", self.r):
-            sizes = " x ".join(map(str, self.inner_shape))
-            raise ShapeError(f"inner_shape {sizes} = {product}, but r is {self.r}; leave one of the two out")
+            split = " x ".join(map(str, self.inner_shape))
+            raise ShapeError(f"inner_shape {split} = {product}, but r is {self.r}; leave one of the two out")
 
     def inner_split(self, r: int) -> tuple[int, ...]:
         """Kronecker split of an inner rank: ``inner_shape`` where it has this product, else the most even one."""
         if self.inner_shape is not None and math.prod(self.inner_shape) == r:
             return tuple(self.inner_shape)
         return balanced_split(r, self.order or 2)
-
-
-def positive(name: str, value: Any) -> int:
-    """``value`` as a positive integer, or a `ShapeError` naming the setting."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError(f"{name} should be a positive integer value but the value passed is {value!r}")
-    return value
-
-
-def separation_ranks(name: str, value: Any) -> tuple[int, int]:
-    """Terms of the out side and of the in side, from one number or two."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        if len(value) != 2:
-            raise ShapeError(f"{name} should be one number or [out side, in side], got {list(value)!r}")
-        return positive(name, value[0]), positive(name, value[1])
-    return positive(name, value), positive(name, value)
-
-
-def product_shape(name: str, sizes: Any) -> ProductShape:
-    """A `ProductShape` from one value of ``shape_pattern``."""
-    if not isinstance(sizes, dict) or set(sizes) != set(SIDES):
-        raise ShapeError(f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {sizes!r}')
-    try:
-        return ProductShape(**{side: tuple(sizes[side]) for side in SIDES})
-    except (TypeError, ShapeError) as error:
-        raise ShapeError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,19 +252,19 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
     ShapeError
         Naming the layer and the numbers, if a pattern's sizes do not tile the layer or contradict ``rank_pattern``.
     """
-    sizes = find(config.shape_pattern, name)
+    split = find(config.shape_pattern, name)
     rank = find(config.rank_pattern, name)
-    if sizes is None:
+    if split is None:
         r = positive(f"{name}: r", config.r if rank is None else rank)
         shape = ProductShape.balanced(matrix_shape, config.inner_split(r * copies))
     else:
-        shape = product_shape(f"{name}: shape_pattern", sizes)
+        shape = product_shape(f"{name}: shape_pattern", split)
         r = shape.inner_rank // copies
         if r * copies != shape.inner_rank or rank not in (None, r):
-            split = " x ".join(map(str, shape.inner))
+            inner = " x ".join(map(str, shape.inner))
             several = f" for {copies} matrices" if copies > 1 else ""
             but = f"rank_pattern says {rank}" if rank is not None else "that is no whole rank each"
-            raise ShapeError(f"{name}: inner {split} = {shape.inner_rank}{several} in shape_pattern, but {but}")
+            raise ShapeError(f"{name}: inner {inner} = {shape.inner_rank}{several} in shape_pattern, but {but}")
         shape.left.check((matrix_shape[0], shape.inner_rank), f"{name}, out side")
         shape.right.check((shape.inner_rank, matrix_shape[1]), f"{name}, in side")
     alpha = find(config.alpha_pattern, name)

@@ -10,12 +10,13 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
-from lsrdecomp.adapters.config import TargetConfig, find, positive
+from lsrdecomp.adapters.config import TargetConfig, find
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels import apply, kronecker_pays
 from lsrdecomp.adapters.register import add_member, register
 from lsrdecomp.adapters.tuner import KroneckerTuner
+from lsrdecomp.checkpoints.readers.lsr import positive
 from lsrdecomp.errors import ShapeError
 from lsrdecomp.kronecker.shape import KroneckerShape
 

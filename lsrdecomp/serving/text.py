@@ -79,9 +79,10 @@ def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
     stacks = export_command(adapter, "--profile lorax", "-lorax", str)
     for block in {match[1] for layer in adapter.layers if (match := EXPERT.match(layer.name))}:
         ranks = {layer.name: layer.rank for layer in adapter.layers if layer.name.startswith(f"{block}.")}
+        kinds = {(name.rpartition(".")[2], rank) for name, rank in ranks.items()}  # words with their ranks
         if any(name not in ranks for name in base.shapes if name.startswith(f"{block}.") and EXPERT.match(name)):
             check.refuse(f"vLLM stacks the experts of a layer, and some have no pair: {stacks}")
-        elif any(len(set(own)) > 1 for own in _by_last_word(ranks).values()):
+        elif len(kinds) > len(dict(kinds)):
             check.refuse(f"vLLM stacks the experts of a layer, and their ranks differ: {stacks}")
     if base.from_gguf:
         check.notes.append("names were compared with a GGUF file's, by way of llama.cpp's names")
@@ -165,13 +166,6 @@ def _rank_and_scale(adapter: Checkpoint, *, rooted: bool = False) -> tuple[int, 
     if type(rank) is not int or rank < 1:
         return 0, 0.0
     return rank, alpha / (math.sqrt(rank) if rooted else rank) if isinstance(alpha, int | float) else 0.0
-
-
-def _by_last_word(ranks: Mapping[str, int]) -> Mapping[str, list[int]]:
-    words: dict[str, list[int]] = {}
-    for name, rank in ranks.items():
-        words.setdefault(name.rpartition(".")[2], []).append(rank)
-    return words
 
 
 def _from_layers(name: str) -> str:

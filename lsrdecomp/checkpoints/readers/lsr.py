@@ -88,10 +88,21 @@ class _Expected:
     """Sizes the config promises for each layer."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
         raw, path = config.raw, config.path
         # Defaults are those of `lsrdecomp.adapters.LsrConfig`.
-        self.inner = None if raw.get("inner_shape") is None else self.sizes(raw["inner_shape"], "inner_shape")
+        try:
+            self.inner = None if raw.get("inner_shape") is None else sizes("inner_shape", raw["inner_shape"])
+            self.terms = separation_ranks("separation_rank", raw.get("separation_rank", 8))
+            terms = {
+                key: separation_ranks(f"separation_rank_pattern[{key!r}]", value)
+                for key, value in config.mapping("separation_rank_pattern").items()
+            }
+            shapes = {
+                key: product_shape(f"shape_pattern[{key!r}]", value)
+                for key, value in config.mapping("shape_pattern").items()
+            }
+        except ShapeError as error:
+            raise CheckpointError(str(error), path=path) from None
         self.order = config.integer("order") if raw.get("order") is not None else len(self.inner or (1, 1))
         if self.order > MOST_FACTORS:
             raise config.error("order", f"at most {MOST_FACTORS} factors")
@@ -99,15 +110,9 @@ class _Expected:
         self.rank = config.integer("r") if raw.get("r") is not None else usual
         self.alpha = config.number("lsr_alpha", 16)
         self.root = math.sqrt if config.flag("use_rslora") else float
-        self.terms = self.separation(raw.get("separation_rank", 8), "separation_rank")
         self.ranks = _patterns(config.integers("rank_pattern"), "rank_pattern", path)
         self.alphas = _patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
-        terms = {
-            key: self.separation(value, f"separation_rank_pattern[{key!r}]")
-            for key, value in config.mapping("separation_rank_pattern").items()
-        }
         self.all_terms = _patterns(terms, "separation_rank_pattern", path)
-        shapes = {key: self.shape(value, key) for key, value in config.mapping("shape_pattern").items()}
         self.shapes = _patterns(shapes, "shape_pattern", path)
 
     def layer(
@@ -150,27 +155,37 @@ class _Expected:
         inner = self.inner if self.inner is not None and math.prod(self.inner) == rank else None
         return ProductShape.balanced(matrix_shape, inner or balanced_split(rank, self.order))
 
-    def sizes(self, value: Any, field: str) -> tuple[int, ...]:
-        if not isinstance(value, list) or not value or not all(type(size) is int and size > 0 for size in value):
-            text = f"{field} is {ascii(value)[:80]}, expected a list of positive integers"
-            raise CheckpointError(text, path=self.config.path)
-        return tuple(value)
 
-    def separation(self, value: Any, field: str) -> tuple[int, int]:
-        pair = value if isinstance(value, list) else [value, value]
-        if len(pair) != 2 or not all(type(rank) is int and rank > 0 for rank in pair):
-            text = f"{field} is {ascii(value)[:80]}, expected a positive integer or two"
-            raise CheckpointError(text, path=self.config.path)
-        return pair[0], pair[1]
+def positive(name: str, value: Any) -> int:
+    """``value`` as a positive integer, or a `ShapeError` naming the setting, in PEFT's words."""
+    if type(value) is not int or value < 1:
+        raise ShapeError(f"{name} should be a positive integer value but the value passed is {ascii(value)[:80]}")
+    return value
 
-    def shape(self, value: Any, key: str) -> ProductShape:
-        field = f"shape_pattern[{key!r}]"
-        if not isinstance(value, dict) or set(value) != {"out", "inner", "into"}:
-            raise CheckpointError(f"{field}: expected out, inner and into", path=self.config.path)
-        try:
-            return ProductShape(**{side: self.sizes(sizes, f"{field}.{side}") for side, sizes in value.items()})
-        except ShapeError as error:
-            raise CheckpointError(f"{field}: {error}", path=self.config.path) from None
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """One positive integer for each factor."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ShapeError(f"{name} should be a list of positive integers, got {ascii(value)[:80]}")
+    return tuple(positive(name, size) for size in value)
+
+
+def separation_ranks(name: str, value: Any) -> tuple[int, int]:
+    """Terms of the out side and of the in side, from one number or two."""
+    both = value if isinstance(value, list | tuple) else [value, value]
+    if len(both) != 2:
+        raise ShapeError(f"{name} should be one number or [out side, in side], got {ascii(value)[:80]}")
+    return positive(name, both[0]), positive(name, both[1])
+
+
+def product_shape(name: str, value: Any) -> ProductShape:
+    """A `ProductShape` from one value of ``shape_pattern``."""
+    if not isinstance(value, dict) or set(value) != {"out", "inner", "into"}:
+        raise ShapeError(f'{name} must be {{"out": [...], "inner": [...], "into": [...]}}, got {ascii(value)[:80]}')
+    try:
+        return ProductShape(**{side: sizes(side, split) for side, split in value.items()})
+    except ShapeError as error:
+        raise ShapeError(f"{name}: {error}") from None
 
 
 def _index(bundle: Bundle) -> Index | None:
