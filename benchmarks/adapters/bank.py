@@ -20,7 +20,6 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, provenance
 from lsrdecomp.adapters import LsrConfig, to_lora
 from lsrdecomp.adapters.bank import AdapterBank
 
@@ -189,10 +188,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with TemporaryDirectory() as work:
         figures = measure(options, Path(work))
-    packages = ("lsrdecomp", "torch", "transformers", "peft")
     figures |= {"seed": options.seed, "base": "tiny" if options.tiny else "SmolLM2-135M", "cpu": platform.machine()}
     figures["weights"] = "from --base" if options.base else "random"
-    figures["versions"] = {name: version(name) for name in packages}
+    figures |= provenance("torch", "transformers", "peft")
     out = options.out or RESULTS / ("bank-tiny.json" if options.tiny else "bank.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks import RESULTS
 from lsrdecomp.adapters import LsrConfig
-from lsrdecomp.training.record import versions
+from lsrdecomp.training.record import commit, versions
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: LoraConfig(r=8, target_modules="all-linear"),
@@ -55,7 +55,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     out = options.out or RESULTS / f"layers-{device.type}.json"
     where = torch.cuda.get_device_name() if device.type == "cuda" else "one thread of a CPU"
     record: dict[str, Any] = {"device": where, "dtype": options.dtype, "layers": LAYERS, "seed": 0, "rows": []}
-    record["versions"] = versions()
+    record |= {"versions": versions(), "commit": commit()}
     for width in options.widths:
         for tokens in options.tokens:
             if width * width * tokens <= MOST_PRODUCTS[device.type]:

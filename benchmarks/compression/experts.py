@@ -24,7 +24,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lsrdecomp as lsr
+from benchmarks import RESULTS, provenance
 from lsrdecomp.calibration.base_model import Base, adapted_modules
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.experts import with_lora
@@ -45,7 +45,7 @@ from lsrdecomp.compression import truncate
 from lsrdecomp.compression.layers import layer_product
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "experts.json"
+RESULT = RESULTS / "experts.json"
 SEED, EXPERTS, RANK, LENGTH, BATCH = 0, 8, 8, 96, 16
 RATIOS = (2, 4, 8)
 STEPS = {"base": 400, "lora": 300}
@@ -185,8 +185,8 @@ def main() -> None:
         base = Qwen3MoeForCausalLM.from_pretrained(f"{folder}/base").eval()
         measure(base, Path(folder), sentences[:-256])
         record = compared(base, Path(folder), rows)
-    versions = {name: version(name) for name in ("lsrdecomp", "numpy", "torch", "transformers", "peft")}
-    RESULT.write_text(json.dumps({"seed": SEED, "versions": versions, **record}, indent=1) + "\n")
+    about = {"seed": SEED, **provenance("torch", "transformers", "peft")}
+    RESULT.write_text(json.dumps(about | record, indent=1) + "\n")
 
 
 def measure(base: Any, folder: Path, texts: list[str]) -> None:
