@@ -66,19 +66,13 @@ def config(**settings) -> LsrConfig:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_trains_saves_and_reloads(folder, tmp_path, backend, use_dora):
     base = prepare_model_for_kbit_training(opened(folder, backend), use_gradient_checkpointing=False)
-    model = get_peft_model(base, config(use_dora=use_dora))
+    model = get_peft_model(base, config(use_dora=use_dora, init_weights=False))
     layers = [module for module in model.modules() if isinstance(module, LsrLayer)]
     assert all(layer.quantization_backend is not None for layer in layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=3e-2)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = model.train()(ROWS, labels=ROWS).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    model.train()(ROWS, labels=ROWS).loss.backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in trained)
+    torch.optim.SGD(trained, lr=1e-2).step()
     expected = logits(model)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(opened(folder, backend), tmp_path)

@@ -63,7 +63,7 @@ def test_every_stage_runs_small_and_is_not_done_again(tmp_path, capsys):
     }
     for row in rows[1:]:
         assert row["parameters"] * row["ratio"] <= stages["large lora"]["parameters"]
-        assert row["kl"] >= 0
+        assert row["kl"] > -1e-6  # rounding apart
     config = json.loads((tmp_path / "work" / "large" / "lora" / "adapter" / "adapter_config.json").read_text())
     assert config["use_rslora"]
     assert sorted(config["target_modules"]) == ["q_proj", "v_proj"]

@@ -18,19 +18,27 @@ from lsrdecomp.cli.options import memory_size
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
 
 
-def test_compress_verify_export_and_verify_again(tmp_path):
-    done = process("compress", DEMO, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A LoRA of two layers."""
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("small")
+    layers = [(name, rng.standard_normal((12, 2)), rng.standard_normal((2, 12))) for name in "ab"]
+    return write_lora(folder / "lora", layers=layers, config={"base_model_name_or_path": "base"})
+
+
+def test_compress_verify_export_and_verify_again(small, tmp_path):
+    done = process("compress", small, "--out", tmp_path / "lsr", "--rtol", "0.5", "--json", tmp_path / "report.json")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "12 layers" in done.stdout
+    assert "2 layers" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["totals"]["worst_error"] <= 0.5
-    assert f"{report['totals']['parameters']:,} parameters instead of 73,728" in done.stdout
+    assert f"{report['totals']['parameters']:,} parameters instead of 96" in done.stdout
     assert open_checkpoint(tmp_path / "lsr").adapter_parameters == report["totals"]["parameters"]
-    plain = lsr("verify", DEMO, tmp_path / "lsr")
+    plain = lsr("verify", small, tmp_path / "lsr")
     assert plain.returncode == 0
     assert "recorded" not in plain.stdout  # a column of dashes
     assert lsr("export", tmp_path / "lsr", "--to", "lora", "--out", tmp_path / "lora").returncode == 0
-    checked = lsr("verify", DEMO, tmp_path / "lora", "--json", "-")
+    checked = lsr("verify", small, tmp_path / "lora", "--json", "-")
     assert checked.returncode == 0
     assert json.loads(checked.stdout)["relative_error"] == pytest.approx(report["totals"]["relative_error"], rel=1e-5)
 
@@ -44,18 +52,15 @@ def test_fixed_shape_and_terms(tmp_path):
     assert layer["parameters"] == 2 * (24 * 2 + 16 * 2) * 16
 
 
-def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(tmp_path):
-    rng = np.random.default_rng(0)
-    layers = [(name, rng.standard_normal((12, 2)), rng.standard_normal((2, 12))) for name in "ab"]
-    source = write_lora(tmp_path / "lora", layers=layers, config={"base_model_name_or_path": "base"})
-    done = lsr("compress", source, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
+def test_a_missed_tolerance_is_exit_code_one_and_writes_nothing(small, tmp_path):
+    done = lsr("compress", small, "--out", tmp_path / "o", "--rtol", "1e-5", "--storage", "bfloat16")
     assert done.returncode == 1
     assert "2 of 2 layers stay above 1e-05 in bfloat16" in done.stderr
     assert not (tmp_path / "o").exists()
 
 
-def test_an_existing_output_is_kept_unless_forced(tmp_path):
-    arguments = ("compress", DEMO, "--out", tmp_path / "o", "--separation-rank")
+def test_an_existing_output_is_kept_unless_forced(small, tmp_path):
+    arguments = ("compress", small, "--out", tmp_path / "o", "--separation-rank")
     assert lsr(*arguments, 1).returncode == 0
     done = lsr(*arguments, 2)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
@@ -82,12 +87,12 @@ def test_a_verification_that_fails_is_exit_code_one(tmp_path):
     assert "adapter_model.safetensors changed since it was written" in done.stderr
 
 
-def test_inspect_and_curve(tmp_path):
+def test_inspect_and_curve(small, tmp_path):
     done = lsr("inspect", DEMO, "--json", tmp_path / "i.json")
     assert "peft-lora, 12 layers, 73,728 parameters" in done.stdout
     assert json.loads((tmp_path / "i.json").read_text())["layers"][0]["rank"] == 8
     out = tmp_path / "curve.svg"
-    done = lsr("curve", DEMO, "--out", out, "--json", tmp_path / "c.json")
+    done = lsr("curve", small, "--out", out, "--json", tmp_path / "c.json")
     assert done.returncode == 0
     assert out.read_bytes().startswith(b"<?xml")
     labels = [curve["label"] for curve in json.loads((tmp_path / "c.json").read_text())["curves"]]

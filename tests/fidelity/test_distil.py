@@ -52,7 +52,7 @@ def language_model(tmp_path_factory):
 
 
 def run(folder, directory, **settings):
-    chosen = {"steps": 40, "rate": 0.03, "batch": 8, "max_length": 16, **settings}
+    chosen = {"steps": 24, "rate": 0.03, "batch": 8, "max_length": 16, **settings}
     given = {"base": folder / "base", "data": TEXTS, "teacher": folder / "lora"}
     return distil(directory, **{**given, **chosen})
 
@@ -206,11 +206,11 @@ def test_of_a_classifier_what_its_last_layer_reads_is_learned_too(classifier, tm
 def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once(classifier, tmp_path):
     settings = EvaluatorSettings(batch=8, max_length=16)
     evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
-    lessons, lora = evaluator.lessons(60), open_checkpoint(classifier / "lora")
+    lessons, lora = evaluator.lessons(24), open_checkpoint(classifier / "lora")
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
-        settings |= {"before": before, "lessons": lessons, "steps": 60, "rate": 0.03}
+        settings |= {"before": before, "lessons": lessons, "steps": 24, "rate": 0.03}
         return distil_form(evaluator, classifier / "lsr", lora, tmp_path / name, **settings).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
@@ -221,19 +221,19 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
 
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
-    one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=10)
-    two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=10, micro=3)
+    one = run(classifier, classifier / "lsr", out=tmp_path / "one", steps=4)
+    two = run(classifier, classifier / "lsr", out=tmp_path / "two", steps=4, micro=3)
     for (_, first), (_, second) in zip(one.form.training.checks, two.form.training.checks, strict=True):
         assert first == pytest.approx(second, abs=1e-4)
 
 
 def test_two_processes_share_the_steps_of_one(classifier, tmp_path):
     """As `accelerate launch` or torchrun start them; on processors, gradients are summed by gloo."""
-    alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=10, micro=4)
+    alone = run(classifier, classifier / "lsr", out=tmp_path / "alone", steps=4, micro=4)
     (tmp_path / "texts.txt").write_text("\n".join(text for text, _ in TEXTS) + "\n")
     words = ["distil", classifier / "lsr", "--out", tmp_path / "shared", "--base", classifier / "base"]
     words += ["--teacher", classifier / "lora", "--data", tmp_path / "texts.txt"]
-    words += ["--steps", 10, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
+    words += ["--steps", 4, "--rate", 0.03, "--batch", 8, "--micro", 4, "--max-length", 16]
     assert processes.together(2, processes.command, *words) == [0, 0]
     record = json.loads((tmp_path / "shared" / "compression.json").read_text())["distillation"]
     checks = [share for _, share in record["checks"]]

@@ -61,6 +61,12 @@ def untrained(folder):
     return lsr.compress(folder / "lora", base=folder / "base", data=TEXTS, keep=0.9, storage="float32", **SETTINGS)
 
 
+@pytest.fixture(scope="module")
+def quarter(folder):
+    """A form of a quarter of the numbers, without training."""
+    return lsr.compress(folder / "lora", ratio=4, base=folder / "base", data=TEXTS, **SETTINGS)
+
+
 def test_the_form_found_keeps_what_was_asked_as_written(folder, untrained, tmp_path):
     lora, result = lsr.open_checkpoint(folder / "lora"), untrained
     assert result.promise.kept >= 0.9
@@ -76,16 +82,15 @@ def test_the_form_found_keeps_what_was_asked_as_written(folder, untrained, tmp_p
     assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
 
 
-def test_distillation_is_part_of_the_promise(folder, tmp_path):
-    """Whether forty steps help here is luck; the better form is kept, and recorded as measured."""
+def test_distillation_is_part_of_the_promise(folder, quarter, tmp_path):
+    """Whether a few steps help here is luck; the better form is kept, and recorded as measured."""
     lora = lsr.open_checkpoint(folder / "lora")
     plan = lsr.CompressionPlan(ratio=4)
-    plain = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, **SETTINGS)
-    done = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, distil=40, **SETTINGS)
+    done = lsr.compress(lora, plan, base=folder / "base", data=TEXTS, distil=12, **SETTINGS)
     done.save(tmp_path / "out")
     recorded = json.loads((tmp_path / "out" / "compression.json").read_text())
     before, after = (recorded["distillation"][name]["kept"] for name in ("before", "after"))
-    assert before == pytest.approx(plain.promise.kept, abs=1e-6)
+    assert before == pytest.approx(quarter.promise.kept, abs=1e-6)
     assert done.promise.kept == max(before, after)
     assert (done.promise.distilled > 0) == (after > before)
     assert verify(lora, lsr.open_checkpoint(tmp_path / "out")).passed
@@ -93,11 +98,11 @@ def test_distillation_is_part_of_the_promise(folder, tmp_path):
 
 
 @pytest.mark.parametrize("left", [0.5, 2.0])
-def test_the_better_of_untrained_and_trained_is_promised(folder, left, tmp_path, monkeypatch):
+def test_the_better_of_untrained_and_trained_is_promised(folder, quarter, left, tmp_path, monkeypatch):
     pretend_to_distil(monkeypatch, left)
     settings = {"base": folder / "base", "data": TEXTS, **SETTINGS}
-    plain, done = (lsr.compress(folder / "lora", ratio=4, distil=steps, **settings) for steps in (0, 40))
-    lost = 1.0 - plain.promise.kept
+    done = lsr.compress(folder / "lora", ratio=4, distil=40, **settings)
+    lost = 1.0 - quarter.promise.kept
     assert done.promise.kept == pytest.approx(1.0 - min(left, 1.0) * lost)
     assert done.promise.distilled == (40 if left < 1.0 else 0)
     for record in (False, True):
@@ -180,7 +185,7 @@ def kill(*given, **named):
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
     plain, save, end = forms.distil_form, distil._save, Evaluator.fidelity
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 40, "storage": "float32", **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 24, "storage": "float32", **SETTINGS}
     monkeypatch.setattr("lsrdecomp.fidelity.keep.SURE", 100.0)  # no training ends because it brought enough
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (trainings.append(1), plain(*given, **named))[1])
     monkeypatch.setattr(distil, "_save", lambda *given: (save(*given), saved.append(given[-1].step)))
@@ -219,10 +224,10 @@ def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monke
 def test_the_command_says_which_forms_were_trained(folder, lines, tmp_path, monkeypatch):
     monkeypatch.setattr("lsrdecomp.cli.progress.EVERY", 0.0)  # a line of the log for each step, not for each minute
     done = command(
-        folder, lines, "--keep", 0.9, "--distil", 40, "--batch", 16, "--storage", "float32", "--out", tmp_path / "out"
+        folder, lines, "--keep", 0.9, "--distil", 12, "--batch", 16, "--storage", "float32", "--out", tmp_path / "out"
     )
     assert done.exit_code == 0, done.output
-    assert "at most 40 steps of 16 examples" in " ".join(done.output.split())
+    assert "at most 12 steps of 16 examples" in " ".join(done.output.split())
     tried = json.loads((tmp_path / "out" / "compression.json").read_text())["tried"]
     trained = [one for one in tried if one["steps"]]
     said = " ".join(done.stdout.split())
@@ -318,8 +323,7 @@ def test_a_killed_calibration_goes_on(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("goal", [{"ratio": 12}, {"keep": 0.7, "storage": "float32"}])
-def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(folder, goal, monkeypatch):
+def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(folder, quarter, monkeypatch):
     active, plain = [], evaluate.calibrate
 
     def watched(base, *given, **named):
@@ -328,19 +332,15 @@ def test_a_second_pass_in_the_norm_around_the_first_is_taken_where_it_is_better(
 
     monkeypatch.setattr(evaluate, "calibrate", watched)
     lora = lsr.open_checkpoint(folder / "lora")
-    once, twice = (
-        lsr.compress(lora, base=folder / "base", data=TEXTS, **goal, **{**SETTINGS, "passes": passes})
-        for passes in (1, 2)
-    )
-    assert [modules for _, modules in active] == [active[0][1]] * 3  # all layers of the LoRA, left out or not
-    assert active[0][0] == active[1][0] == lora.source_sha256 != active[2][0]
-    assert len(twice.tried) > 1
-    if "keep" in goal:
-        assert twice.promise.kept >= 0.7
-        assert twice.totals.parameters == min(one.parameters for one in twice.tried if one.kept >= 0.7)
-    else:
-        assert twice.promise.kept >= once.promise.kept
-        assert twice.promise.kept == max(one.kept for one in twice.tried)
+    settings = {"base": folder / "base", "data": TEXTS, **SETTINGS, "passes": 2}
+    of_ratio, of_share = lsr.compress(lora, ratio=4, **settings), lsr.compress(lora, keep=0.7, **settings)
+    assert [modules for _, modules in active] == [active[0][1]] * 4  # all layers of the LoRA, left out or not
+    assert active[0][0] == active[2][0] == lora.source_sha256 not in (active[1][0], active[3][0])
+    assert len(of_ratio.tried) > 1 < len(of_share.tried)
+    assert of_ratio.promise.kept >= quarter.promise.kept - 1e-6
+    assert of_ratio.promise.kept == max(one.kept for one in of_ratio.tried)
+    assert of_share.promise.kept >= 0.7
+    assert of_share.totals.parameters == min(one.parameters for one in of_share.tried if one.kept >= 0.7)
 
 
 def test_the_norm_is_measured_with_the_lora_at_less_than_its_strength(folder, tmp_path, monkeypatch):

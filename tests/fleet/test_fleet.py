@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from safetensors.numpy import save_file
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
-from lsrdecomp.fleet import runners
+from lsrdecomp.fleet import batch, runners
 from lsrdecomp.fleet.batch import Job, find_adapters, run_fleet, run_job, summary
 from lsrdecomp.fleet.manifest import MANIFEST, Outcome
 
@@ -185,17 +184,16 @@ def written_lines(out):
     return len((out / MANIFEST).read_text().splitlines()) if (out / MANIFEST).exists() else 0
 
 
-def test_kills_lose_nothing(tmp_path):
+def test_a_kill_of_all_processes_loses_nothing(tmp_path):
     folder, out = make_fleet(tmp_path / "in", 12), tmp_path / "out"
     program = RUN.format(plan={"separation_rank": 2, "storage": "float16"})
-    for lines in (2, 6):  # of the manifest when a run is killed
-        process = subprocess.Popen([sys.executable, "-c", program, str(folder), str(out)], start_new_session=True)
-        deadline = time.monotonic() + 60
-        while written_lines(out) < lines and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    outcomes = run_fleet(folder, out, PLAN, runner=joblib_runner(2))
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder), str(out)], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while written_lines(out) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    outcomes = run_fleet(folder, out, PLAN, runner=in_process)
     assert summary(outcomes)["done"] == 12
     run_fleet(folder, tmp_path / "calm", PLAN, runner=in_process)
     assert contents(out) == contents(tmp_path / "calm")
@@ -222,13 +220,16 @@ def test_two_ray_nodes_write_the_bytes_of_joblib(fleet, undisturbed, tmp_path):
         cluster.shutdown()
 
 
-def test_workers_solve_on_the_device_that_is_asked_for(fleet, tmp_path):
-    def with_torch(jobs, plan):
-        return (run_job(replace(job, device="cpu"), plan) for job in jobs)
+def test_a_job_solves_on_its_device(fleet, tmp_path, monkeypatch):
+    asked = []
 
-    run_fleet(fleet, tmp_path / "calm", PLAN, runner=with_torch)
-    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(1, "cpu"))
-    assert contents(tmp_path / "out") == contents(tmp_path / "calm")
+    def searched(*_, resources, **named):
+        asked.append(resources.device)
+        raise LsrError("it has been heard")
+
+    monkeypatch.setattr(batch, "search_adapter", searched)
+    run_job(Job("a", str(fleet / find_adapters(fleet)[0]), str(tmp_path / "out"), device="cpu"), PLAN)
+    assert asked == ["cpu"]
 
 
 def test_jobs_take_the_gpus_of_a_host_in_turn(monkeypatch):
@@ -242,6 +243,7 @@ def test_jobs_take_the_gpus_of_a_host_in_turn(monkeypatch):
     jobs = [Job(str(k), "nowhere", "nowhere") for k in range(3)]
     monkeypatch.setattr(runners, "run_job", device_of)
     assert sorted(found.message for found in joblib_runner(2, "cuda")(jobs, PLAN)) == ["cuda:0", "cuda:0", "cuda:1"]
+    assert {found.message for found in joblib_runner(1, "cpu")(jobs, PLAN)} == {"cpu"}
 
 
 def device_of(job, plan):

@@ -263,7 +263,7 @@ def test_an_exact_short_sum_of_many_factors_is_met_with_no_more_terms():
 
     `python -m benchmarks.solvers.exact_sums` does the same with 500 sums, and times them.
     """
-    for drawn in problems.drawn_sums(12):
+    for drawn in problems.drawn_sums(6):
         result = decompose(drawn.matrix, drawn.shape, rtol=drawn.rtol)
         assert result.status is Status.converged, drawn
         assert result.separation_rank <= drawn.terms, drawn

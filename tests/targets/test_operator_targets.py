@@ -89,8 +89,8 @@ def test_a_sum_of_kronecker_products_in_its_own_and_in_any_other_shape(matrix, d
 
 
 def test_own_shape_is_never_formed(rng):
-    factors = [rng.standard_normal((3, 400, 300)), rng.standard_normal((3, 300, 200))]
-    matrix = SeparatedMatrix.from_factors(factors, np.array([4.0, 2.0, 1.0]))  # 120,000 × 60,000
+    factors = [rng.standard_normal((3, 250, 200)), rng.standard_normal((3, 200, 150))]
+    matrix = SeparatedMatrix.from_factors(factors, np.array([4.0, 2.0, 1.0]))  # 50,000 × 30,000, 12 GB
     target, shape = Separated(matrix), matrix.kronecker_shape
     exact = matrix.canonical()
     solution = BlockGolubKahan().solve(target, shape, rank=2)
@@ -229,13 +229,12 @@ def test_three_factors_of_what_is_no_array(kind):
     }[kind]  # fmt: skip
     shape = KroneckerShape(((4, 4),) * 3)
     result = decompose(target, shape, rank=3)
-    theirs = decompose(dense, shape, rank=3)
     assert np.linalg.norm(dense - result.approximation.to_matrix()) <= 1e-12 * np.linalg.norm(dense)
     assert result.relative_error <= 1e-12
     poorer = decompose(target, shape, rank=1)
     actual = np.linalg.norm(dense - poorer.approximation.to_matrix()) / np.linalg.norm(dense)
     assert poorer.relative_error == pytest.approx(actual, rel=1e-10)
-    assert theirs.separation_rank == result.separation_rank == 3
+    assert result.separation_rank == 3
 
 
 def test_a_sparse_operator_too_large_to_fill_is_decomposed_and_measured():

@@ -66,7 +66,7 @@ def finished(common, tmp_path_factory):
 def lora(common, tmp_path_factory):
     """A trained LoRA, and the record of its run."""
     out = tmp_path_factory.mktemp("lora") / "run"
-    record = finetune(common.replace(method="lora"), out)
+    record = finetune(common.replace(method="lora", options={"r": 2}), out)
     return out / "adapter", record
 
 
@@ -157,24 +157,25 @@ def test_whole_batches_hold_every_example_and_like_lengths():
 
 def train_until_killed(settings, out):
     def stop(step, steps):
-        if step == 15:
+        if step == 8:
             os.kill(os.getpid(), signal.SIGKILL)
 
     finetune(settings, out, on_step=stop)
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path):
-    settings = common.replace(save_every=6, train_examples=300)  # 10 steps an epoch: the kill is within the second
+    # 5 steps an epoch: the kill is within the second
+    settings = common.replace(steps=12, save_every=3, log_every=3, train_examples=150)
     killed = processes.start(train_until_killed, settings, tmp_path / "out")
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == [".out.journal"]
     (run,) = (path for path in (tmp_path / ".out.journal").iterdir() if path.is_dir())
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint-6", "checkpoint-12"}
-    (run / "checkpoints" / "checkpoint-13").mkdir()  # what a kill while saving leaves
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint-3", "checkpoint-6"}
+    (run / "checkpoints" / "checkpoint-7").mkdir()  # what a kill while saving leaves
     with (run / "layers.jsonl").open("a") as log:
-        log.write('{"step": 15, "la')
+        log.write('{"step": 8, "la')
 
     def stop(step, steps):
         seen.append(step)
@@ -186,7 +187,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     assert seen == [1]
     seen.clear()
     record = finetune(settings, tmp_path / "out", on_step=lambda step, steps: seen.append(step))
-    assert seen == list(range(13, 25))
+    assert seen == list(range(7, 13))
     whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
     # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed otherwise.
     assert [step for step, _ in record.losses] == [step for step, _ in whole.losses]
@@ -198,13 +199,13 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
 
 
 def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
-    settings = common.replace(patience=2, evaluate_every=3, steps=24, learning_rate=0.05, validation=0.2, log_every=0)
+    settings = common.replace(patience=2, evaluate_every=2, steps=10, learning_rate=0.05, validation=0.2, log_every=0)
     first = finetune(settings, tmp_path / "first")
     other = finetune(settings.replace(dev_examples=20), tmp_path / "other")
     assert first.train_examples == 480
     assert first.validation.examples == 120
     assert first.best_step == other.best_step
-    assert first.best_step <= first.steps - 2 * 3 or first.steps == 24
+    assert first.best_step <= first.steps - 2 * 2 or first.steps == 10
     assert first.validation == other.validation
     assert (first.dev.examples, other.dev.examples) == (120, 20)
 
@@ -314,10 +315,11 @@ def rows(directory, name, lines):
 
 
 def test_scores_and_choices_are_learnt_too(common, tmp_path):
-    """Scores near five, of a head whose answers begin near zero, and one question: each step goes the right way."""
+    """Small steps down the gradient of all examples, on which the loss is measured too: it falls, whatever the base."""
     pairs = [(f"{a} {a} {a}", f"{b} {b} {b}", 5 - abs(a - b) / 99) for a in range(0, 16, 2) for b in range(0, 16, 3)]
     rows(tmp_path, "STS-B", ["sentence1\tsentence2\tscore", *(f"{a}\t{b}\t{score}" for a, b, score in pairs)])
     settings = common.replace(task="STS-B", data=str(tmp_path), steps=4, max_length=16, measure_start=True)
+    settings = settings.replace(batch=len(pairs), learning_rate=1e-3)
     record = finetune(settings, tmp_path / "scores")
     assert record.dev.loss < record.start.loss
     assert record.dev.accuracy is None
@@ -326,7 +328,7 @@ def test_scores_and_choices_are_learnt_too(common, tmp_path):
     choice = {"premise": "3", "choice1": "3 3", "choice2": "16 0 16", "question": "cause", "label": 0}
     flipped = {**choice, "choice1": choice["choice2"], "choice2": choice["choice1"], "label": 1}
     rows(tmp_path, "COPA", [json.dumps(row) for row in (choice, flipped)] * 10)
-    record = finetune(settings.replace(task="COPA"), tmp_path / "choices")
+    record = finetune(settings.replace(task="COPA", batch=20), tmp_path / "choices")
     assert record.dev.loss < record.start.loss
     assert set(record.dev.metrics) == {"accuracy"}
     assert record.head_parameters == 65
