@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -173,11 +173,7 @@ def _provenance(source: Any, plan: Any) -> list[tuple[str, str]]:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return " × ".join(map(str, value))
-    return str(value)
+    return " × ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _asset(name: str) -> str:

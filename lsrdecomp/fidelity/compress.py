@@ -271,7 +271,7 @@ def _measured(
     keep = settings.keep
     chooses = keep is not None or (plan is not None and plan.kl is not None)
     evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps)
-    if plan is not None and plan.kl is not None:
+    if plan is not None and plan.kl is not None:  # a share as well, now that the LoRA's effect on these texts is known
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
         form, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
     folder = TemporaryDirectory()
@@ -296,7 +296,7 @@ def _measured(
                 new = forms.distilled(new)
             better = best is None or new.behaviour.kl < best.behaviour.kl
         else:
-            goal = SmallestForm(forms, partial(search, statistics=forms.statistics), checkpoint, keep or 0.0, form)
+            goal = SmallestForm(forms, partial(search, statistics=forms.statistics), keep or 0.0, form)
             if last and settings.distil:
                 steps.begin("training")
             new = goal.first() if not last else goal.trained() if settings.distil else goal.untrained()
@@ -338,6 +338,7 @@ def _truncated_svd(
     evaluator: Evaluator, search: Callable[..., SearchedAdapter], size: int, out: Path
 ) -> Measurement | None:
     """What truncated SVD in bits keeps in at most ``size`` bytes of the texts that chose nothing; None: none fits."""
+    # In bits that each layer chooses, as the forms have: structures are compared, not storages.
     plan = CompressionPlan(bytes=size, storage="auto")
     evaluator.say("measuring truncated SVD in as many bytes")
     try:

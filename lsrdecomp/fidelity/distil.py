@@ -137,6 +137,7 @@ def distil(
     if chosen.device == "cuda" and team.num_processes > 1:
         chosen = chosen.replace(device=str(team.device))
     evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
+    # All that the numbers depend on: a run with other settings must not go on from what this one left.
     about = {"steps": chosen.steps, "seed": chosen.seed, "teacher": source.source_sha256}
     about |= {"written": compressed.source_sha256, "batch": evaluator.size, "rate": chosen.rate}
     about |= {"max_length": chosen.max_length, "truncate": chosen.truncate}

@@ -184,6 +184,7 @@ class Evaluator:
         elif head is Head.causal_lm:
             prompted = [prompt_text(text, tokenizer) for text in texts if isinstance(text, PromptExample)]
             questions = [prompt for prompt in prompted if prompt]
+            # As many new tokens as the longest held-out completion has.
             longest = int(self.reference.counts.max())
             answers = tuple(generate(each.model, tokenizer, questions, new_tokens=longest) for each in models)
         return [Answered(*each) for each in zip(questions, *answers, strict=True)]
@@ -201,6 +202,7 @@ class Evaluator:
         With the LoRA at `STRENGTH`, or with a compressed form of it, as ``written``. Those that a run before finished
         in the journal are read.
         """
+        # Of a language model few texts do: each has as many answers as tokens.
         many_tokens = self.source.head in TOKEN_HEADS
         texts = self.calibration[: SAMPLES_OF_TOKENS if many_tokens else SAMPLES]
         adapter = self.source.adapter_sha256 if written is None else sha256(written / WEIGHTS)

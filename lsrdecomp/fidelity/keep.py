@@ -13,7 +13,6 @@ import numpy as np
 
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import HEADER_BYTES, SearchedAdapter
@@ -59,20 +58,14 @@ Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
 class SmallestForm:
     """The smallest form that keeps enough, of those that one search offers; numbers count, or bytes with ``auto``."""
 
-    def __init__(
-        self,
-        forms: CompressedFormCache,
-        searches: Searches,
-        checkpoint: Checkpoint,
-        keep: float,
-        form: Mapping[str, Any],
-    ) -> None:
-        self.forms, self.keep = forms, keep
+    def __init__(self, forms: CompressedFormCache, searches: Searches, keep: float, form: Mapping[str, Any]) -> None:
+        self.forms, self.keep, checkpoint = forms, keep, forms.source
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
         self.head_bytes = checkpoint.extra_bytes
         file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
+        # Larger shapes than those of a form this size are solved only if one is asked for: they take the longest.
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
         self.searched = searches([self._plan(largest)])
         self.by_size: dict[float, CompressedForm] = {}  # untrained
@@ -128,6 +121,7 @@ class SmallestForm:
             size = size_for(
                 loss, self.whole / SMALLEST, self.whole, lambda size: loss_at(size, self._behaviours, self._expected)
             )
+            # What was measured corrects the guess of the next size; near will do, for training changes it by far.
             near = self._measure(size)
             if loss / NEAR <= lost(near) <= loss * NEAR:
                 break

@@ -119,6 +119,7 @@ def publish(
         Whether the record keeps what it says of each layer, if it does; else sums alone.
     """
     out = Path(out)
+    # All but the digests, which are made anew: record and card change.
     with new_directory(out, inputs=inputs, force=force) as part:
         for file in written.iterdir():
             if file.is_file() and file.name != SUMS:
