@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.calibration.fisher import CalibrationError
 from lsrdecomp.checkpoints import open_checkpoint, write_lora
+from lsrdecomp.checkpoints.experts import ORDER
 from lsrdecomp.checkpoints.records import LoraLayer, LsrLayer
 from lsrdecomp.checkpoints.tensors import Array
 from lsrdecomp.errors import UnsupportedError
 from lsrdecomp.precision import unit_roundoff
 
-NAMES = ("gate_up_proj", "down_proj")
 WORDS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What files call the halves of ``gate_up_proj``, and ``down_proj``: Qwen, GLM, DeepSeek; Mixtral, MiniMax, Phi."""
 OLD_BLOCK = "block_sparse_moe"
@@ -48,20 +48,20 @@ class Experts(nn.Module):
         super().__init__()
         self.act_fn = stacked.act_fn
         self.words = words
-        gate_ups, downs = (getattr(stacked, name).data for name in NAMES)
+        gate_ups, downs = (getattr(stacked, name).data for name in ORDER)
         self.count = len(gate_ups)
         if words:
             for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):
                 weights = zip(words, (*gate_up.chunk(2), down), strict=True)
                 self.add_module(str(expert), nn.ModuleDict({word: _linear(weight) for word, weight in weights}))
         else:
-            for name, weights in zip(NAMES, (gate_ups, downs), strict=True):
+            for name, weights in zip(ORDER, (gate_ups, downs), strict=True):
                 self.add_module(name, nn.ModuleList(map(_linear, weights)))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         total = torch.zeros_like(hidden_states)
         for expert in range(self.count):
-            names = [f"{expert}.{word}" for word in self.words] or [f"{name}.{expert}" for name in NAMES]
+            names = [f"{expert}.{word}" for word in self.words] or [f"{name}.{expert}" for name in ORDER]
             *inner, down = map(self.get_submodule, names)
             gate, up = torch.cat([layer(hidden_states) for layer in inner], dim=-1).chunk(2, dim=-1)
             weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
@@ -80,7 +80,7 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     stacks = [
         name
         for name, module in model.named_modules()
-        if set(NAMES) <= {part for part, _ in module.named_parameters(recurse=False)}
+        if set(ORDER) <= {part for part, _ in module.named_parameters(recurse=False)}
     ]
     try:
         source = open_checkpoint(adapter) if stacks else None

@@ -111,6 +111,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     >>> check.passed, len(check.layers), abs(check.relative_error - made.totals.relative_error) < 1e-6
     (True, 12, True)
     """
+    if source.format == "lsr":
+        raise CheckpointError("is an LSR adapter: name first the LoRA that it was made from", path=source.path)
     record = provenance(written)
     errors = recorded_errors(written)
     recorded, recorded_total = errors["layers"], errors["total"]

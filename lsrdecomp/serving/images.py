@@ -33,13 +33,10 @@ def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
         modules = {_without_level(name): name for name in base.shapes}
     flattened = False
     for layer in adapter.layers:
-        component, _, rest = layer.name.partition(".")
-        name = layer.name
-        if component.startswith("text_encoder"):
-            flattened = flattened or not rest.startswith(TEXT_LEVEL)
-            name = f"{component}.{rest.removeprefix(TEXT_LEVEL)}"
+        name, of_text = _without_level(layer.name), layer.name.startswith("text_encoder")
+        flattened |= of_text and name == layer.name
         fault = _fault(layer, name, modules, base)
-        if fault is None and component.startswith("text_encoder") and not name.endswith(TEXT_WORDS):
+        if fault is None and of_text and not name.endswith(TEXT_WORDS):
             fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
         if fault is not None and name in modules:
             check.refuse("diffusers raises where a size differs")
@@ -73,7 +70,7 @@ def _unreadable(adapter: Checkpoint, base: BaseModules, check: ServingCheck) -> 
 
 
 def _without_level(name: str) -> str:
-    """A stored name of a module; of text encoders without their level text_model, which loaders take away."""
+    """A name of a module; of text encoders without their level text_model, which loaders take away."""
     component, _, rest = name.partition(".")
     return f"{component}.{rest.removeprefix(TEXT_LEVEL)}" if component.startswith("text_encoder") else name
 

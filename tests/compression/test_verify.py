@@ -45,6 +45,13 @@ def test_three_factors_are_recorded_as_a_reader_finds_them(tmp_path, storage, se
     assert check.passed
 
 
+def test_source_and_written_the_wrong_way_round_are_told(tmp_path):
+    source = open_checkpoint(directory(tmp_path / "lora"))
+    small = open_checkpoint(compress(source, separation_rank=1, inner_shape=(2, 1)).save(tmp_path / "small"))
+    with pytest.raises(CheckpointError, match="small: is an LSR adapter: name first the LoRA"):
+        verify(small, source)
+
+
 @given(st.sampled_from([float("nan"), float("inf")]), st.sampled_from([None, 0.25, float("nan")]))
 def test_an_error_that_is_no_number_never_agrees(error, recorded):
     assert not LayerCheck("q", 1, 1.0, error, recorded).agrees
