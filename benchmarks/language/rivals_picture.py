@@ -32,7 +32,7 @@ def main(source: Path, out: Path, task: str = "E2E") -> None:
         style = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
         axes.errorbar(x, y, yerr=error, markersize=5, linewidth=1.8 if i == 0 else 1.2, capsize=2, label=label, **style)
         ends.append(End(x[-1], y[-1], label, colour))
-    axes.set(xscale="log", xlim=(700, 14_000))
+    axes.set(xscale="log", xlim=(700, 30_000))
     dress(axes, "bytes of the adapter", "share of the LoRA's answers that is kept")
     label_ends(axes, ends)
     plots.save_figure(axes, out)
