@@ -19,9 +19,7 @@ NO_RECORD = {
         "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and .98 at 1/96, 1/48 and 1/19",
         "in one try a form at 1/48 that keeps 95 %",
     ),
-    SMALL: (
-        "--rates 0.1 0.3",
-    ),
+    SMALL: ("--rates 0.1 0.3",),
 }
 """Sentences whose figures no record holds."""
 UNRECORDED = {LANGUAGE: "## Tried, and not taken"}
