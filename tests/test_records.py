@@ -245,9 +245,9 @@ def in_small_adapters():
     best = best_rivals()
 
     def means(method, budget, seeds):
-        """Share kept at the best rate, and its standard error, over seeds that LSR was run with too."""
+        """Share kept at the best rate and its standard error over texts, which are the same with every seed."""
         chosen = [best[method, budget, seed] for seed in seeds]
-        return fmean(row["kept"] for row in chosen), hypot(*(row["error"] for row in chosen)) / len(chosen)
+        return fmean(row["kept"] for row in chosen), fmean(row["error"] for row in chosen)
 
     def lead(method, budget, seeds=(0,)):
         (ours, some), (theirs, more) = means("LSR", budget, seeds), means(method, budget, seeds)
@@ -261,9 +261,11 @@ def in_small_adapters():
     )
     (cores, some), (uni, more) = (lead(method, 3000, seeds) for method in ("Fisher core", "Uni-LoRA"))
     yield (
-        f"by {cores} over Fisher cores and {uni} over Uni-LoRA, {some} and {more} standard errors of the difference, "
-        f"as means of {len(seeds)} seeds"
+        f"by {cores} over Fisher cores and {uni} over Uni-LoRA, {some} and {more} standard errors of the difference "
+        f"over the held-out texts, as means of {len(seeds)} seeds"
     )
+    shares = [[best[name, 3000, seed]["kept"] for seed in seeds] for name in ("LSR", "Fisher core", "Uni-LoRA")]
+    yield f"Seeds of one method lie within {short(max(max(each) - min(each) for each in shares), 3)}"
     ours, cores, uni = (best[method, 1000, 0] for method in ("LSR", "Fisher core", "Uni-LoRA"))
     yield (
         f"Uni-LoRA keeps {short(uni['kept'], 3)}, cores {short(cores['kept'], 3)}, LSR {short(ours['kept'], 3)}. What "
@@ -288,6 +290,9 @@ def in_small_adapters():
     yield f"Fisher cores kept {core[0]} at .3, with a norm from 64 texts of CoLA, and {core[1]} with one from 128"
     yield f"{at('Fisher core', 0.1)} at .1 and {at('Fisher core', 1.0)} at 1"
     yield f"LSR kept {at('LSR', 0.1)} at .1 and {at('LSR', 0.3)} at .3"
+    yield f"VeRA {at('VeRA', 0.3)} at .3 and {at('VeRA', 1.0)} at 1"
+    assert {row["rate"] for row in rows if row["method"] == "TinyLoRA"} == {0.01}
+    yield "TinyLoRA was run at .01 alone"
     lost = max(row["trained"] - row["kept"] for row in best.values() if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
 
