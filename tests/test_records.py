@@ -18,6 +18,9 @@ NO_RECORD = {
         "mean and half the 95 % interval over seeds",
         "Another LoRA of the same task, with a smaller gain (1.22 nats), kept .87, .93 and .98 at 1/96, 1/48 and 1/19",
         "in one try a form at 1/48 that keeps 95 %",
+        "gets 89 % of 300 new problems right",
+        "1/48 of it gets 79 % right and 1/96 13 %; after 100 steps both get 85 to 86 %",
+        "That is .955 and .959 of the LoRA's right answers",
     ),
     SMALL: ("--rates 0.1 0.3",),
 }
