@@ -105,7 +105,7 @@ def rivals(results: dict[str, Any]) -> Table:
             f"{len(best)}",
         )
         shares = (
-            f"{mean['before']:.3f}",
+            f"{mean['before']:z.3f}",
             f"{mean['kept']:.3f} ± {mean['error']:.3f}",
             f"{100 * mean['agreement']:.0f} %",
         )
