@@ -9,11 +9,11 @@ LSR and truncated SVD in the Fisher norm at each ratio, is distilled on texts of
 split, which neither training nor calibration saw: by divergence from the LoRA's answers, and by labels. For the
 promise, on SST-2, every form answers 1,000 texts of the train split once; forty times 64 of them are drawn to choose
 the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a promise holds if
-the two differ by at most two standard errors of their difference. ``same`` is what would be promised, had the 128 texts
-chosen as well. With ``--prompts`` it is a LoRA of SmolLM2 and its forms in bits:
-of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the record, by the name of the
-prompts' directory. Rows are added to the file
-as they come; a run that was stopped goes on. One thread.
+the two differ by at most two standard errors of their difference (older rows, without ``fresh_error``: of the
+promise). ``same`` is what would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of
+SmolLM2 and its forms in bits: of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the
+record, by the name of the prompts' directory. Rows are added to the file as they come; a run that was stopped goes on.
+One thread.
 """
 
 from __future__ import annotations

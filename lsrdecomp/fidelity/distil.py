@@ -50,8 +50,8 @@ class Distilled:
 
     def __repr__(self) -> str:
         """Where it is, what it kept before, and its promise."""
-        kept = self.form.before.kept
-        before = "" if kept is None else f", which kept {100 * kept:.1f} %"
+        share = self.form.before.kept
+        before = "" if share is None else f", which kept {100 * share:.1f} %"
         return "\n".join(
             [f"Distilled {self.directory}{before}", *(f"   {line.strip()}" for line in repr(self.promise).split("\n"))]
         )
