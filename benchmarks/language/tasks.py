@@ -7,6 +7,7 @@ none.
 
 - E2E: devset.csv to train on (trainset.csv is larger); held out are meaning representations of testset_w_refs.csv that
   occur in neither, one line each, with all references.
+- Extraction: the same files the other way round, a sentence to its meaning representation.
 - GLUE's sentences become prompts whose completion is a word.
 - Arithmetic: sums of prices with the way to the answer, made by a seed.
 """
@@ -50,6 +51,18 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
             yield row["mr"].strip(), row["ref"].strip()
+
+
+def extraction(directory: Path) -> tuple[list[Row], list[Row]]:
+    """Sentences to meaning representations; held out are sentences whose representations were not trained on."""
+    seen = {mr for mr, _ in _pairs(directory / "e2e" / "devset.csv")}
+    train = [_extraction(*pair) for pair in _pairs(directory / "e2e" / "devset.csv")]
+    held = [_extraction(mr, ref) for mr, ref in _pairs(directory / "e2e" / "testset_w_refs.csv") if mr not in seen]
+    return train, held
+
+
+def _extraction(mr: str, reference: str) -> Row:
+    return {"prompt": f"Text: {reference} Data:", "completion": f" {mr}"}
 
 
 def sst2(directory: Path) -> tuple[list[Row], list[Row]]:
@@ -100,6 +113,7 @@ def arithmetic(directory: Path) -> tuple[list[Row], list[Row]]:
 
 TASKS: dict[str, Callable[[Path], tuple[list[Row], list[Row]]]] = {
     "e2e": e2e,
+    "extraction": extraction,
     "sst2": sst2,
     "cola": cola,
     "arithmetic": arithmetic,

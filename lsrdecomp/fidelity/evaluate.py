@@ -43,6 +43,8 @@ Texts = Sequence[Item]
 
 NO_EFFECT = 1e-9
 """Nats: a divergence below this is rounding."""
+HELD_OUT, HELD_OUT_PROMPTS = 128, 64
+"""Examples that a promise is measured on, and where each has many answers."""
 SAMPLES, SAMPLES_OF_TOKENS = 512, 64
 """Examples that calibration reads at most, and where each asks for many tokens."""
 STRENGTH = 0.4
@@ -58,7 +60,7 @@ CHECK_BATCHES = 4
 LEAST = 32
 """Texts a promise needs: eight to measure on, the others to learn from."""
 LEAST_HELD_OUT = 8
-ENOUGH_TO_CHOOSE = 64
+ENOUGH_TO_CHOOSE = 60
 """Held-out texts from which on others choose: half of fewer would choose by luck."""
 
 
@@ -106,7 +108,9 @@ class Evaluator:
         self.on_step = on_step
         # 1. Three parts of the texts: what is promised is measured on the first, forms are chosen by the second, norms
         #    and training see the third.
-        self.held_out, rest = split(texts, settings.held_out, settings.seed)
+        prompted = any(isinstance(text, PromptExample) for text in texts)
+        held_out = settings.held_out or (HELD_OUT_PROMPTS if prompted else HELD_OUT)
+        self.held_out, rest = split(texts, held_out, settings.seed)
         choosing = len(self.held_out) // 2 if chooses and len(self.held_out) >= ENOUGH_TO_CHOOSE else 0
         self.choosing, self.calibration = rest[:choosing], rest[choosing:]
         # 2. The base, once; adapters share its large weights.
@@ -231,7 +235,8 @@ class Evaluator:
             check = self.calibration[::4]
             rest = [text for index, text in enumerate(self.calibration) if index % 4]
         count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
-        parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)[:count]]
+        rest = sorted(rest[: count * self.size], key=_letters)  # texts of like length in a step
+        parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)]
         batches = [list(self.batches(part, micro or self.size)) for part in parts]
         return Lessons(self.source, batches, Reference(self.source, self.batches(check)))
 

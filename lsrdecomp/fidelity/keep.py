@@ -26,8 +26,9 @@ MOST_MEASURED = 7
 MOST_DISTILLED = 2
 CLOSE = 1.08
 """Sizes within this factor of each other, one that keeps enough and one that does not, end the search."""
-MOST_PLACED, NEAR = 2, 1.15
-"""Forms measured at most to find where training begins, and the factor of the loss wanted there that will do."""
+MOST_PLACED, LITTLE_LESS = 2, 1.3
+"""Forms measured at most to find where training begins; one that loses less than is wanted by at most this factor will
+do. One that loses more would be trained for nothing."""
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
 SMALLEST = 4096.0
@@ -44,7 +45,7 @@ REACH = 4.0
 """Farthest that one step goes beyond the sizes that were measured."""
 OFF_ENDS = 0.15
 """Of the logarithm between a size that keeps too little and one that keeps enough, how far off both the next one is."""
-LEFT, LEFT_OF_CLASSIFIER = 0.15, 0.5
+LEFT, LEFT_OF_CLASSIFIER = 0.18, 0.5
 """What distillation is guessed to leave of a loss till one is measured: .08 to .23 on SmolLM2, .27 to .62 on MiniLM."""
 NEXT = 1.06
 """Ratio of the file sizes that are tried in turn where one is too small for any layer."""
@@ -117,15 +118,8 @@ class SmallestForm:
 
     def _losing(self, loss: float, measurements: int = MOST_PLACED) -> CompressedForm:
         """An untrained form that loses about so much: it is measured, for training costs many times as much."""
-        for _ in range(measurements):
-            size = size_for(
-                loss, self.whole / SMALLEST, self.whole, lambda size: loss_at(size, self._behaviours, self._expected)
-            )
-            # What was measured corrects the guess of the next size; near will do, for training changes it by far.
-            near = self._measure(size)
-            if loss / NEAR <= lost(near) <= loss * NEAR:
-                break
-        return min(self.by_size.values(), key=lambda form: abs(math.log(max(lost(form.behaviour), TINY) / loss)))
+        size = size_losing(loss, self.whole, self._expected, self._measure, self._behaviours, measurements)
+        return self.by_size[size]
 
     @property
     def _behaviours(self) -> dict[float, Behaviour]:
@@ -227,6 +221,26 @@ def smallest(
             f"{best:.3f}; ask for less, allow distillation, or store in a finer type"
         )
     return min(keeping)
+
+
+def size_losing(
+    loss: float,
+    whole: float,
+    expected: Callable[[float], float],
+    measure: Callable[[float], Behaviour],
+    measured: dict[float, Behaviour],
+    measurements: int = MOST_PLACED,
+) -> float:
+    """The size, of those measured, whose form loses nearest to ``loss``; arguments as those of `smallest`.
+
+    A form that loses a little less ends it. What was measured corrects the guess of the next size.
+    """
+    for _ in range(measurements):
+        size = size_for(loss, whole / SMALLEST, whole, lambda size: loss_at(size, measured, expected))
+        measured[size] = measure(size)
+        if loss / LITTLE_LESS <= lost(measured[size]) <= loss:
+            break
+    return min(measured, key=lambda size: abs(math.log(max(lost(measured[size]), TINY) / loss)))
 
 
 def loss_at(size: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]) -> float:

@@ -24,7 +24,9 @@ class EvaluatorSettings(Settings):
     lsrdecomp.fields.SettingsError: held_out must be a whole number, 8 or more, got 3
     """
 
-    held_out: Annotated[int, OPTION, whole(8), "Examples that the promise is measured on; at most a quarter."] = 128
+    held_out: Annotated[
+        int | None, OPTION, whole(8), "Examples of the promise, at most a quarter; absent, 64 prompts or 128 texts."
+    ] = None
     batch: Annotated[
         int | None, OPTION, whole(1), "Examples at a time, and in a step; absent, 8 for language models, else 32."
     ] = None
@@ -83,7 +85,7 @@ class DistilSettings(EvaluatorSettings):
 class EvaluatorKeywords(TypedDict, total=False):
     """The fields of `EvaluatorSettings`."""
 
-    held_out: int
+    held_out: int | None
     batch: int | None
     max_length: int | None
     truncate: bool

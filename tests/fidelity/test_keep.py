@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, loss_at, smallest  # noqa: E402
+from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, loss_at, size_losing, smallest  # noqa: E402
 
 WHOLE = 1e6
 
@@ -82,6 +82,16 @@ def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
         assert loss_at(size, seen, expected) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
     beyond = loss_at(2e5, seen, expected) * expected(4e5) / expected(2e5)
     assert loss_at(4e5, seen, expected) == pytest.approx(beyond)
+
+
+@pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.1, 2)])
+def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, count):
+    """One that loses a little less will do; of what the first lost the second is known."""
+    expected, measure = curve(factor, 1.0)
+    seen = {}
+    size = size_losing(0.2, WHOLE, expected, measure, seen)
+    assert len(seen) == count
+    assert 0.15 < 1.0 - seen[size].kept <= 0.2
 
 
 def test_what_cannot_be_kept_says_what_can():
