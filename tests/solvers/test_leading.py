@@ -52,13 +52,15 @@ def test_iteration_starts_near_the_best_where_the_spectrum_falls_slowly(rng: np.
 
 
 @pytest.mark.parametrize("rows", [3, 40, 100])
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["a matrix", "two matrices"])
 def test_blocks_of_rows_give_the_triangle_of_the_whole(
-    rows: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    batch: tuple[int, ...], rows: int, xp: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "ROW_ENTRIES", 1)
-    parts = [rng.standard_normal((2, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)]
+    parts = [rng.standard_normal((*batch, rows, width)) * 1e-3 ** np.arange(width) for width in (3, 1)]
     whole = np.concatenate(parts, axis=-1)
     found = to_numpy(triangular_factor(*(xp.asarray(part) for part in parts)))
+    assert np.array_equal(np.concatenate(parts, axis=-1), whole)  # a factorization in place would spoil them
     exact = np.linalg.qr(whole, mode="r")
     assert found.shape == exact.shape
     assert np.abs(found) == pytest.approx(np.abs(exact), rel=1e-10, abs=1e-15)
