@@ -59,7 +59,7 @@ def make_fleet(folder: Path, count: int) -> None:
 def throughput(folder: Path, out: Path, runner: Any) -> float:
     """Adapters a second, from the first outcome to the last."""
     seen: list[float] = []
-    run_fleet(folder, out, PLAN, runner=runner, on_outcome=lambda *_: seen.append(time.perf_counter()))
+    run_fleet(folder, out, PLAN, runner=runner, on_step=lambda step: step.done and seen.append(time.perf_counter()))
     return (len(seen) - 1) / (seen[-1] - seen[0])
 
 

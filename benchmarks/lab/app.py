@@ -21,13 +21,13 @@ from benchmarks.lab.recover_table import Recovery, read_recovery
 from benchmarks.lab.runs import Failure, Outcome, Run
 from benchmarks.lab.suite import Suite, read_suite
 from lsrdecomp import plots
+from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet
 from lsrdecomp.cli.outputs import PLACE, checked
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import LsrError
 from lsrdecomp.training.settings import FinetuneSettings
 

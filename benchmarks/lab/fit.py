@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
 from lsrdecomp.compression.compress import solve_together
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, norm_of
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
-from lsrdecomp.compression.settings import Budget, OnStep, Resources, Search
+from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.solvers.pair.joint_als import JointALS

@@ -27,8 +27,9 @@ from benchmarks.lab.runs import Failure, Outcome, Run, do_runs, outcome
 from benchmarks.lab.suite import Suite
 from lsrdecomp.calibration.base_model import load_base, task_texts
 from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
-from lsrdecomp.compression.settings import Counter, OnStep, Search
+from lsrdecomp.compression.settings import Search
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.dataset import read_dataset

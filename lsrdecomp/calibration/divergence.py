@@ -28,8 +28,6 @@ class Reference:
         The base with the adapter whose answers are wanted.
     batches : iterable of mappings
         What models are called with, as `calibration.base_model.batches` makes them. Padding is no question.
-    on_batch : callable, optional
-        Called after every batch with the number of examples so far.
 
     Raises
     ------
@@ -42,9 +40,7 @@ class Reference:
     batches and what `keep_answers` keeps: the logits of few classes, or one row of the model's width for each token.
     """
 
-    def __init__(
-        self, source: Base, batches: Iterable[Batch], *, on_batch: Callable[[int], object] | None = None
-    ) -> None:
+    def __init__(self, source: Base, batches: Iterable[Batch]) -> None:
         self.head = source.head
         self._parts: list[tuple[Batch, Callable[[], Tensor], Tensor]] = []
         effects = []
@@ -55,8 +51,6 @@ class Reference:
             # Of logits none is kept here: sums for each example are all that effects and the jackknife need.
             self._parts.append((batch, recall, answers.counts))
             effects.append(summed(divergences(answers.logits, bare.logits, self.head), answers.counts))
-            if on_batch is not None:
-                on_batch(sum(len(counts) for _, _, counts in self._parts))
         counts = [counts for _, _, counts in self._parts]
         self.counts = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.long)
         if int(self.counts.sum()) == 0:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from lsrdecomp.checkpoints.progress import Step
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 

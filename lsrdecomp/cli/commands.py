@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
+from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
 from lsrdecomp.cli.compress import compress
@@ -35,7 +36,6 @@ from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import CheckpointError, LsrError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def curve(
     _check_picture(out)
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with follow(quiet=quiet) as step:
-        measured = Counter(step, "measuring curves", len(checkpoint.layers), "layers")
-        curves = compression.adapter_curves(checkpoint, on_layer=measured)
+        curves = compression.adapter_curves(checkpoint, on_step=step)
     if not any(curve.norm > 0.0 for curve in curves):
         raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))

@@ -14,7 +14,6 @@ from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_t
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -64,7 +63,7 @@ def finetune(
             run_settings,
             out,
             resume=not fresh,
-            on_step=lambda step, steps: show(Step("training", step, steps, "steps")),
+            on_step=show,
         )
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks

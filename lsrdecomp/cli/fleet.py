@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.compression.settings import Step
 from lsrdecomp.errors import LsrError
 
 
@@ -57,7 +55,6 @@ def fleet(
         else many.ray_runner(ray, device=device, per_gpu=per_gpu)
     )
     with follow(quiet=quiet) as step:
-        done = count(1)
         outcomes = many.run_fleet(
             indir,
             outdir,
@@ -67,7 +64,7 @@ def fleet(
             max_memory=max_memory,
             statistics=calibrated,
             share=share,
-            on_outcome=lambda _, total: step(Step("compressing", next(done), total, "adapters")),
+            on_step=step,
         )
     counts = many.summary(outcomes)
     if json is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from lsrdecomp.compression.settings import Step
+from lsrdecomp.checkpoints.progress import Step
 
 EVERY = 60.0
 """Seconds between two lines where nobody watches."""

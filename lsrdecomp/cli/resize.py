@@ -12,7 +12,6 @@ from lsrdecomp.cli import tables
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import warn_of_growth
 from lsrdecomp.cli.sheet import Column, Sheet
-from lsrdecomp.compression.settings import Counter
 from lsrdecomp.errors import LsrError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,11 +61,9 @@ def resize(
     facts = []
     for plan, path in zip(wanted, paths, strict=True):
         with follow(quiet=quiet) as step:
-            read = Counter(step, "reading", len(checkpoint.layers), "layers")
-            cut = compression.truncate(checkpoint, plan, storage=storage, on_layer=read)
+            cut = compression.truncate(checkpoint, plan, storage=storage, on_step=step)
             if not dry_run:
-                written = Counter(step, "writing", len(checkpoint.layers), "layers")
-                cut.save(path, force=force, on_layer=written)
+                cut.save(path, force=force, on_step=step)
         facts.append(_shown(cut, None if dry_run else path, json))
         if not dry_run:
             warn_of_growth(checkpoint, path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lsrdecomp import checkpoints, compression
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.layer_tables import verification_table
 from lsrdecomp.cli.options import Alpha, Each, ForceFile, JsonFile, MaxMemory, Name, Quiet, Wide
@@ -17,11 +18,12 @@ from lsrdecomp.cli.outputs import Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.questions import SETTINGS, AnswerTokens, DataFile, Questions
 from lsrdecomp.cli.settings import options_of
-from lsrdecomp.compression.settings import Counter, OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError, needs
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lsrdecomp.calibration.behaviour import Behaviour
     from lsrdecomp.checkpoints import Checkpoint
 
@@ -92,8 +94,7 @@ def verify(
     original = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
     with follow(quiet=quiet) as step:
         made = _opened(written, alpha, max_memory)
-        measured = Counter(step, "measuring", len(original.layers), "layers")
-        result = compression.verify(original, made, on_layer=measured)
+        result = compression.verify(original, made, on_step=step)
         if base is None:
             behaviour = None
         else:
@@ -142,8 +143,14 @@ def _behaviour(
     with tables.quiet():
         first, second = bases.load_pair(base, source, written, device=device, dtype=dtype)
     rounds, count = questions.batches(first, size=size, seed=0)
-    reference = Reference(first, rounds, on_batch=lambda done: step(Step("comparing answers", done, count, "examples")))
-    return reference.compare(second)
+    answered = Counter(step, "comparing answers", count, "examples")
+
+    def counted() -> Iterator[Mapping[str, Tensor]]:
+        for batch in rounds:
+            yield batch
+            answered.add(len(batch["input_ids"]))
+
+    return Reference(first, counted()).compare(second)
 
 
 def _sentences(answers: Behaviour) -> Iterator[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.arrays import tail_norms
 from lsrdecomp.checkpoints import Checkpoint
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
@@ -18,7 +17,7 @@ Points = dict[int, tuple[int, float]]
 """For each number of terms: parameters and ‖ΔW − ΔŴ‖_F."""
 
 
-def adapter_curves(checkpoint: Checkpoint, *, on_layer: Callable[[str], Any] | None = None) -> tuple[ErrorCurve, ...]:
+def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> tuple[ErrorCurve, ...]:
     """Relative error over all layers against the number of terms, for each structure a layer can be stored in.
 
     The curves: truncated SVD, at 1, 2, … ranks a layer; and the LSR product at 1, 2, 3, 4, 6, 8, 12, … terms a side in
@@ -28,8 +27,8 @@ def adapter_curves(checkpoint: Checkpoint, *, on_layer: Callable[[str], Any] | N
     ----------
     checkpoint : Checkpoint
         Of LoRA layers.
-    on_layer : callable, optional
-        Called with the name of each layer once its points are known.
+    on_step : callable, optional
+        Called with a `Step` as the points of each layer are known.
 
     Returns
     -------
@@ -58,13 +57,13 @@ def adapter_curves(checkpoint: Checkpoint, *, on_layer: Callable[[str], Any] | N
     low_rank: list[Points] = []
     factorwise: list[Points] = []
     norms = []
+    measured = Counter(on_step, "measuring curves", len(checkpoint.layers), "layers")
     for layer in checkpoint.layers:
         pair = layer_pair(checkpoint, layer)
         norms.append(pair.norm)
         low_rank.append(_low_rank(pair))
         factorwise.append(_factorwise(pair))
-        if on_layer is not None:
-            on_layer(layer.name)
+        measured.add()
     norm = math.hypot(*norms)
     return _summed("truncated SVD", low_rank, norm), _summed("LSR, side by side", factorwise, norm)
 

@@ -20,10 +20,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.candidates import Candidate, Materialized, drop, keep, low_rank_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
-from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
+from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import (
     Configuration,
     Ranks,

@@ -15,6 +15,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.candidates import (
     Candidate,
     Drop,
@@ -30,7 +31,7 @@ from lsrdecomp.compression.candidates import (
 )
 from lsrdecomp.compression.layers import Layer, SpillCache, batches
 from lsrdecomp.compression.quantize import INTEGER_BITS
-from lsrdecomp.compression.settings import Budget, Counter, Resources, Search
+from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Request
 from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
 from lsrdecomp.errors import BudgetError

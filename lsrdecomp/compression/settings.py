@@ -1,4 +1,4 @@
-"""What a caller says of a compression, and what it is told: goal, search, resources; a stage, and how much is done.
+"""What a caller says of a compression: goal, search, resources.
 
 `CompressionPlan` is the goal, `Budget` what it allows the layers at hand. Light enough for the command line, which
 loads nothing before it works.
@@ -7,10 +7,12 @@ loads nothing before it works.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
+from lsrdecomp.checkpoints.progress import OnStep as OnStep
+from lsrdecomp.checkpoints.progress import Step as Step
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.fields import OPTION, POSITIVE, Also, Check, Settings, settings
 
@@ -248,46 +250,6 @@ class Search:
 
         products = (layer for layer in compressed.layers if isinstance(layer, LsrLayer) and layer.shape.order > 1)
         return cls(shapes={layer.name: (layer.shape, (layer.left_rank, layer.right_rank)) for layer in products})
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Where a run stands.
-
-    Examples
-    --------
-    >>> step = Step("measuring", done=3, total=12, unit="layers")
-    >>> f"{step.stage}: {step.done} of {step.total} {step.unit}"
-    'measuring: 3 of 12 layers'
-    """
-
-    stage: str  # in a few words
-    done: int
-    total: int  # 0: not known
-    unit: str = ""  # what is counted
-
-
-OnStep = Callable[[Step], Any]
-
-
-class Counter:
-    """Calls ``on_step`` as the parts of a stage are done; silent without it."""
-
-    def __init__(self, on_step: OnStep | None, stage: str, total: int, unit: str) -> None:
-        self.stage = stage
-        self._on_step, self._total, self._unit = on_step, total, unit
-        self._done = 0
-        self.add(0)
-
-    def add(self, count: int = 1) -> None:
-        """So many more are done."""
-        self._done += count
-        if self._on_step is not None:
-            self._on_step(Step(self.stage, self._done, self._total, self._unit))
-
-    def __call__(self, name: str) -> None:
-        """One more is done, whatever its name: for what tells of each layer."""
-        self.add()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ Each layer is read twice, once for its singular values and once to be written, a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
@@ -74,20 +75,20 @@ class Truncation:
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
 
-    def save(self, out: str | Path, *, force: bool = False, on_layer: Callable[[str], Any] | None = None) -> Path:
+    def save(self, out: str | Path, *, force: bool = False, on_step: OnStep | None = None) -> Path:
         """Write it as the source came, by `lsrdecomp.checkpoints.write_pairs`; layers of rank 0 are left out."""
         record = {"plan": self.plan.to_json(), "recorded": {"total": self.relative_error, "layers": {}}}
-        pairs = self._pairs(on_layer)
+        pairs = self._pairs(on_step)
         return write_pairs(out, source=self.source, layers=pairs, storage=self.storage, force=force, provenance=record)
 
-    def _pairs(self, on_layer: Callable[[str], Any] | None) -> Iterator[tuple[str, Array, Array]]:
+    def _pairs(self, on_step: OnStep | None) -> Iterator[tuple[str, Array, Array]]:
+        written = Counter(on_step, "writing", len(self.layers), "layers")
         for layer, rank in zip(self.layers, self.ranks, strict=True):
             if rank == layer.rank:
                 yield layer.name, layer.pair.left, layer.pair.right
             elif rank:
                 yield (layer.name, *layer.truncated(rank))
-            if on_layer is not None:
-                on_layer(layer.name)
+            written.add()
 
 
 @takes(CompressionPlan)
@@ -96,7 +97,7 @@ def truncate(
     plan: CompressionPlan | None = None,
     *,
     storage: str | None = None,
-    on_layer: Callable[[str], Any] | None = None,
+    on_step: OnStep | None = None,
     **settings: Unpack[PlanKeywords],
 ) -> Truncation:
     """Cut every layer to the rank that one threshold over all singular values gives it.
@@ -110,8 +111,8 @@ def truncate(
         otherwise one of these goals as an argument.
     storage : str, optional
         A floating type; absent, that of each layer.
-    on_layer : callable, optional
-        Called with the name of each layer once its singular values are known.
+    on_step : callable, optional
+        Called with a `Step` as the singular values of each layer are known.
     **settings
         The fields of `CompressionPlan`.
 
@@ -142,10 +143,10 @@ def truncate(
         raise BudgetError(f"a plain LoRA is made to {', '.join(GOALS)}; other goals need a directory of LSR")
     # Truncate 1: the singular values of every layer; they wait in its cache.
     layers, singular_values = tuple(open_layers(checkpoint)), []
+    read = Counter(on_step, "reading", len(layers), "layers")
     for layer in layers:
         singular_values.append(to_numpy(layer.gauge[1]))
-        if on_layer is not None:
-            on_layer(layer.name)
+        read.add()
     # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of them.
     sigma = tuple(singular_values)
     if plan.rtol is not None:

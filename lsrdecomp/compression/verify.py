@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import changed_files
 from lsrdecomp.checkpoints.names import flat_name
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import data_sha256
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.layers import layer_pair, layer_product
@@ -73,7 +74,7 @@ class Verification:
         return sound and self.source_matches is not False and all(layer.agrees for layer in self.layers)
 
 
-def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str], Any] | None = None) -> Verification:
+def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = None) -> Verification:
     """Measure ‖ΔW − ΔŴ‖_F / ‖ΔW‖_F of every layer of ``written`` against ``source``, and look for changes since.
 
     Parameters
@@ -82,8 +83,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
         The LoRA that ``written`` was made from.
     written : Checkpoint
         An LSR directory, a truncated LoRA, or an export of either.
-    on_layer : callable, optional
-        Called with the name of each layer once it is measured.
+    on_step : callable, optional
+        Called with a `Step` as each layer is measured.
 
     Returns
     -------
@@ -128,6 +129,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
     if extra:
         raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
+    measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
         pair, left_out = layer_pair(source, layer), layer.name not in present and layer.name in dropped
         error, parameters = pair.norm, 0
@@ -142,8 +144,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_layer: Callable[[str],
         relative = error / pair.norm if pair.norm > 0.0 else error
         before = None if exported and not left_out else recorded.get(layer.name)
         checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, before))
-        if on_layer is not None:
-            on_layer(layer.name)
+        measured.add()
     changed = changed_files(written.weights.parent)
     altered = "sha256" in record and record["sha256"] != data_sha256(written.weights)
     moved = record.get("rounding")

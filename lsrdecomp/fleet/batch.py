@@ -9,6 +9,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints import CONFIG, open_checkpoint
 from lsrdecomp.checkpoints.files import changed_files
+from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import remove_leftovers
 from lsrdecomp.compression.compress import search_adapter
@@ -81,7 +82,7 @@ def run_fleet(
     max_memory: int | None = None,
     statistics: str | Path | None = None,
     share: bool = True,
-    on_outcome: Callable[[Outcome, int], Any] | None = None,
+    on_step: OnStep | None = None,
 ) -> list[Outcome]:
     """Compress every adapter below ``folder`` into the same place below ``out``.
 
@@ -106,8 +107,8 @@ def run_fleet(
     share : bool
         Whether adapters of one base and the same layers share their search: the first of them, by name, is searched
         before the others, which take its shapes (`Search.like`). Of no use to plans of given terms or of a tolerance.
-    on_outcome : callable, optional
-        Called with each new outcome and the number of jobs of this run.
+    on_step : callable, optional
+        Called with a `Step` as adapters end, in whichever state.
 
     Returns
     -------
@@ -144,13 +145,12 @@ def run_fleet(
     manifest = Manifest(out / MANIFEST, plan, None if statistics is None else str(Path(statistics).resolve()))
     jobs = [Job(name, str(folder / name), str(_place(out, name)), max_memory, measured.get(name)) for name in names]
     left = {job.name: job for job in jobs if not _settled(manifest.outcomes.get(job.name), Path(job.out))}
-    total = len(left)
+    ended = Counter(on_step, "compressing", len(left), "adapters")
 
     def work(jobs: Sequence[Job]) -> None:
         for outcome in _outcomes(jobs, plan, runner, retries):
             manifest.append(outcome)
-            if on_outcome is not None:
-                on_outcome(outcome, total)
+            ended.add()
 
     searches = plan.separation_rank is None and plan.rtol is None
     groups = _like_adapters({job.name: job.source for job in jobs}, max_memory) if share and searches and left else []

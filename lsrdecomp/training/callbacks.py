@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,19 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from lsrdecomp.adapters.factors import KroneckerFactors
+from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.writing import new_file
 
 
 class Progress(TrainerCallback):
-    """Calls ``on_step(step, steps)`` after every step, in the main process."""
+    """Calls ``on_step`` after every step, in the main process."""
 
-    def __init__(self, on_step: Callable[[int, int], None]) -> None:
+    def __init__(self, on_step: OnStep) -> None:
         self.on_step = on_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            self.on_step(state.global_step, state.max_steps)
+            self.on_step(Step("training", state.global_step, state.max_steps, "steps"))
 
 
 class Clock(TrainerCallback, ExportableState):

@@ -8,7 +8,6 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +19,7 @@ from transformers.trainer_utils import set_seed
 from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.checkpoints import Journal, content_key, open_checkpoint
+from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan
@@ -49,7 +49,7 @@ def finetune(
     out: str | Path,
     *,
     resume: bool = True,
-    on_step: Callable[[int, int], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> Record:
     """Train an adapter and write ``out/adapter``, ``out/record.json`` and, with ``log_every``, ``out/layers.jsonl``.
 
@@ -65,7 +65,7 @@ def finetune(
     resume : bool
         False: an interrupted run to the same place with these settings is thrown away.
     on_step : callable, optional
-        Called with the number of the step and of all steps, after every step.
+        Called with a `Step` after every step of training.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def _train(
     dataset: Dataset,
     model: LoadedModel,
     run: Path,
-    on_step: Callable[[int, int], None] | None,
+    on_step: OnStep | None,
 ) -> Record:
     if settings.gradient_checkpointing is None:
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length

@@ -16,11 +16,11 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
+from lsrdecomp.checkpoints.progress import Counter, Step
 from lsrdecomp.cli import progress
 from lsrdecomp.cli.app import app
 from lsrdecomp.cli.commands import ALL, export
 from lsrdecomp.cli.progress import follow
-from lsrdecomp.compression.settings import Counter, Step
 
 module = import_module("lsrdecomp.cli.compress")
 SHORT = {export}

@@ -79,16 +79,10 @@ def test_every_adapter_appears_at_its_place(fleet, undisturbed):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_processes_write_the_same_bytes(fleet, undisturbed, tmp_path, workers):
-    seen = []
-    run_fleet(
-        fleet,
-        tmp_path / "out",
-        PLAN,
-        runner=joblib_runner(workers),
-        on_outcome=lambda outcome, total: seen.append(total),
-    )
+    steps = []
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=joblib_runner(workers), on_step=steps.append)
     assert contents(tmp_path / "out") == contents(undisturbed)
-    assert seen == [9] * 9
+    assert [(step.done, step.total) for step in steps] == [(done, 9) for done in range(10)]
 
 
 def never(jobs, plan):
@@ -151,10 +145,10 @@ def test_what_has_lost_its_line_is_made_again(fleet, undisturbed, tmp_path):
     lines = (out / MANIFEST).read_text().splitlines(keepends=True)
     (out / MANIFEST).write_text("".join(lines[:4]) + lines[4][:20])  # killed in mid-line; five outputs have no line
 
-    new = []
-    outcomes = run_fleet(fleet, out, PLAN, runner=in_process, on_outcome=lambda outcome, _: new.append(outcome.name))
+    steps = []
+    outcomes = run_fleet(fleet, out, PLAN, runner=in_process, on_step=steps.append)
     assert summary(outcomes)["done"] == 9
-    assert len(new) == 6
+    assert (steps[-1].done, steps[-1].total) == (6, 6)
     assert contents(out) == contents(undisturbed)
 
 
@@ -287,9 +281,10 @@ def test_a_finished_output_that_changed_is_made_again(fleet, undisturbed, tmp_pa
     shutil.copytree(undisturbed, tmp_path / "out")
     name = find_adapters(fleet)[0]
     (tmp_path / "out" / name / "adapter_config.json").write_text("{}")
-    seen = []
-    run_fleet(fleet, tmp_path / "out", PLAN, runner=in_process, on_outcome=lambda one, total: seen.append(one.name))
-    assert seen == [name]
+    steps = []
+    run_fleet(fleet, tmp_path / "out", PLAN, runner=in_process, on_step=steps.append)
+    assert (steps[-1].done, steps[-1].total) == (1, 1)
+    assert json.loads((tmp_path / "out" / MANIFEST).read_text().splitlines()[-1])["name"] == name
     assert contents(tmp_path / "out") == contents(undisturbed)
 
 

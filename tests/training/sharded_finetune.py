@@ -16,6 +16,7 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
+from lsrdecomp.checkpoints.progress import Step
 from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.settings import FinetuneSettings
 
@@ -32,8 +33,8 @@ def with_sharding(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, *
 
 
 def main(settings: str, out: str, kill_at: str = "0") -> None:
-    def on_step(step: int, steps: int) -> None:
-        if step == int(kill_at):
+    def on_step(step: Step) -> None:
+        if step.done == int(kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
     AcceleratorState.__init__ = with_sharding

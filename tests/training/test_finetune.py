@@ -156,8 +156,8 @@ def test_whole_batches_hold_every_example_and_like_lengths():
 
 
 def train_until_killed(settings, out):
-    def stop(step, steps):
-        if step == 8:
+    def stop(step):
+        if step.done == 8:
             os.kill(os.getpid(), signal.SIGKILL)
 
     finetune(settings, out, on_step=stop)
@@ -177,8 +177,8 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
     with (run / "layers.jsonl").open("a") as log:
         log.write('{"step": 8, "la')
 
-    def stop(step, steps):
-        seen.append(step)
+    def stop(step):
+        seen.append(step.done)
         raise KeyboardInterrupt
 
     seen = []
@@ -186,7 +186,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
         finetune(settings.replace(learning_rate=0.02), tmp_path / "out", on_step=stop)
     assert seen == [1]
     seen.clear()
-    record = finetune(settings, tmp_path / "out", on_step=lambda step, steps: seen.append(step))
+    record = finetune(settings, tmp_path / "out", on_step=lambda step: seen.append(step.done))
     assert seen == list(range(7, 13))
     whole = finetune(settings.replace(save_every=0), tmp_path / "whole")
     # Equal up to rounding: a loaded tensor may lie at another address, and products are then summed otherwise.
@@ -436,6 +436,6 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     steps = []
     with pytest.raises(LsrError, match=r"judged by scikit-learn, which is not installed: pip install"):
-        finetune(common, tmp_path / "run", on_step=lambda step, _: steps.append(step))
+        finetune(common, tmp_path / "run", on_step=steps.append)
     assert not steps
     assert not list(tmp_path.iterdir())
