@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lsrdecomp.plots.labels import TEXT, End, dress, label_ends, new_axes
-from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS
+from lsrdecomp.plots.pictures import COLOURS, GREY, MARKERS, TEXT, dress, name_lines, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,15 +45,13 @@ def plot_quality(
     ('share of the gain', 'log')
     """
     ax = ax if ax is not None else new_axes()
-    ends = []
     for i, point in enumerate(sorted(points, key=lambda point: point.size)):
         colour = COLOURS[i % len(COLOURS)]
         _spread(ax, [point], colour)
         ax.plot([point.size], [point.mean], marker=MARKERS[i % len(MARKERS)], color=colour, label=point.label)
-        ends.append(End(point.size, point.mean, point.label, colour))
     ax.set_xscale("log")
     dress(ax, size, quality)
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 

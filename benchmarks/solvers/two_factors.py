@@ -426,12 +426,9 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import NullFormatter, PercentFormatter
 
-    from lsrdecomp.plots.labels import End, label_ends
-
     problems = list(dict.fromkeys(row["problem"] for row in rows))
     drawing = Figure(figsize=(4.3 * len(problems), 4.2), layout="constrained")
     panels = drawing.subplots(1, len(problems), sharey=True, squeeze=False)[0]
-    ends: dict[str, list[End]] = {}
     for panel, problem in zip(panels, problems, strict=True):
         panel.axhspan(1e-13, 3e-12, color="0.93")
         for row in (r for r in rows if r["problem"] == problem and r["solver"] != "numpy svd"):
@@ -439,7 +436,7 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
             colour, marker = FAMILIES[library]
             place = 1.0 / row["times faster than svd"], max(row["excess"], 1e-12)
             panel.loglog(*place, marker, color=colour, markersize=6)
-            ends.setdefault(problem, []).append(End(*place, setting, colour))
+            panel.annotate(setting, place, (5, 3), textcoords="offset points", fontsize=8, color=colour)
         panel.set(title=problem, xlabel="time, as a share of the full SVD's", ylim=(2e-13, 5.0))
         panel.set_xlim(panel.get_xlim()[0] * 0.8, panel.get_xlim()[1] * 1.8)
         panel.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -452,8 +449,6 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
         Line2D([], [], color=FAMILIES[name][0], marker=FAMILIES[name][1], linestyle="", label=name) for name in found
     ]
     drawing.legend(handles=signs, loc="outside lower center", ncols=len(signs), frameon=False, fontsize=9)
-    for panel, problem in zip(panels, problems, strict=True):
-        label_ends(panel, ends[problem])
     drawing.savefig(path, dpi=120)
 
 

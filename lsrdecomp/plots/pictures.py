@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
-from lsrdecomp.plots.labels import TEXT, End, dress, label_ends, new_axes
 from lsrdecomp.solvers.base import Sweep
 
 if TYPE_CHECKING:
@@ -18,6 +17,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 """A second sign beside the colour, for print without colour."""
 GREY = "0.45"
+TEXT = 8.5
+"""Points, for words within the axes."""
 
 
 def plot_error_curves(
@@ -29,7 +30,7 @@ def plot_error_curves(
     limits: Iterable[Limit] = (),
     ax: Axes | None = None,
 ) -> Axes:
-    """Relative error against separation rank, parameters or bytes, one line a curve, labelled at its end.
+    """Relative error against separation rank, parameters or bytes, one line a curve.
 
     Parameters
     ----------
@@ -59,10 +60,9 @@ def plot_error_curves(
     """
     ax = ax if ax is not None else new_axes()
     drawn = list(curves)
-    ends = []
     for i, curve in enumerate(drawn):
         x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
-        ends.append(_line(ax, x, y, i, curve.label))
+        _line(ax, x, y, i, curve.label)
     ax.set_yscale("log")
     if against != "ranks":
         ax.set_xscale("log")
@@ -75,7 +75,7 @@ def plot_error_curves(
         _reference(ax, limit)
     words = {"ranks": "separation rank s", "bytes": f"bytes in {storage}"}
     dress(ax, words.get(against, against), "relative Frobenius error")
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 
@@ -110,15 +110,13 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
         [p.size for p in shown], [p.relative_error for p in shown], where="post", color=GREY, linewidth=1.0, zorder=1
     )
     labels = list(dict.fromkeys(point.label for point in shown))
-    ends = []
     for i, label in enumerate(labels):
         own = [point for point in shown if point.label == label]
         x, y = [p.size for p in own], [p.relative_error for p in own]
         ax.plot(x, y, linestyle="none", marker=MARKERS[i % 7], markersize=5, color=COLOURS[i % 7], label=label)
-        ends.append(End(x[0], y[0], label, COLOURS[i % 7]))
     ax.set(xscale="log", yscale="log")
     dress(ax, size, "relative Frobenius error")
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 
@@ -145,13 +143,12 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
     'λ_k / λ_1'
     """
     ax = ax if ax is not None else new_axes()
-    ends = []
     for i, spectrum in enumerate(spectra):
         x, y = _positive(range(1, len(spectrum.values) + 1), spectrum.relative)
-        ends.append(_line(ax, x, y, i, spectrum.label))
+        _line(ax, x, y, i, spectrum.label)
     ax.set_yscale("log")
     dress(ax, "term k", "λ_k / λ_1")
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 
@@ -179,14 +176,13 @@ def plot_sweeps(sweeps: Mapping[str, Sequence[Sweep]], *, quantity: str = "condi
     'condition γ'
     """
     ax = ax if ax is not None else new_axes()
-    ends = []
     for i, (label, steps) in enumerate(sweeps.items()):
         values = [getattr(step, quantity) for step in steps]
         x, y = _positive([step.index + 1 for step in steps], [v if math.isfinite(v) else 0.0 for v in values])
-        ends.append(_line(ax, x, y, i, label, marker=len(x) <= 40))
+        _line(ax, x, y, i, label, marker=len(x) <= 40)
     ax.set_yscale("log")
     dress(ax, "sweep", "condition γ" if quantity == "condition" else "relative Frobenius error")
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 
@@ -219,10 +215,9 @@ def plot_shares(
     """
     ax = ax if ax is not None else new_axes()
     ax.set_xscale("log")
-    ends = []
     for i, (label, points) in enumerate(shares.items()):
         x, y = zip(*sorted(points), strict=True)
-        ends.append(_line(ax, x, y, i, label))
+        _line(ax, x, y, i, label)
     if whole is not None:
         ax.axhline(1.0, color=GREY, linewidth=0.8)
         ax.annotate(
@@ -230,7 +225,7 @@ def plot_shares(
         )
     ax.set_ylim(0.0, 1.1)
     dress(ax, "parameters", "share of what it does that is kept")
-    label_ends(ax, ends)
+    name_lines(ax)
     return ax
 
 
@@ -309,11 +304,9 @@ _LEAST = 1e-16
 _WRITTEN_CELLS = 150
 
 
-def _line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True) -> End:
-    colour = COLOURS[i % len(COLOURS)]
+def _line(ax: Axes, x: Sequence[float], y: Sequence[float], i: int, label: str, marker: bool = True) -> None:
     sign = MARKERS[i % len(MARKERS)] if marker else ""
-    ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=colour, label=label)
-    return End(x[-1], y[-1], label, colour) if x else End(math.nan, math.nan, label, colour)
+    ax.plot(x, y, marker=sign, markersize=3.5, linewidth=1.5, color=COLOURS[i % len(COLOURS)], label=label)
 
 
 def _floors(ax: Axes, curves: Sequence[ErrorCurve], storages: Sequence[str]) -> None:
@@ -333,14 +326,8 @@ def _reference(ax: Axes, limit: Limit) -> None:
     low, high = ax.get_xlim()
     x, y = _positive(limit.bytes, limit.relative_errors)
     inside = [(a, b) for a, b in zip(x, y, strict=True) if low <= a <= high]
-    ax.plot(
-        [a for a, _ in inside], [b for _, b in inside], linestyle="--", linewidth=1.0, color=GREY, label=limit.label
-    )
-    if inside:
-        a, b = inside[len(inside) // 3]
-        ax.annotate(
-            limit.label, (a, b), (-4, -3), textcoords="offset points", fontsize=TEXT, color="0.3", ha="right", va="top"
-        )
+    x, y = [a for a, _ in inside], [b for _, b in inside]
+    ax.plot(x, y, linestyle="--", linewidth=1.0, color=GREY, label=limit.label)
 
 
 def _sizes(curve: ErrorCurve, against: str, storage: str) -> Sequence[float]:
@@ -354,3 +341,48 @@ def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list
     """Points a log–log plot can show: errors above double rounding, counts above zero."""
     points = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > _LEAST]
     return [a for a, _ in points], [b for _, b in points]
+
+
+# -- what all pictures share ------------------------------------------------------------------------------------------
+
+
+def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
+    """Axes of a figure of their own, which no window shows."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained").subplots()
+
+
+def dress(ax: Axes, xlabel: str, ylabel: str) -> None:
+    """The one style: light grid, no box, labels with units."""
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if ax.get_xscale() == "linear":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        if axis.get_scale() == "log":
+            decades = math.log10(high / low) if 0.0 < low < high else 1.0  # nothing is drawn yet
+            axis.set_minor_formatter(NullFormatter())
+            if decades < 3.0:
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.0 else (1.0, 3.0)))
+            if axis is ax.xaxis or decades < 3.0:
+                axis.set_major_formatter(FuncFormatter(lambda value, _: _count(value)))
+
+
+def name_lines(ax: Axes) -> None:
+    """A legend in the colours of the lines, where it covers least."""
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(frameon=False, fontsize=TEXT, labelcolor="linecolor")
+
+
+def _count(value: float) -> str:
+    """500, 20k, 3M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            unit = 1e3 if letter == "k" else size
+            return f"{value / unit:g}{letter}"
+    return f"{value:,g}"

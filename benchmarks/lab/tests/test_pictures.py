@@ -15,7 +15,7 @@ def test_every_method_is_a_labelled_point_with_its_spread():
     ax = pictures.plot_quality([Point("LoRA", 768, 83.0, 0.5), Point("LSR", 704, 82.0), Point("head", 10, 60.0, 0.1)])
     drawn = {line.get_label(): tuple(line.get_xydata()[0]) for line in ax.get_lines() if line.get_label()[0] != "_"}
     assert drawn == {"LoRA": (768.0, 83.0), "LSR": (704.0, 82.0), "head": (10.0, 60.0)}
-    assert {text.get_text() for text in ax.texts} == {"LoRA", "LSR", "head"}
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == {"LoRA", "LSR", "head"}
     assert len(ax.containers) == 2  # one seed has no spread
 
 
