@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,7 +122,7 @@ def compress(
     """
     from lsrdecomp.fidelity.compress import usual_storage  # here, since NumPy comes with it
 
-    # 1. What is asked, before anything is opened.
+    # 1. The goals, before anything is opened: a plan for each ratio, none where a share to keep is the only goal.
     of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
     plans = _plans(options, of_base, base, data)
     if report is not None:
@@ -131,64 +132,46 @@ def compress(
     if len(plans) > 1 and (report is not None or str(json) == "-"):
         raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
     _refuse_hub_name(adapter)
-    # 2. LoRA files that come back as they came have a way of their own.
+    # 2. LoRA files that are to come back as they came: truncated SVD without a model, and that is all.
+    open_adapter = partial(checkpoints.open_checkpoint, alpha=alpha, max_memory=max_memory)
+    cut = partial(resize.resize, plans=plans, storage=storage, force=force, dry_run=dry_run, quiet=quiet)
     files = resize.several(adapter) if name is None and calibrated is None and base is None else []
     if files:
-        if out is None:
-            raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
-        resize.resize_all(files, plans, out, storage, alpha, max_memory, force, dry_run, quiet)
+        resize.resize_all(files, out, open_adapter, cut)
         return
-    checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha, max_memory=max_memory)
+    checkpoint = open_adapter(adapter, name=name)
     if out is not None and resize.single_file(out, checkpoint):
-        used = [name for name, value in (("--base", base), ("--calibrated", calibrated), ("--report", report)) if value]
-        if used:
-            text = f"a LoRA file is cut without a model: leave {', '.join(used)} out, or name a directory"
-            raise typer.BadParameter(text, param_hint="--out")
-        resize.resize(checkpoint, plans, out, storage, force, dry_run, quiet, json)
+        resize.refuse_model({"--base": base, "--calibrated": calibrated, "--report": report})
+        cut(checkpoint, out=out, json=json)
         return
+    # 3. How the layers are stored, where each plan is written, and the norm that errors count in.
     storage = storage or usual_storage(checkpoint, base, of_base.get("keep"), options.get("bytes"))
-    plans = [None if plan is None else plan.replace(storage=storage) for plan in plans]
-    # 3. Where it is written.
-    outputs = _places(None if dry_run else out, plans)
-    for output in outputs:
-        if output is not None:
-            checkpoints.check_output(output, (adapter, *([] if calibrated is None else [calibrated])), force)
+    plans = [plan.replace(storage=storage) for plan in plans]
+    outputs = _outputs(None if dry_run else out, plans)
+    inputs = [adapter] if calibrated is None else [adapter, calibrated]
+    for path in filter(None, outputs):
+        checkpoints.check_output(path, inputs, force)
     statistics = None if calibrated is None else checkpoints.read_statistics(calibrated)
-    unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
-    # 4. The results: of a base measured, otherwise drawn from one search.
-    results: list[Compression] = []
-    refusal: BudgetError | None = None
+    # 4. The results: one that is measured on a base, or one for each plan, drawn from a common search.
     journal = None if out is None or dry_run else checkpoints.Journal.beside(out)
     with journal or nullcontext():
         if journal is not None and journal.resumes:
             tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
         with follow(quiet=quiet) as step:
             resources = compression.Resources(workers, of_base.get("device"), journal, step)
-            measured: dict[str, Any] | None = None
-            if base is not None:
-                measured = {"base": base, "data": data, **of_base}
-                if plans[0] is None:
-                    measured |= {"storage": storage, "max_rank": options.get("max_rank")}
-            try:
-                for result in _results(checkpoint, plans, statistics, resources, measured):
-                    results.append(result)
-            except BudgetError as error:  # what was drawn before it is written
-                refusal = error
+            if base is None:
+                drawn = _searched(checkpoint, plans, statistics, resources)
+            else:
+                goal = {"plan": plans[0]} if plans else {"storage": storage, "max_rank": options.get("max_rank")}
+                drawn = _measured(checkpoint, statistics, resources, {"base": base, "data": data, **goal, **of_base})
+            results, refusal = _until_refused(drawn)
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
+        unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
         for result, output in zip(results, outputs, strict=False):
             _show(result, json, wide=wide, each=each, unit=unit)
             if result.met:
-                figures = json if len(plans) == 1 else None
-                _write(result, checkpoint, output, report=report, json=figures, force=force, record=record, unit=unit)
-                if output is not None:
-                    tables.show(json, tables.file_sizes(checkpoint, output))
-                    warn_of_growth(checkpoint, output / checkpoints.WEIGHTS)
-                    tables.show(json, f"Wrote {output}. {next_command(checkpoint, output, alpha)}")
-                if report is not None:
-                    tables.show(json, f"Wrote {report}.")
-                tables.show(json, *_promise(result))
-                if calibrated is None and base is None:
-                    warn_of_wreck(result, output)
+                figures = json if len(outputs) == 1 else None
+                _write(result, output, report=report, json=figures, force=force, record=record, unit=unit, alpha=alpha)
         if refusal is not None:
             raise refusal
     _write_figures(results, json)
@@ -198,8 +181,8 @@ def compress(
 
 def _plans(
     chosen: dict[str, Any], of_base: dict[str, Any], base: str | None, data: Path | None
-) -> Sequence[CompressionPlan | None]:
-    """A plan for each ratio; None where a share to keep is the only goal. Takes the ratios out of ``chosen``."""
+) -> list[CompressionPlan]:
+    """A plan for each ratio; none where a share to keep is the only goal. Takes the ratios out of ``chosen``."""
     settings = MeasuredSettings(**of_base)
     ratios = chosen.pop("ratio", [None])
     if base is None and (settings.keep is not None or data is not None or settings.distil):
@@ -209,37 +192,48 @@ def _plans(
     if base is not None and len(ratios) > 1:
         raise LsrError("with --base one ratio at a time, or --keep for the smallest form that keeps a share")
     if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
-        return [None]
+        return []
     return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
 
 
-def _results(
-    checkpoint: Checkpoint,
-    plans: Sequence[CompressionPlan | None],
-    statistics: Statistics | None,
-    resources: Resources,
-    measured: dict[str, Any] | None,
+def _searched(
+    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], statistics: Statistics | None, resources: Resources
 ) -> Iterator[Compression]:
-    """Drawn from one search, a result for each plan; or with what is ``measured`` on a base, that of the only one."""
+    """A result for each plan, drawn from one search."""
+    searched = compression.search_adapter(checkpoint, plans, statistics=statistics, resources=resources)
+    yield from map(searched.compress, plans)
+
+
+def _measured(
+    checkpoint: Checkpoint, statistics: Statistics | None, resources: Resources, asked: dict[str, Any]
+) -> Iterator[Compression]:
+    """The form that keeps what was asked, or that has the size of a plan, measured on a base."""
     from lsrdecomp.fidelity.compress import compress as compress_measured
 
-    if measured is not None:
-        workers, journal, on_step = resources.workers, resources.journal, resources.on_step
-        measured |= {"statistics": statistics, "workers": workers, "journal": journal, "on_step": on_step}
-        with tables.quiet():
-            result = compress_measured(checkpoint, plans[0], **measured)
-        yield result
-        return
-    wanted = [plan for plan in plans if plan is not None]
-    searched = compression.search_adapter(checkpoint, wanted, statistics=statistics, resources=resources)
-    yield from map(searched.compress, wanted)
+    workers, journal, on_step = resources.workers, resources.journal, resources.on_step
+    with tables.quiet():
+        result = compress_measured(
+            checkpoint, statistics=statistics, workers=workers, journal=journal, on_step=on_step, **asked
+        )
+    yield result
 
 
-def _places(out: Path | None, plans: Sequence[CompressionPlan | None]) -> list[Path | None]:
+def _until_refused(drawn: Iterator[Compression]) -> tuple[list[Compression], BudgetError | None]:
+    """The results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
+    results: list[Compression] = []
+    try:
+        for result in drawn:
+            results.append(result)
+    except BudgetError as refusal:
+        return results, refusal
+    return results, None
+
+
+def _outputs(out: Path | None, plans: Sequence[CompressionPlan]) -> list[Path | None]:
     """Where each plan is written: the directory asked for, or one beside it for each of several ratios."""
-    if out is None or len(plans) == 1:
-        return [out] * len(plans)
-    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans if plan is not None]
+    if out is None or len(plans) < 2:
+        return [out] * max(1, len(plans))
+    return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
 
 
 def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
@@ -256,7 +250,6 @@ def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) 
 
 def _write(
     result: Any,
-    checkpoint: Checkpoint,
     output: Path | None,
     *,
     report: Path | None,
@@ -264,9 +257,10 @@ def _write(
     force: bool,
     record: bool,
     unit: str,
+    alpha: float | None,
 ) -> None:
-    """The directory, its report and its figures: all appear, or none."""
-    curves = () if report is None else compression.adapter_curves(checkpoint)
+    """The directory, its report and its figures: all appear, or none. Says what they are, and what comes next."""
+    curves = () if report is None else compression.adapter_curves(result.source)
     pages = {} if report is None else {report: compression.html_report(result, curves, unit=unit)}
     with tables.files(pages | tables.json_text(result.to_json(), json)) as waiting:
         if output is not None:
@@ -274,6 +268,14 @@ def _write(
         if report is not None:  # again, now with the sizes of the files
             page = compression.html_report(result, curves, out=output, unit=unit)
             waiting[report].write_text(page, encoding="utf-8")
+    if output is not None:
+        tables.show(json, tables.file_sizes(result.source, output))
+        warn_of_growth(result.source, output / checkpoints.WEIGHTS)
+        tables.show(json, f"Wrote {output}. {next_command(result.source, output, alpha)}")
+    if report is not None:
+        tables.show(json, f"Wrote {report}.")
+    tables.show(json, *_promise(result))
+    warn_of_wreck(result, output)
 
 
 def _promise(result: Any) -> Iterator[str]:

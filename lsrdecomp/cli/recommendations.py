@@ -48,7 +48,7 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
 def warn_of_wreck(result: Any, output: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
     total = result.totals
-    if total.relative_error <= WRECK and 2 * total.dropped < total.layers:
+    if total.functional_error is not None or (total.relative_error <= WRECK and 2 * total.dropped < total.layers):
         return
     tables.say(
         f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from lsrdecomp import checkpoints, compression
 from lsrdecomp.cli import tables
@@ -42,9 +44,18 @@ def single_file(out: Path, checkpoint: Checkpoint) -> bool:
     return True
 
 
+def refuse_model(options: Mapping[str, object]) -> None:
+    """Raise for options about a model that were given to a cut without one."""
+    used = ", ".join(flag for flag, value in options.items() if value)
+    if used:
+        text = f"a LoRA file is cut without a model: leave {used} out, or name a directory"
+        raise typer.BadParameter(text, param_hint="--out")
+
+
 def resize(
     checkpoint: Checkpoint,
-    plans: Sequence[CompressionPlan | None],
+    *,
+    plans: Sequence[CompressionPlan],
     out: Path,
     storage: str | None,
     force: bool,
@@ -53,13 +64,12 @@ def resize(
     json: Path | None = None,
 ) -> None:
     """One file for each plan; several ratios share the name, with the ratio before its ending."""
-    wanted = [plan for plan in plans if plan is not None]
-    paths = [out if len(wanted) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in wanted]
+    paths = [out if len(plans) == 1 else out.with_stem(f"{out.stem}-{plan.ratio:g}") for plan in plans]
     if not dry_run:
         for path in paths:
             checkpoints.check_file(path, (checkpoint.path, checkpoint.weights), force=force)
     facts = []
-    for plan, path in zip(wanted, paths, strict=True):
+    for plan, path in zip(plans, paths, strict=True):
         with follow(quiet=quiet) as step:
             cut = compression.truncate(checkpoint, plan, storage=storage, on_step=step)
             if not dry_run:
@@ -73,25 +83,18 @@ def resize(
 
 
 def resize_all(
-    files: Sequence[Path],
-    plans: Sequence[CompressionPlan | None],
-    out: Path,
-    storage: str | None,
-    alpha: float | None,
-    max_memory: int | None,
-    force: bool,
-    dry_run: bool,
-    quiet: bool,
+    files: Sequence[Path], out: Path | None, open_adapter: Callable[[Path], Checkpoint], cut: Callable[..., None]
 ) -> None:
-    """Every file of a directory under its own name; one that cannot be read does not stop the others.
+    """`resize`, as ``cut``, for every file of a directory under its own name; one that fails does not stop the others.
 
-    Raises `LsrError` at the end if there was such a one.
+    Raises `LsrError` at the end if one failed.
     """
+    if out is None:
+        raise typer.BadParameter(f"name a directory for {len(files)} files", param_hint="--out")
     failed = []
     for file in files:
         try:
-            checkpoint = checkpoints.open_checkpoint(file, alpha=alpha, max_memory=max_memory)
-            resize(checkpoint, plans, out / file.name, storage, force, dry_run, quiet)
+            cut(open_adapter(file), out=out / file.name)
         except LsrError as error:
             failed.append(file.name)
             tables.say(str(error))

@@ -74,6 +74,7 @@ def verify(
     if it would not, or does not.
     """
     settings = EvaluatorSettings(**options)
+    # 1. What a server makes of an adapter, by its rules or by asking it.
     if rules is not None or server is not None:
         if written is not None:
             raise LsrError("--for and --server look at one adapter: name the one that is served, and no other")
@@ -91,14 +92,14 @@ def verify(
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
     if base is not None:
         questions.check()
+    # 2. The numbers of what was written, and on a base its answers, against the source's.
     original = checkpoints.open_checkpoint(source, name=name, alpha=alpha, max_memory=max_memory)
+    behaviour = None
     with follow(quiet=quiet) as step:
-        made = _opened(written, alpha, max_memory)
-        result = compression.verify(original, made, on_step=step)
-        if base is None:
-            behaviour = None
-        else:
+        result = compression.verify(original, _opened(written, alpha, max_memory), on_step=step)
+        if base is not None:
             behaviour = _behaviour(base, source, written, questions, batch, device, settings.dtype, step)
+    # 3. What came of it, for people, for machines, and as an exit code.
     tables.show(json, verification_table(result, each=each), wide=wide)
     tables.show(json, f"Relative error over all layers: {result.relative_error:.4g}.")
     if behaviour is not None:
@@ -106,14 +107,7 @@ def verify(
     for complaint in _complaints(result, source):
         tables.say(complaint)
     if json is not None:
-        layers = [
-            {"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers
-        ]
-        facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
-        facts |= {"source_matches": result.source_matches, "layers": layers}
-        if behaviour is not None:
-            facts["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
-        tables.write_json(facts, json)
+        tables.write_json(_figures(result, behaviour, base), json)
     if not result.passed:
         raise typer.Exit(1)
     if not result.recorded:
@@ -151,6 +145,16 @@ def _behaviour(
             answered.add(len(batch["input_ids"]))
 
     return Reference(first, counted()).compare(second)
+
+
+def _figures(result: compression.Verification, behaviour: Behaviour | None, base: str | None) -> dict[str, Any]:
+    """The same for a JSON file."""
+    layers = [{"name": c.name, "relative_error": c.relative_error, "recorded": c.recorded_error} for c in result.layers]
+    facts: dict[str, Any] = {"passed": result.passed, "relative_error": result.relative_error}
+    facts |= {"source_matches": result.source_matches, "layers": layers}
+    if behaviour is not None:
+        facts["answers"] = {**asdict(behaviour), "kept": behaviour.kept, "base": base}
+    return facts
 
 
 def _sentences(answers: Behaviour) -> Iterator[str]:

@@ -38,7 +38,7 @@ from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
     from lsrdecomp.fidelity.evaluate import Evaluator, Texts
-    from lsrdecomp.fidelity.forms import CompressedForm
+    from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
 
 
 @overload
@@ -257,16 +257,11 @@ def _measured(
     journal: Journal | None,
     steps: NumberedSteps,
 ) -> MeasuredCompression:
-    """Compress against a base: to a plan, or to the smallest form that keeps ``settings.keep``, made as ``form`` says.
-
-    With ``keep`` and ``distil`` at most `keep.MOST_DISTILLED` forms are trained, and untrained ones are looked for if
-    none of them keeps as much. A second pass searches in the norm around the form of the first.
-    """
+    """Compress against a base: to a plan, or to the smallest form that keeps a share, made as ``form`` says."""
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
-        from lsrdecomp.fidelity.keep import SmallestForm
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
     keep = settings.keep
     chooses = keep is not None or (plan is not None and plan.kl is not None)
@@ -279,30 +274,11 @@ def _measured(
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
-
-    # 2. Fit: a search in the norm around the LoRA, and then in that around what came of it: errors add up along the
-    #    network. How large exactly a form must be is asked in the last norm alone.
-    best: CompressedForm | None = None
-    for turn in range(1, settings.passes + 1):
-        if best is not None:
-            steps.begin("calibrating with the compressed adapter")
-            forms.statistics = evaluator.statistics(journal, best.path)
-        steps.begin("searching" if turn == 1 else "searching again")
-        last = turn == settings.passes
-        if plan is not None:
-            new = forms.untrained(search([plan], statistics=forms.statistics).compress(plan))
-            if last and settings.distil:
-                steps.begin("training")
-                new = forms.distilled(new)
-            better = best is None or new.behaviour.kl < best.behaviour.kl
-        else:
-            goal = SmallestForm(forms, partial(search, statistics=forms.statistics), keep or 0.0, form)
-            if last and settings.distil:
-                steps.begin("training")
-            new = goal.first() if not last else goal.trained() if settings.distil else goal.untrained()
-            better = best is None or goal.is_better(new, best)
-        best = new if better else best
-    assert best is not None
+    # 2. Fit: the form to a plan, or the smallest that keeps enough.
+    if plan is not None:
+        best = _to_plan(forms, search, plan, settings.passes, steps)
+    else:
+        best = _to_share(forms, search, keep or 0.0, form, settings.passes, steps)
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
@@ -332,6 +308,63 @@ def _measured(
         differing=tuple(differing[: settings.examples]),
         truncated_svd=rival,
     )
+
+
+def _to_plan(
+    forms: CompressedFormCache,
+    search: Callable[..., SearchedAdapter],
+    plan: CompressionPlan,
+    passes: int,
+    steps: NumberedSteps,
+) -> CompressedForm:
+    """Fit to a plan: a search in the norm around the LoRA, then in that around what came of it; the better form."""
+    best: CompressedForm | None = None
+    for turn in range(1, passes + 1):
+        _begin_pass(forms, best, steps)
+        form = forms.untrained(search([plan], statistics=forms.statistics).compress(plan))
+        if turn == passes and forms.steps:
+            steps.begin("training")
+            form = forms.distilled(form)
+        if best is None or form.behaviour.kl < best.behaviour.kl:
+            best = form
+    assert best is not None
+    return best
+
+
+def _to_share(
+    forms: CompressedFormCache,
+    search: Callable[..., SearchedAdapter],
+    keep: float,
+    made_as: Mapping[str, Any],
+    passes: int,
+    steps: NumberedSteps,
+) -> CompressedForm:
+    """Fit to a share: the smallest form that keeps it. How large exactly it must be is asked in the last norm alone."""
+    from lsrdecomp.fidelity.keep import SmallestForm
+
+    best: CompressedForm | None = None
+    for turn in range(1, passes + 1):
+        _begin_pass(forms, best, steps)
+        goal = SmallestForm(forms, partial(search, statistics=forms.statistics), keep, made_as)
+        if turn < passes:
+            form = goal.first()
+        elif forms.steps:
+            steps.begin("training")
+            form = goal.trained()
+        else:
+            form = goal.untrained()
+        if best is None or goal.is_better(form, best):
+            best = form
+    assert best is not None
+    return best
+
+
+def _begin_pass(forms: CompressedFormCache, best: CompressedForm | None, steps: NumberedSteps) -> None:
+    """Of a second pass: the norm around the form of the first, since errors add up along the network."""
+    if best is not None:
+        steps.begin("calibrating with the compressed adapter")
+        forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
+    steps.begin("searching" if best is None else "searching again")
 
 
 def _truncated_svd(

@@ -198,30 +198,16 @@ def _train(
     run: Path,
     on_step: OnStep | None,
 ) -> Record:
+    # 1. The loop, and what the untrained adapter answers where that is asked for.
     if settings.gradient_checkpointing is None:
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length
         rows = settings.batch // (PartialState().num_processes * settings.accumulate)
         settings = settings.replace(gradient_checkpointing=needs_checkpointing(model.model, tokens * rows))
-    sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
-    steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
-    args = training_arguments(settings, run, steps, sampler.batches)
-    layers = LayerLog(run / LAYER_LOG)
-    callbacks: list[TrainerCallback] = [layers] if settings.log_every else []
-    callbacks += [Clock(), StopWhenLost()]  # the clock after what takes time
-    if on_step is not None:
-        callbacks.append(Progress(on_step))
-    if settings.patience is not None:
-        callbacks.append(EarlyStoppingCallback(settings.patience))
     adapter_parameters, head_parameters = counts(model)
-    try:
-        trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        trainer = trainer_class(model, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
-    except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
-        raise SettingsError(str(error)) from error
-    if trainer.is_fsdp_enabled:
-        check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
-    trainer.remove_callback(PrinterCallback)
+    layers = LayerLog(run / LAYER_LOG)
+    trainer = _trainer(settings, dataset, model, run, layers, on_step)
     start = dataset.judge_dev(trainer) if settings.measure_start else None
+    # 2. Training, from the last checkpoint if a run was killed.
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
     if last is not None and trainer.is_world_process_zero():
         layers.resume(int(last.name.split("-")[1]))
@@ -231,14 +217,16 @@ def _train(
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     peak = _peak_bytes()
     clock = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Clock))  # resuming makes anew
+    # 3. What it answers now, and the adapter on disk; of sharded parameters every process has a part.
     dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
     samples = dataset.samples(trainer)
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
         model.model.save_pretrained(str(run / ADAPTER), state_dict=whole)
     trainer.accelerator.wait_for_everyone()
+    # 4. The record.
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
-    history = trainer.state.log_history
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return Record(
         settings=settings,
         start=start,
@@ -253,9 +241,7 @@ def _train(
         steps=trainer.state.global_step,
         best_step=trainer.state.best_global_step if settings.patience is not None else None,
         losses=tuple(
-            (int(entry["step"]), float(entry["loss"]) if math.isfinite(entry["loss"]) else None)
-            for entry in history
-            if "loss" in entry
+            (int(entry["step"]), float(entry["loss"]) if math.isfinite(entry["loss"]) else None) for entry in logged
         ),
         wall_seconds=clock.seconds,
         step_seconds=statistics.median(clock.steps) if clock.steps else 0.0,
@@ -266,6 +252,35 @@ def _train(
         commit=commit(),
         samples=samples,
     )
+
+
+def _trainer(
+    settings: FinetuneSettings,
+    dataset: Dataset,
+    model: LoadedModel,
+    run: Path,
+    layers: LayerLog,
+    on_step: OnStep | None,
+) -> TaskTrainer | TextTrainer:
+    """The training loop of a run, with what is to be called beside it."""
+    sampler = WholeBatches(dataset.lengths, settings.batch, settings.seed)
+    steps = settings.steps or math.ceil((settings.epochs or DEFAULT_EPOCHS) * sampler.batches)
+    callbacks: list[TrainerCallback] = [layers] if settings.log_every else []
+    callbacks += [Clock(), StopWhenLost()]  # the clock after what takes time
+    if on_step is not None:
+        callbacks.append(Progress(on_step))
+    if settings.patience is not None:
+        callbacks.append(EarlyStoppingCallback(settings.patience))
+    args = training_arguments(settings, run, steps, sampler.batches)
+    try:
+        trainer_class = TextTrainer if settings.is_language else TaskTrainer
+        trainer = trainer_class(model, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
+    except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
+        raise SettingsError(str(error)) from error
+    if trainer.is_fsdp_enabled:
+        check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _peak_bytes() -> int | None:
