@@ -27,9 +27,6 @@ Array: TypeAlias = Any
 
 Namespace: TypeAlias = Any
 
-EXTENDED = ("float96", "float128", "complex192", "complex256")
-"""NumPy's names of extended precision (`numpy.longdouble`), where it is wider than float64."""
-
 ROW_ENTRIES = 2**14
 """Entries of a block of rows in a QR factorization without Q, of each matrix: 128 KiB in float64, for a fast cache."""
 

@@ -166,10 +166,11 @@ def demo(
     room = files("lsrdecomp.cli")
     scores = loads((room / "demo_kept.json").read_text(encoding="utf-8"))
     with as_file(room / "demo_adapter") as source, as_file(room / "demo_statistics") as statistics:
-        typer.echo(
-            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what"
+        tables.show(
+            None,
+            "The adapter: a LoRA (r = 8) for sentiment on a MiniLM encoder, trained by us, with statistics of what its "
+            "layers do. Forty-eight times fewer parameters, kept where they matter:\n",
         )
-        typer.echo("its layers do. Forty-eight times fewer parameters, kept where they matter:\n")
         compress(
             source, out=out / "lsr", ratio=[48.0], calibrated=statistics, storage="float16", force=True, quiet=quiet
         )
@@ -186,12 +187,13 @@ def demo(
             for label, method in (("LSR", "lsr-kfac"), ("truncated SVD", "svd-kfac"))
         }
         ours, svd = (f"{100 * points[whole / 48]:.0f} %" for points in shares.values())
-        typer.echo(
+        tables.show(
+            None,
             f"It keeps {ours} of what the adapter gains, truncated SVD of that size in the same norm {svd}: "
             f"measured on the {scores['examples']} reviews of {scores['task']}.\n"
             "Measured on texts of your own, without labels:\n"
             f"  lsrdecomp compress {quoted(source)} --calibrated {quoted(statistics)} --ratio 48 \\\n"
-            f"    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out {quoted(out / 'measured')}"
+            f"    --base sentence-transformers/all-MiniLM-L6-v2 --data TEXTS.txt --out {quoted(out / 'measured')}",
         )
         if find_spec("matplotlib") is None:
             typer.echo("\nFor a picture of it: pip install 'lsrdecomp[plots]', and again.")

@@ -63,7 +63,11 @@ def split_ratios(text: str) -> list[float]:
     return ratios
 
 
-@options_of(CompressionPlan, elsewhere=("storage",), parsers={"ratio": split_ratios, "inner_shape": split_sizes})
+@options_of(
+    CompressionPlan,
+    elsewhere=("storage",),
+    parsers={"ratio": (split_ratios, "N[,N…]"), "inner_shape": (split_sizes, "NxN")},
+)
 @options_of(MeasuredSettings)
 def compress(
     adapter: Adapter,

@@ -26,9 +26,12 @@ def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
     *,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; options given here win.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="An option of the method, such as r=4; repeat it.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the method, such as r=4; repeat it.")
+    ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other setting, such as patience=3; repeat it.")
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other setting, such as patience=3; repeat it."),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away an interrupted run to the same place.")] = False,
     quiet: Quiet = False,

@@ -32,17 +32,17 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
         if checkpoint.format != "peft-lora" or not any(".experts." in layer.name for layer in checkpoint.layers):
             return "Open it with PEFT after `import lsrdecomp.adapters`."
         out = quoted(f"{output}-lora")
-        return f"For PEFT, which stacks experts: lsrdecomp export {quoted(output)} --profile lorax --out {out}"
+        return f"For PEFT, which stacks experts:\n  lsrdecomp export {quoted(output)} --profile lorax --out {out}"
     try:
         directory = checkpoints.same_form(checkpoint) == "directory"
     except UnsupportedError:
         to = "kohya" if checkpoint.format == "lycoris" else "lora"
         out = quoted(f"{output}.safetensors" if to == "kohya" else f"{output}-lora")
-        return f"As a plain LoRA: lsrdecomp export {quoted(output)} --to {to} --out {out}"
+        return f"As a plain LoRA:\n  lsrdecomp export {quoted(output)} --to {to} --out {out}"
     out = quoted(f"{output}-{checkpoint.format}" if directory else f"{output}.safetensors")
     scale = "" if alpha is None else f" --alpha {alpha:g}"
     again = f"lsrdecomp export {quoted(output)} --to same --like {quoted(checkpoint.weights)}{scale} --out {out}"
-    return f"As a {checkpoint.format} LoRA again: {again}"
+    return f"As a {checkpoint.format} LoRA again:\n  {again}"
 
 
 def warn_of_wreck(result: Any, output: Path | None) -> None:

@@ -25,13 +25,13 @@ def options_of(
     *,
     elsewhere: tuple[str, ...] = (),
     only: tuple[str, ...] | None = None,
-    parsers: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    parsers: Mapping[str, tuple[Callable[[str], Any], str]] = MappingProxyType({}),
 ) -> Callable[[V], V]:
     """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
 
     ``options`` holds what was on the command line, under the names of the fields. The fields named in ``elsewhere`` are
     options that the verb declares itself; with ``only``, those named there are the options, and neither defaults nor
-    others are shown. A field in ``parsers`` is read from its text by a function.
+    others are shown. A field in ``parsers`` is read from its text by a function, and shown as the word beside it.
     """
 
     def decorate(verb: V) -> V:
@@ -60,11 +60,11 @@ def options_of(
     return decorate
 
 
-def _parameter(field: Field, parser: Callable[[str], Any] | None, *, default: bool) -> inspect.Parameter:
+def _parameter(field: Field, parsed: tuple[Callable[[str], Any], str] | None, *, default: bool) -> inspect.Parameter:
     flags = [f"--{name.replace('_', '-')}" for name in field.names]
     usual = field.shown_default.strip('"') if default and field.type is not bool else ""
     text = f"{field.help}  [default: {usual}]" if usual else field.help
-    metavar = None if parser is None else "TEXT"
+    parser, metavar = parsed or (None, None)
     option = typer.Option(*flags, help=text, show_default=False, parser=parser, metavar=metavar)
     marks = (Input, option) if READ in field.marks else (option,)
     kind = str if parser else list[str] if field.type is tuple else field.type

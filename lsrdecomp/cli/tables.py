@@ -36,11 +36,17 @@ def console(wide: bool = False) -> Console:
 
 
 def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
-    """Print for people, unless standard output is for the machine. Sentences are left whole for a pipe to fold."""
-    if json is None or str(json) != "-":
-        output = console(wide)
-        for part in parts:
-            output.print(part, soft_wrap=isinstance(part, str) and not sys.stdout.isatty())
+    """Print for people, unless standard output is for the machine.
+
+    Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it stands.
+    """
+    if json is not None and str(json) == "-":
+        return
+    output = console(wide)
+    for part in parts:
+        for line in part.split("\n") if isinstance(part, str) else [part]:
+            whole = isinstance(line, str) and (line.startswith("  ") or not sys.stdout.isatty())
+            output.print(line, soft_wrap=whole)
 
 
 def say(message: str) -> None:

@@ -1,6 +1,16 @@
 """compress: a LoRA to a size or an error, or, against its base, to the smallest form that keeps what was asked.
 
 `lsrdecomp.compress` is here. Torch is loaded only where a base is given: then the model is asked.
+
+From ``lsrdecomp compress LORA --base B --data D --keep .9`` to the file:
+
+1. `cli.compress` opens the LoRA (`checkpoints.open_checkpoint`) and calls `compress`, which calls `_measured`.
+2. `evaluate.Evaluator` opens the base with the LoRA on it, keeps its answers to texts that are held out, and measures
+   on others what its layers do (`calibration.calibrate`): the norm that errors count in.
+3. `compression.search_adapter` solves every layer at many shapes in that norm (`compression.search`).
+4. `keep.SmallestForm` asks that search for forms of several sizes, which `forms.CompressedFormCache` writes, measures
+   and, if that is asked for, trains (`calibration.distil`), each once.
+5. `MeasuredCompression.save` puts the files of the smallest that keeps enough in their place (`rewrite.publish`).
 """
 
 from __future__ import annotations
