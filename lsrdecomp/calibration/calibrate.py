@@ -46,6 +46,7 @@ from lsrdecomp.calibration.files import (
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Pairs, sampled_answers, watched
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.checkpoints import Journal, content_key
+from lsrdecomp.checkpoints.progress import OnStep, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def calibrate(
     effect: bool = True,
     max_memory: int | None = None,
     save_every: int = 50,
-    on_batch: Callable[[int, int], object] | None = None,
+    on_step: OnStep | None = None,
 ) -> Calibration:
     """Measure the statistics of a base's ``modules`` on batches of inputs and write them to the directory ``out``.
 
@@ -118,8 +119,8 @@ def calibrate(
     max_memory : int, optional
         Bytes that the sums of all layers may take. Where they take more the layers are measured in groups, and the
         batches are gone through once for each group.
-    on_batch : callable, optional
-        Called after every batch with the examples so far and those there will be at least, over all groups.
+    on_step : callable, optional
+        Called with a `Step` after every batch: the examples so far, and those there will be at least, over all groups.
 
     Returns
     -------
@@ -171,8 +172,8 @@ def calibrate(
             group = _Group(base, watching, sums, seed, effect and number == 1 and adapted)
 
             def tell(examples: int, earlier: int = samples * (number - 1)) -> None:
-                if on_batch is not None:
-                    on_batch(earlier + examples, samples * len(groups))
+                if on_step is not None:
+                    on_step(Step("calibrating", earlier + examples, samples * len(groups), "examples"))
 
             with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
                 whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))

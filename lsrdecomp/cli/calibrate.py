@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from lsrdecomp.checkpoints.progress import Step
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import Quiet, memory_size
 from lsrdecomp.cli.outputs import PLACE, Input
@@ -77,7 +76,7 @@ def calibrate(
             rank=rank,
             checkpointing=checkpointing,
             max_memory=max_memory,
-            on_batch=lambda done, planned: show(Step("calibrating", done, planned, "examples")),
+            on_step=show,
         )
     typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {result.examples:,} examples.")
     if result.effect is not None:

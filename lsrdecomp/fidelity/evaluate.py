@@ -224,7 +224,7 @@ class Evaluator:
                     seed=self.settings.seed,
                     samples=len(texts),
                     effect=False,
-                    on_batch=lambda done, planned: self.say(stage, done, planned, "examples"),
+                    on_step=lambda step: self.say(stage, step.done, step.total, step.unit),
                 )
         return read_statistics(out)
 

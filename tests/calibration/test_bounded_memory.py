@@ -18,6 +18,7 @@ from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.fisher import Head, watched  # noqa: E402
 from lsrdecomp.calibration.measured_model import recomputed  # noqa: E402
+from lsrdecomp.checkpoints.progress import Step  # noqa: E402
 from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 
 LLAMA = [
@@ -145,18 +146,16 @@ def test_groups_of_layers_give_the_statistics_of_one_pass(tmp_path):
     assert len(seen) == 6
     assert_same(tmp_path / "one", tmp_path / "two")
 
-    def stop(examples, _):  # in the second group
-        if examples == 12 + 8:
+    def stop(step):  # in the second group
+        if step.done == 12 + 8:
             raise StopHereError
 
     with pytest.raises(StopHereError):
-        calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=stop, **common)
+        calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=stop, **common)
     assert len(list((tmp_path / ".three.journal").glob("*.safetensors"))) == 2  # the first group, sums of the second
     steps = []
-    calibrate(
-        base, batches(3), out=tmp_path / "three", max_memory=limit, on_batch=lambda *now: steps.append(now), **common
-    )
-    assert steps == [(24, 24)]  # the batch that was not saved
+    calibrate(base, batches(3), out=tmp_path / "three", max_memory=limit, on_step=steps.append, **common)
+    assert steps == [Step("calibrating", 24, 24, "examples")]  # the batch that was not saved
     for name in ("statistics.json", "statistics.safetensors"):
         assert (tmp_path / "three" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(list((tmp_path / "three").iterdir())) == 2

@@ -203,24 +203,24 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(classifier, tmp_path):
     base = plain(classifier, [QUERY, DENSE])
     settings = {"seed": 3, "samples": 40, "save_every": 2, "max_full": 30, "rank": 5}
 
-    def stop(examples, _):
-        if examples == 24:  # in three batches
+    def stop(step):
+        if step.done == 24:  # in three batches
             raise StopHereError
 
     with pytest.raises(StopHereError):
-        calibrate(base, texts(5), out=tmp_path / "a", on_batch=stop, **settings)
+        calibrate(base, texts(5), out=tmp_path / "a", on_step=stop, **settings)
     assert [path.name for path in tmp_path.iterdir()] == [".a.journal"]
     others = []
 
-    def stop_others(examples, planned):
-        others.append(examples)
-        stop(examples, planned)
+    def stop_others(step):
+        others.append(step.done)
+        stop(step)
 
     with pytest.raises(StopHereError):  # with another seed: it goes on from nothing, and takes nothing away
-        calibrate(base, texts(5), out=tmp_path / "a", on_batch=stop_others, **{**settings, "seed": 4})
+        calibrate(base, texts(5), out=tmp_path / "a", on_step=stop_others, **{**settings, "seed": 4})
     assert others == [8, 16, 24]
     seen = []
-    calibrate(base, texts(5), out=tmp_path / "a", on_batch=lambda *now: seen.append(now), **settings)
+    calibrate(base, texts(5), out=tmp_path / "a", on_step=lambda step: seen.append((step.done, step.total)), **settings)
     assert seen == [(24, 40), (32, 40), (40, 40)]
     calibrate(base, texts(5), out=tmp_path / "b", **settings)
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
