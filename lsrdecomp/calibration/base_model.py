@@ -193,6 +193,7 @@ def batches(
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     length = max_length or TEXT_LENGTH
     settings = {"padding": True, "truncation": True, "max_length": length, "return_tensors": "pt"}
+    # Pairs are read as two segments where every text of their batch is a pair.
     for start in range(0, len(order), size):
         rows = [texts[i] for i in order[start : start + size]]
         first, second = [row[0] for row in rows], [row[1] for row in rows]

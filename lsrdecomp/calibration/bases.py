@@ -143,12 +143,14 @@ def _convert(file: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    # 1. transformers reads the numbers as float32, whatever bits the file has.
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"cannot be read as GGUF: {first_line(error)}", path=file) from error
+    # 2. A model of the same sizes that knows nothing of GGUF: what is saved must open like any other.
     fields = read.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "architectures", "transformers_version"):
         fields.pop(name, None)
@@ -158,6 +160,7 @@ def _convert(file: Path, out: Path) -> None:
     ]
     if missing:
         raise CheckpointError(f"lacks {', '.join(missing[:5])}", path=file)
+    # 3. It stops at the token that ends the tokenizer's texts, which GGUF's config may lack.
     if tokenizer.eos_token_id is not None:
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.use_cache = True

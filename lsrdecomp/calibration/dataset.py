@@ -227,6 +227,8 @@ def segments(example: PromptExample, tokenizer: Any) -> list[tuple[str, bool]]:
             f'{example.where}: "messages" need a chat template, and the tokenizer of {name} has none; give "prompt" '
             'and "completion" instead'
         )
+    # A template writes whole conversations: what a turn of the assistant adds is the difference of two of them, with
+    # and without it, as long as the template lets stand what it wrote before.
     messages, written, pieces = list(example.messages), "", []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -317,6 +319,7 @@ def token_batches(
 def _grouped(lengths: Sequence[int], size: int, seed: int | None) -> list[list[int]]:
     if seed is None:
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    # Like lengths together waste no padding; in pools, so that an order by length over all is never learned.
     generator = np.random.default_rng(seed)
     order = generator.permutation(len(lengths))
     batches: list[list[int]] = []

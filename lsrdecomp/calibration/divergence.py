@@ -44,6 +44,7 @@ class Reference:
         self.head = source.head
         self._parts: list[tuple[Batch, Callable[[], Tensor], Tensor]] = []
         effects = []
+        # Two passes a batch: with ΔW, and without it for what the adapter does at all.
         for batch in batches:
             answers, recall = keep_answers(source, batch)
             with torch.no_grad(), without_delta(source.model):

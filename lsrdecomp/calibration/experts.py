@@ -64,6 +64,7 @@ class Experts(nn.Module):
             names = [f"{expert}.{word}" for word in self.words] or [f"{name}.{expert}" for name in ORDER]
             *inner, down = map(self.get_submodule, names)
             gate, up = torch.cat([layer(hidden_states) for layer in inner], dim=-1).chunk(2, dim=-1)
+            # A token's share of this expert: 0 where it was sent elsewhere.
             weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
             total = total + (weight * down(self.act_fn(gate) * up)).to(total.dtype)
         return total
@@ -77,6 +78,7 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     CalibrationError
         For a base whose module of experts computes something else than `Experts` does, and for a layer that it lacks.
     """
+    # 1. Stacked experts of the base, and whether the adapter has layers in them: if not, PEFT opens it as any other.
     stacks = [
         name
         for name, module in model.named_modules()
@@ -89,6 +91,7 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
     names = [layer.name for layer in source.layers] if source is not None else []
     if source is None or not any(".experts." in name for name in names):
         return PeftModel.from_pretrained(model, str(adapter))
+    # 2. Linear layers in the place of every stack, under the names that the adapter's files have for them.
     matches = [match for match in map(NAMED.fullmatch, names) if match]
     words = next((words for words in WORDS if any(match["word"] in words for match in matches)), ())
     blocks = {match["block"] for match in matches}
@@ -97,6 +100,7 @@ def with_lora(model: nn.Module, adapter: str | Path) -> PeftModel:
         parent, _, block = name.removesuffix(".experts").rpartition(".")
         if block != OLD_BLOCK and f"{parent}.{OLD_BLOCK}" in blocks:
             _rename(model.get_submodule(parent), block, OLD_BLOCK)
+    # 3. The adapter written again for layers by name, since PEFT would look for stacks in the file as it is.
     modules = dict(model.named_modules(remove_duplicate=False))
     missing = next((name for name in names if name not in modules), None)
     if missing is not None:

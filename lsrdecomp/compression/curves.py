@@ -54,6 +54,7 @@ def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> 
     truncated SVD 18432
     LSR, side by side 73728
     """
+    # Curves 1: every layer at every number of terms, each read once.
     low_rank: list[Points] = []
     factorwise: list[Points] = []
     norms = []
@@ -64,6 +65,7 @@ def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> 
         low_rank.append(_low_rank(pair))
         factorwise.append(_factorwise(pair))
         measured.add()
+    # Curves 2: all layers cut alike; errors add up as squares.
     norm = math.hypot(*norms)
     return _summed("truncated SVD", low_rank, norm), _summed("LSR, side by side", factorwise, norm)
 
@@ -75,6 +77,7 @@ def _low_rank(pair: LowRank) -> Points:
 
 def _factorwise(pair: LowRank) -> Points:
     shape = ProductShape.balanced(pair.shape, balanced_split(min(pair.rank, *pair.shape)))
+    # Both sides are decomposed once; a number of terms then costs a truncation and a residual.
     sides = FactorwiseSVD().truncations(pair, shape)
     points: Points = {0: (0, pair.norm)}
     for rank in _terms(max(sides.max_ranks)):

@@ -49,6 +49,7 @@ def html_report(
     """
     from jinja2 import Environment
 
+    # A measured result is drawn by what its forms kept, any other by the errors of all sizes.
     total, source = compression.totals, compression.source
     shares = _shares(compression)
     here = (total.parameters, total.relative_error)

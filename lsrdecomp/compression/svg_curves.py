@@ -72,9 +72,11 @@ def _chart(
     *,
     joined: bool = True,
 ) -> str:
+    # Chart 1: the axes, wide enough for all points, the LoRA and this adapter.
     sizes = [x for line in lines for x, _ in line.points] + ([float(lora)] if lora else [])
     sizes += [float(here[0])] if here else []
     across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
+    # Chart 2: from the back to the front: grid, the LoRA, this adapter, lines with their points and labels.
     parts = [*_grid(across, up, size, quantity)]
     if lora:
         x = across(lora)

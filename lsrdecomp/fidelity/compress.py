@@ -157,7 +157,7 @@ def compress(
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     if isinstance(statistics, str | Path):
         statistics = read_statistics(statistics)
-    # Goals of a size or an error make a plan; a share to keep makes plans of its own, once a base can be asked.
+    # 1. The goal: of a size or an error a plan; a share to keep makes plans of its own, once a base can be asked.
     of_plan = {name: value for name, value in settings.items() if name in CompressionPlan.fields}
     of_base = {name: value for name, value in settings.items() if name in MeasuredSettings.fields}
     goals = [name for name in GOALS if of_plan.get(name) is not None]
@@ -170,17 +170,19 @@ def compress(
     storage = storage or usual_storage(checkpoint, base, keep, of_plan.get("bytes"))
     if plan is None and keep is None:
         plan = CompressionPlan(**of_plan, storage=storage)
-    chosen = None if base is None else MeasuredSettings(**of_base)
-    steps = None if chosen is None else NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
-    resources = Resources(workers, of_base.get("device"), journal, steps or on_step)
-    if base is None or chosen is None or steps is None:
-        of_base.pop("device", None)
+    # 2. Without a base: one search, from which the plan is drawn.
+    if base is None:
+        resources = Resources(workers, of_base.pop("device", None), journal, on_step)
         if plan is None or of_base or data is not None:
             raise BudgetError("a share to keep is measured: give base= and data= with it, or a size such as ratio=48")
         searched = search_adapter(checkpoint, [plan], statistics=statistics, search=search, resources=resources)
         return searched.compress(plan)
+    # 3. With a base: what is kept is measured.
+    chosen = MeasuredSettings(**of_base)
     if data is None:
         raise BudgetError("what is kept is measured on texts of the task: give data=")
+    steps = NumberedSteps(on_step, 1 + 2 * chosen.passes + (chosen.distil > 0))
+    resources = Resources(workers, chosen.device, journal, steps)
     return _measured(
         checkpoint,
         plan,

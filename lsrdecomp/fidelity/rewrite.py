@@ -155,6 +155,7 @@ def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None)
         left, right = to_numpy(as_double(aim.pair.left) @ columns), to_numpy(rows @ as_double(aim.pair.right))
         bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
         return spectral_code(aim, (left, to_numpy(sigma), right), bits)
+    # Solved for in the norm, or rounded as they are: training may have left numbers that lie near codes already.
     width = max(old.left.bits, old.right.bits)
     rounded, solved = quantized_product(form, width), refitted_product(aim.pair, form, width, aim.norms)
     return min((rounded, solved), key=lambda product: aim.squared_error(product.dequantized()))
@@ -168,6 +169,7 @@ def _record(
     statistics: StatisticsByLayer | None,
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
+    # Record 1: what the directory said of itself; where it said it of every layer, so does the new one.
     path = old.weights.parent / REPORT
     if not path.is_file():
         return {}
@@ -175,6 +177,7 @@ def _record(
     detailed = "layers" in facts
     before = {row.name: row for row in recorded_layers(old.weights.parent)}
     storages = {layer.name: layer.dtype for layer in old.layers}
+    # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old ones.
     rows = []
     for stored in source.layers:
         code, row = codes.get(stored.name), before.get(stored.name)
@@ -189,6 +192,8 @@ def _record(
             storage, structure = row.storage, row.structure
         size, met = None if code is None else code.bytes, row is None or row.met
         rows.append(report_layer(stored, layer, product, structure=structure, storage=storage, bytes=size, met=met))
+    # Record 3: the sums. What was known of the budget (the best truncated SVD, the effect) still holds; a promise does
+    # not: it is measured again.
     sums = facts.get("totals", {})
     summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
     others = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
