@@ -36,7 +36,7 @@ from lsrdecomp.compression.settings import Step
 from lsrdecomp.training.record import commit
 
 PROMPTS, SENTENCES = 400, 600
-NORMS, SIZE = ((1.0, 64), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
+NORMS, SIZE = ((1.0, 64), (0.4, 32), (0.4, 48), (0.4, 64), (0.4, 128), (0.2, 64)), 5500
 """Strength of the LoRA and examples; bytes of the form."""
 COMMANDS = {
     "smollm2 keep .9": ["--keep", "0.9"],
