@@ -1,13 +1,14 @@
-"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
+r"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
 
-    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--only NAME | --norms] [--seed 0]
+    python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--large smollm2-e2e-r16] \
+        [--only NAME | --norms] [--seed 0]
 
 `benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
-The adapter that ships with the package is compressed with 600 sentences of ``--reviews``, a text a line. Each command
-runs in a process of its own with one thread; what it wrote is weighed, and its promise read from compression.json.
-Rows are added to the file as they come, each with the commit that ran. ``--norms`` asks how the norm is to be measured:
-a form of one size in the norm with the LoRA at its full strength and at less, by 64 prompts and by more, each measured
-on the same held-out prompts.
+``--large`` is another LoRA of them, with r = 16 on all linear layers. The adapter that ships with the package is
+compressed with 600 sentences of ``--reviews``, a text a line. Each command runs in a process of its own with one
+thread; what it wrote is weighed, and its promise read from compression.json. Rows are added to the file as they come,
+each with the commit that ran. ``--norms`` asks how the norm is to be measured: a form of one size in the norm with the
+LoRA at its full strength and at less, by 64 prompts and by fewer and more, each measured on the same held-out prompts.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ NORMS, SIZE = ((1.0, 64), (0.4, 32), (0.4, 48), (0.4, 64), (0.4, 128), (0.2, 64)
 COMMANDS = {
     "smollm2 keep .9": ["--keep", "0.9"],
     "smollm2 keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
+    "smollm2 r = 16 keep .94 distil 60": ["--keep", "0.94", "--distil", "60"],
     "demo keep .8": ["--keep", "0.8"],
 }
 
@@ -49,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path, nargs="?", help="JSON lines with prompt and completion")
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
+    parser.add_argument("--large", type=Path, help="one with r = 16 on all linear layers")
     parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
     parser.add_argument("--only", choices=COMMANDS)
     parser.add_argument("--norms", action="store_true")
@@ -123,7 +126,7 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
         lora, base = Path(str(files("lsrdecomp.cli") / "demo_adapter")), str(encoder())
     else:
         texts = draw.sample(arguments.prompts.read_text(encoding="utf-8").splitlines(), PROMPTS)
-        lora, base = arguments.lora, "smollm2"
+        lora, base = arguments.large if "r = 16" in name else arguments.lora, "smollm2"
     data.write_text("\n".join(texts) + "\n", encoding="utf-8")
     typed = ["compress", str(lora), "--base", base, "--data", str(data), *COMMANDS[name], "--out", str(out)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")

@@ -41,9 +41,11 @@ class Judge:
         The base with the LoRA.
     file : path
         Examples as JSON lines.
+    mixed : bool
+        Products in bfloat16, as the adapters were trained; else in the base's type.
     """
 
-    def __init__(self, source: Base, file: Path, *, examples: int, max_length: int) -> None:
+    def __init__(self, source: Base, file: Path, *, examples: int, max_length: int, mixed: bool = True) -> None:
         self.examples: list[PromptExample] = read_jsonl(file)[:examples]
         rows = tokenize(self.examples, source.tokenizer, max_length=max_length)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -51,7 +53,8 @@ class Judge:
         self.parts: list[_Part] = []
         self.effect = self.answers = 0.0
         pad = source.tokenizer.pad_token_id
-        with autocast(source):
+        self.mixed = mixed
+        with self._products(source):
             for batch in token_batches([rows[i] for i in order], size=BATCH, seed=None, pad=pad):
                 answers, recall = keep_answers(source, batch)
                 counted = batch["answer_mask"][:, 1:].bool()
@@ -67,7 +70,7 @@ class Judge:
         total = lost = 0.0
         agreeing = hits = 0
         right: list[bool] = []
-        with torch.no_grad(), nullcontext() if form is None else autocast(form):
+        with torch.no_grad(), self._products(form):
             for part in self.parts:
                 old = part.recall()
                 new = old if form is None else ask(form, part.batch).logits
@@ -89,6 +92,9 @@ class Judge:
             "agreement": agreeing / self.answers,
             "tokens": int(self.answers),
         }
+
+    def _products(self, form: Base | None) -> Any:
+        return autocast(form) if self.mixed and form is not None else nullcontext()
 
 
 def said(form: Base, examples: Sequence[PromptExample], *, new_tokens: int, batch: int = BATCH) -> list[str]:
