@@ -116,13 +116,17 @@ PREFIX = "base_model.model."
 PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 
+DORA = (
+    "DoRA rescales every row by the norm of the base weights, which are not in this file: merge it into its base, or "
+    "train it again as plain LoRA"
+)
 WITHOUT = "merge the file into its base, or save the pairs without such tensors and compress those"
 
 # Parts of other methods that change the forward pass; dropping them silently would change the model.
 OTHER_METHODS = {
-    ".dora_scale": "DoRA rescales by the norm of the base weights, which are not in this file",
-    ".lora_magnitude_vector": "DoRA rescales by the norm of the base weights, which are not in this file",
-    ".lora_magnitude_vector.weight": "DoRA rescales by the norm of the base weights, which are not in this file",
+    ".dora_scale": DORA,
+    ".lora_magnitude_vector": DORA,
+    ".lora_magnitude_vector.weight": DORA,
     ".diff": f"a full-size difference, no LoRA: {WITHOUT}",
     ".diff_b": f"the difference of a bias, no LoRA: {WITHOUT}",
     ".set_weight": f"a full-size weight, no LoRA: {WITHOUT}",

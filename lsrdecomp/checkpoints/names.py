@@ -79,7 +79,7 @@ def _check_component(name: str, form: str, components: Iterable[str]) -> None:
         raise UnsupportedError(f"{name}: {text}; name the base by --base, or write lora, which keeps it as it is")
     parts = ", ".join(f"{part}." for part in components)
     text = f"{form} files hold layers of {parts} only"
-    raise UnsupportedError(f"{name}: {text}; write same, with the LoRA it was made from as --like (like=)")
+    raise UnsupportedError(f"{name}: {text}; write lora, or same with the LoRA it was made from as --like (like=)")
 
 
 def flat_name(name: str, *, sdxl: bool) -> str | None:

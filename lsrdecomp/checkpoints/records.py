@@ -17,6 +17,10 @@ from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.kronecker.shape import ProductShape
 
+LOKR = (
+    "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it as plain LoRA, which "
+    "is larger (export --to lora)"
+)
 KINDS = ("linear", "conv1d", "embedding", "conv")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
+from lsrdecomp.checkpoints.records import LOKR
 from lsrdecomp.checkpoints.statistics import LayerStatistics
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
@@ -262,11 +263,7 @@ def layer_pair(checkpoint: Checkpoint, layer: Any) -> LowRank:
 
 def _require_lora(checkpoint: Checkpoint, layer: Any) -> None:
     if not isinstance(layer, LoraLayer):
-        text = "is an LSR layer already; compress the LoRA it came from"
-        if checkpoint.format != "lsr":
-            text = (
-                "is LoKr, a Kronecker product, which no truncation makes smaller without losing much: it stays as it is"
-            )
+        text = "is an LSR layer already; compress the LoRA it came from" if checkpoint.format == "lsr" else LOKR
         raise CheckpointError(text, path=checkpoint.path, tensor=layer.name)
 
 

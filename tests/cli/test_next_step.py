@@ -164,3 +164,38 @@ def recommended(export):
     except UnsupportedError as error:
         return re.search(r"(?:write |did you mean ')(\w+)", str(error)).groups()
     return ()
+
+
+OTHERS = {
+    "lokr": {f"blocks_0_q.{part}": shape for part, shape in {"lokr_w1": (8, 8), "lokr_w2": (16, 16)}.items()},
+    "loha": KEYS["lycoris"],
+    "dora": KEYS["comfy wan"] | {"diffusion_model.blocks.0.self_attn.q.dora_scale": (64, 1)},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("lokr", "one Kronecker product already, which is not made smaller here: keep it"),
+        ("loha", "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came: make LSR of it"),
+        ("dora", "merge it into its base, or train it again as plain LoRA"),
+    ],
+)
+def test_what_is_no_file_of_pairs_is_told_why_and_what_to_do(kind, words, tmp_path):
+    rng = np.random.default_rng(0)
+    save_file({key: rng.standard_normal(shape) for key, shape in OTHERS[kind].items()}, tmp_path / "style.safetensors")
+
+    def run(*order):
+        done = lsr(*order, cwd=tmp_path)
+        return done.returncode, " ".join(done.stderr.split())
+
+    small, directory = ("compress", "style.safetensors", "--ratio", "2", "--out"), kind == "loha"
+    for order in ((*small, "small.safetensors"), ("export", "style.safetensors", "--out", "o", "--to", "same")):
+        code, said = run(*order)
+        assert (code, words in said) == (2, True), said
+        assert "it came from" not in said
+    code, said = run(*small, "small")
+    assert (code, words in said) == ((0, False) if directory else (2, True)), said
+    code, said = run("export", "style.safetensors", "--out", "lora", "--to", "lora")
+    assert code == (2 if kind == "dora" else 0), said
+    assert kind == "dora" or open_checkpoint(tmp_path / "lora").format == "peft-lora"

@@ -17,6 +17,7 @@ from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missin
 from lsrdecomp.checkpoints.experts import Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import (
+    DORA,
     PREFIX,
     Bundle,
     Roles,
@@ -302,7 +303,7 @@ def _refuse_merged(name: str, up: StoredTensor, down: StoredTensor) -> None:
 
 # What else changes the forward pass or the base weights, so that scale·B·A would not be the update.
 REFUSED = {
-    "use_dora": "DoRA rescales every row by the norm of the base weights, which are not in this file",
+    "use_dora": DORA,
     "use_qalora": "QA-LoRA pools its inputs in groups",
     "use_bdlora": "BD-LoRA has block-diagonal halves",
     "alora_invocation_tokens": "activated LoRA acts on some tokens only",

@@ -15,7 +15,7 @@ from lsrdecomp.checkpoints.format import CONFIG, MLX_WEIGHTS, PREFIX, scalar
 from lsrdecomp.checkpoints.names import diffusers_name, kohya_name
 from lsrdecomp.checkpoints.pickles import LISTED
 from lsrdecomp.checkpoints.readers.layouts import METADATA
-from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer
+from lsrdecomp.checkpoints.records import LOKR, Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.tensors import Array, StoredTensor
 from lsrdecomp.checkpoints.writers.pair_writer import PairWriter
 from lsrdecomp.checkpoints.writers.peft import write_lora
@@ -23,8 +23,6 @@ from lsrdecomp.checkpoints.writing import new_directory, new_file, write_json
 from lsrdecomp.errors import CheckpointError, UnsupportedError, unknown
 
 NAMES = ("same", "kohya", "diffusers")
-FORMATS = ("kohya", "diffusers", "lycoris", "cloneofsimo", "loralib", "torchtune", "mlx")
-"""Formats of one file of pairs; of PEFT there is a directory."""
 MODEL_HASH, LEGACY_HASH = "sshs_model_hash", "sshs_legacy_hash"
 """What sd-scripts writes of the tensors' bytes; the second is of a part of the file and left out."""
 Pairs = Iterable[tuple[str, Array, Array]]
@@ -46,12 +44,15 @@ def same_form(like: Checkpoint) -> str:
     UnsupportedError
         For an adapter that is no file of pairs with keys of their own.
     """
-    odd = next((layer for layer in like.layers if not isinstance(layer, LoraLayer) or ".hada_" in layer.up.name), None)
     if like.format == "lsr":
         raise UnsupportedError("is an LSR adapter: name the LoRA that it was made from by --like", path=like.path)
-    if odd is not None or like.format not in (*FORMATS, "peft-lora"):
-        text = f"{like.format} holds more than plain pairs, so that it cannot be given back as it came"
-        raise UnsupportedError(f"{text}; write lora instead", path=like.path)
+    for layer in like.layers:
+        if not isinstance(layer, LoraLayer):
+            raise UnsupportedError(LOKR, path=like.path, tensor=layer.name)
+        if ".hada_" in layer.up.name:
+            text = "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came"
+            way_out = "make LSR of it (a directory as --out), or write it as plain LoRA (export --to lora)"
+            raise UnsupportedError(f"{text}: {way_out}", path=like.path, tensor=layer.name)
     if like.layers[0].up.name.startswith(f"{LISTED}:"):
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
     has_config = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
