@@ -14,7 +14,6 @@ from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
 from lsrdecomp.checkpoints.writing import metadata
 from lsrdecomp.errors import CheckpointError, ShapeError
-from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.residual import pair_distance
 
 
@@ -102,7 +101,8 @@ class PairWriter(TensorWriter):
 
     def _measure(self, up: Array, down: Array, stored_up: Array, stored_down: Array, scale: float) -> None:
         up, down = np.asarray(up, np.float64), np.asarray(down, np.float64)
-        self._norm = math.hypot(self._norm, LowRank(up, down).norm)
+        nothing = up[:, :0], down.T[:, :0]
+        self._norm = math.hypot(self._norm, pair_distance(up, down.T, *nothing))
         left, right = np.asarray(stored_up, np.float64) * scale, np.asarray(stored_down, np.float64)
         if not (np.array_equal(left, up) and np.array_equal(right, down)):
             # B A − B̂ Â = (B − B̂) A − B̂ (Â − A), of which neither term is much larger than the difference.
