@@ -77,22 +77,36 @@ class Journal:
         """Lock the directory; `CheckpointError` if another run is at work there, or if it is no journal of ours."""
         if self._reads_only:
             return self
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_directory(self.path)
-        except OSError as error:
-            text = f"cannot hold what a run has done ({error.strerror}); remove it or choose another output"
-            raise CheckpointError(text, path=self.path) from error
-        record = read_json(self.path / RECORD) if (self.path / RECORD).is_file() else {}
-        if self._lock is None and os.name == "posix":
-            text = f"process {record.get('process', 'of another run')} is writing this output"
-            raise CheckpointError(f"{text}; wait until it ends, or choose another output", path=self.path)
+        record = self._locked()
         try:
             self._enter(record)
         except CheckpointError:
             self._leave(keep=bool(self._results))
             raise
         return self
+
+    def _locked(self) -> dict[str, Any]:
+        """Take the lock; the record that was there."""
+        record = self.path / RECORD
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_directory(self.path)
+            if self._lock is not None and not os.path.samestat(os.fstat(self._lock), self.path.stat()):
+                raise FileNotFoundError  # the lock is on a directory that is gone
+            about = read_json(record) if record.is_file() else {}
+        except FileNotFoundError:  # the run that was here ended meanwhile
+            self._unlock()
+            return self._locked()
+        except CheckpointError:
+            self._unlock()
+            raise
+        except OSError as error:
+            text = f"cannot hold what a run has done ({error.strerror}); remove it or choose another output"
+            raise CheckpointError(text, path=self.path) from error
+        if self._lock is None and os.name == "posix":
+            text = f"process {about.get('process', 'of another run')} is writing this output"
+            raise CheckpointError(f"{text}; wait until it ends, or choose another output", path=self.path)
+        return about
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Remove the directory, or say on the error that it stays."""
@@ -119,6 +133,9 @@ class Journal:
     def _leave(self, keep: bool) -> None:
         if not keep:
             shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

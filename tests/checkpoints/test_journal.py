@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier, Semaphore
 
 import numpy as np
 import pytest
 
 from lsrdecomp.checkpoints import Journal, content_key
+from lsrdecomp.checkpoints.writing import lock_directory
 from lsrdecomp.errors import CheckpointError
 
 ARRAYS = {"sums": np.arange(6.0).reshape(2, 3), "half": np.ones(2, np.float16), "none": np.zeros((0, 3))}
@@ -56,18 +58,67 @@ def test_an_error_before_any_result_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no locks on directories")
-def test_a_second_run_at_the_same_output_is_refused_by_the_number_of_the_first(tmp_path: Path) -> None:
-    program = f"from lsrdecomp.checkpoints import Journal\nwith Journal.beside({str(tmp_path / 'out')!r}): pass"
+def test_of_four_runs_at_one_output_one_works_and_three_are_told_by_which(tmp_path: Path) -> None:
+    start, refused = Barrier(4), Semaphore(0)
+
+    def run(number: int) -> str | None:
+        start.wait()
+        try:
+            with Journal.beside(tmp_path / "out") as journal:
+                for _ in range(3):
+                    assert refused.acquire(timeout=60)  # the others are all refused while this one works
+                journal.put(str(number), ARRAYS)
+                raise KeyboardInterrupt  # as if stopped: its results stay
+        except KeyboardInterrupt:
+            return None
+        except CheckpointError as error:
+            refused.release()
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(run, range(4)))
+    (winner,) = (number for number, words in enumerate(said) if words is None)
+    for words in filter(None, said):
+        assert re.search(rf"process ({os.getpid()}|of another run) is writing this output; wait until it ends", words)
+        assert "\n" not in words
     with Journal.beside(tmp_path / "out") as journal:
+        assert journal.get(str(winner)) is not None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no locks on directories")
+def test_a_second_run_is_refused_by_the_number_of_the_first_and_its_helpers_only_read(tmp_path: Path) -> None:
+    with Journal.beside(tmp_path / "out") as journal, Journal.beside(tmp_path / "out", reads_only=True) as reader:
         journal.put("a", ARRAYS)
-        other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-        assert other.returncode == 1
-        assert f"process {os.getpid()} is writing this output; wait until it ends" in other.stderr
-        with Journal.beside(tmp_path / "out", reads_only=True) as reader:
-            reader.put("b")
-            reader.drop("a")
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} is writing this output; wait until it ends"):
+            Journal.beside(tmp_path / "out").__enter__()
+        reader.put("b")
+        reader.drop("a")
         assert journal.get("a") is not None
         assert journal.get("b") is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no locks on directories")
+@pytest.mark.parametrize("when", ["before its lock", "after it"])
+def test_a_run_that_begins_as_another_ends_has_a_directory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    lock, ended = lock_directory, []
+
+    def meanwhile(path: Path) -> int | None:
+        handle = lock(path) if when == "after it" or ended else None
+        if not ended:
+            ended.append(path)
+            path.rmdir()
+        return handle or lock(path)
+
+    monkeypatch.setattr("lsrdecomp.checkpoints.journal.lock_directory", meanwhile)
+    with Journal.beside(tmp_path / "out") as journal:
+        journal.put("a", ARRAYS)
+        with pytest.raises(CheckpointError, match="is writing this output"):
+            Journal.beside(tmp_path / "out").__enter__()
+        assert journal.get("a") is not None
+    assert ended
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_journal_or_of_another_release_is_refused_and_stays(tmp_path: Path) -> None:
