@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,6 +277,63 @@ def test_ray_gives_every_job_its_share_of_a_gpu(fleet, tmp_path, gpus):
             assert contents(tmp_path / "cpu") == contents(tmp_path / "joblib")
     finally:
         ray.shutdown()
+
+
+class Cluster(ModuleType):
+    """What `ray_runner` asks of ray, in this process: a job runs when its answer is fetched, the last one first."""
+
+    def __init__(self, gpus: float) -> None:
+        super().__init__("ray")
+        self.gpus, self.asked, self.running, self.most = gpus, {}, [], 0
+        self.exceptions = SimpleNamespace(RayError=ConnectionError)
+        self.init = lambda address, log_to_driver: self.asked.update(address=address)
+        self.is_initialized = lambda: "address" in self.asked
+        self.cluster_resources = lambda: {"CPU": 2.0} | ({"GPU": self.gpus} if self.gpus else {})
+        self.get = lambda answer: answer()
+
+    def remote(self, **wanted):
+        self.asked.update(wanted)
+
+        def submit(work, *arguments):
+            self.running.append(partial(work, *arguments))
+            self.most = max(self.most, len(self.running))
+            return self.running[-1]
+
+        return lambda work: SimpleNamespace(remote=partial(submit, work))
+
+    def wait(self, answers, num_returns):
+        assert set(answers) == set(self.running)
+        return [self.running.pop()], list(self.running)
+
+
+@pytest.mark.parametrize(("device", "gpus", "share"), [("cuda", 1.0, 0.5), (None, 0.0, 0.0)])
+def test_a_cluster_runs_every_job_once_and_one_that_dies_alone_dies(device, gpus, share, monkeypatch):
+    ray = Cluster(gpus)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(runners, "IN_FLIGHT", 2)
+
+    def job(job, plan):
+        if job.name == "2":
+            raise ConnectionError("the node is gone\nmany lines")
+        return Outcome(job.name, "done", str(job.device))
+
+    monkeypatch.setattr(runners, "run_job", job)
+    jobs = [Job(str(number), "in", "out") for number in range(5)]
+    outcomes = {outcome.name: outcome for outcome in ray_runner("head:1", device, per_gpu=2)(jobs, PLAN)}
+    assert outcomes.keys() == {job.name for job in jobs}
+    assert ray.most == 2
+    assert outcomes.pop("2") == Outcome("2", "died", "its worker died: the node is gone")
+    assert {(outcome.state, outcome.message) for outcome in outcomes.values()} == {("done", str(device))}
+    assert (ray.asked["address"], ray.asked["num_gpus"], ray.asked["max_retries"]) == ("head:1", share, 0)
+    assert ray.asked["runtime_env"]["env_vars"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_cluster_without_a_gpu_is_refused_before_any_job(monkeypatch):
+    ray = Cluster(0.0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(LsrError, match="no node of the Ray cluster has a GPU"):
+        list(ray_runner(device="cuda")([Job("a", "in", "out")], PLAN))
+    assert not ray.running
 
 
 def test_a_finished_output_that_changed_is_made_again(fleet, undisturbed, tmp_path):
