@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,10 @@ def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, c
     chosen = script.fitting(stages, 60 * minutes, tmp_path)
     assert chosen == stages[:count]
     assert max(stage.seconds for stage in stages) <= script.LONGEST
+    if minutes == 45:
+        page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+        rows = script.table(stages, chosen, options)[2:]
+        assert "\n".join(rows) in page, "the plan in the docs is another"
 
 
 @pytest.mark.parametrize(
