@@ -137,11 +137,6 @@ def write_pairs(
         )
     if like is None and names == "same":
         raise CheckpointError("names 'same' are those of a source, and none was given")
-    if extras and names == "diffusers":
-        first = next(iter(extras))
-        text = f"{len(extras)} tensors beside the adapter (the first {first}): diffusers loads no file that holds such"
-        way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
-        raise UnsupportedError(f"{text}; {way_out}", path=out)
     if not directory and out.suffix != ".safetensors":
         raise CheckpointError("the name must end in .safetensors", path=out)
     inputs, new = (source.path, source.weights) if source else (), new_directory if directory else new_file
@@ -150,6 +145,10 @@ def write_pairs(
             _add_named(writer, names, layers, storage or "float32")
         else:
             _add_same(writer, like, layers, storage)
+        if extras and names == "diffusers":  # said last: where a layer has no name either, leaving them out is no help
+            text = f"{len(extras)} tensors beside the adapter (the first {next(iter(extras))})"
+            way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
+            raise UnsupportedError(f"{text}: diffusers loads no file that holds such; {way_out}", path=out)
         for key, tensor in extras.items():
             writer.add(key.removeprefix(PREFIX), tensor.read())
         record = writer.record(provenance, **({} if like else {"storage": storage or "float32"}))
