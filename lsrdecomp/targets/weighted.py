@@ -14,6 +14,12 @@ from lsrdecomp.targets.base import Approximation, LowRank
 from lsrdecomp.targets.residual import pair_core, pair_distances
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
+CONDITION = 1e4
+"""Of a Gram matrix with a unit diagonal, up to which its Cholesky factor serves as R of a QR factorization."""
+
+SMALLEST = 1e-140
+"""Lengths of columns whose squares keep their digits."""
+
 
 def weighted_norm(target: LowRank, weights: NormWeights) -> float:
     """‖G^½ B A C^½‖_F from two thin QR factorizations, in double precision.
@@ -92,9 +98,33 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
 def weighted_gauge(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array, Array]:
     """S, σ, T of shapes (…, r, k), (…, k), (…, k, r) with U = B S, Vᵀ = T A of the SVD U σ Vᵀ of a pair in the norm.
 
-    Columns of G^½ U and C^½ V are orthonormal.
+    Columns of G^½ U and C^½ V are orthonormal, to twelve digits. In double precision NumPy's triangles are
+    Cholesky's factors of Gram matrices where these are well conditioned, in a fifth of the time.
     """
-    return gauge_of(*weighted_triangles(left, right, weights))
+    return gauge_of(*map(_cholesky_or_qr, _weighted(left, right, weights)))
+
+
+def _cholesky_or_qr(array: Array) -> Array:
+    """R with Rᵀ R = Aᵀ A: ‖R x‖ has twelve digits of ‖A x‖ for every x [1]_.
+
+    .. [1] Y. Yamamoto, Y. Nakatsukasa, Y. Yanagisawa and T. Fukaya, Roundoff error analysis of the CholeskyQR2
+       algorithm, Electron. Trans. Numer. Anal. 44 (2015).
+    """
+    if type(array) is not np.ndarray or array.ndim != 2 or array.dtype != np.float64:
+        return triangular_factor(array)
+    from scipy.linalg.lapack import dpocon, dpotrf
+
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        gram = array.T @ array
+        sizes = np.sqrt(np.diag(gram))
+    if not SMALLEST < sizes.min() <= sizes.max() < 1.0 / SMALLEST:
+        return triangular_factor(array)
+    # Columns of any length: Cholesky's errors are those of a unit diagonal.
+    scaled = gram / np.outer(sizes, sizes)
+    factor, failed = dpotrf(scaled)
+    if failed or dpocon(factor, np.abs(scaled).sum(axis=0).max())[0] < 1.0 / CONDITION:
+        return triangular_factor(array)
+    return factor * sizes
 
 
 def weighted_triangles(left: Array, right: Array, weights: NormWeights) -> tuple[Array, Array]:

@@ -153,6 +153,17 @@ def test_singular_weights_do_no_harm(rng: np.random.Generator) -> None:
     assert weighted_residual_norm(target, two, weights) <= 1e-7 * weighted_norm(target, weights)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-200, 1e150])
+@pytest.mark.parametrize("angle", [1.0, 1e-2, 1e-4, 1e-8, 0.0])
+def test_a_gauge_of_nearly_parallel_columns_has_twelve_digits(angle: float, size: float) -> None:
+    rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((40, 40)))[0]
+    left, right = rotation[:, :2] @ np.array([[1.0, 1.0], [0.0, angle]]) * size, rotation[:2, :30]
+    columns, sigma, rows = weighted_gauge(left, right, NormWeights.frobenius((40, 30)))
+    exact = np.linalg.svd(left / size @ right, compute_uv=False)[:2]
+    assert sigma / size == pytest.approx(exact, rel=1e-11, abs=1e-15)
+    assert (left @ columns * sigma) @ (rows @ right) / size == pytest.approx(left @ right / size, abs=1e-14)
+
+
 def test_a_component_below_rounding_is_left_out() -> None:
     b, a = np.eye(10, 3) * [2.0, 1.0, 1e-20], np.eye(3, 9)
     columns, sigma, rows = weighted_gauge(b, a, NormWeights.frobenius((10, 9)))
