@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import astuple, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -88,7 +90,8 @@ CG_STEPS = 8
 """Conjugate gradient steps of a block update in a weighted norm."""
 
 AHEAD = 4
-"""Tasks a worker that are read, under way or waiting for their turn, so that not all layers are in memory at once."""
+"""Tasks a worker that are read, under way or waiting for their turn, so that not all layers are in memory at once. Of
+those that wait none is in the journal yet: so many are solved again after a kill."""
 
 THREADS = ("OMP", "OPENBLAS", "MKL", "BLIS", "VECLIB_MAXIMUM", "NUMEXPR")
 
@@ -118,75 +121,38 @@ def run(
 ) -> Iterator[tuple[Task, list[Answer]]]:
     """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
 
-    ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process. Raises `LsrError` if one of
-    them is killed.
+    ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process: a worker that is free takes
+    the next task, whatever the others do. Raises `LsrError` if one of them is killed.
     """
 
-    def recall(task: Task) -> tuple[str, list[Answer] | None]:
-        if journal is None:
-            return "", None
-        result = journal.get(key := task_key(task))
-        return key, None if result is None else _unpacked(result)
+    def begun(task: Task) -> tuple[Task, str, Callable[[], list[Answer]]]:
+        """A task, the key its answers are to be kept under (empty where they are), and how they are had."""
+        key = "" if journal is None else task_key(task)
+        stored = None if journal is None else journal.get(key)
+        if stored is not None:
+            return task, "", partial(_unpacked, stored)
+        return task, key, partial(solve, task) if pool is None else pool.submit(solve, task).result
 
-    def finish(task: Task, key: str, answers: list[Answer]) -> None:
-        if journal is not None and key:
-            arrays, facts = _packed(answers)
-            journal.put(key, arrays, facts=facts)
-        if on_done is not None:
-            on_done(task)
-
-    if pool is not None:
-        yield from _by_workers(iter(tasks), workers, pool, recall, finish)
-        return
-    for task in tasks:
-        key, stored = recall(task)
-        answers = solve(task) if stored is None else stored
-        finish(task, key if stored is None else "", answers)
-        yield task, answers
-
-
-def _by_workers(
-    tasks: Iterator[Task],
-    workers: int,
-    pool: Any,
-    recall: Callable[[Task], tuple[str, list[Answer] | None]],
-    finish: Callable[[Task, str, list[Answer]], None],
-) -> Iterator[tuple[Task, list[Answer]]]:
-    """`run` in other processes: a worker that is free takes the next task, whatever the others do."""
-    from joblib.externals.loky import wait
-    from joblib.externals.loky.process_executor import BrokenProcessPool
-
-    waiting: deque[tuple[Task, Any]] = deque()  # in order, each with its answers or the future of them
-    under_way: dict[Any, tuple[Task, str]] = {}  # by future
+    left, most, ahead = iter(tasks), 1 if pool is None else AHEAD * workers, deque[Any]()
     try:
         while True:
-            # Workers 1: fill up what is read or under way; what the journal has needs no worker.
-            for task in islice(tasks, AHEAD * workers - len(waiting)):
-                key, answers = recall(task)
-                if answers is not None:
-                    finish(task, "", answers)
-                    waiting.append((task, answers))
-                else:
-                    future = pool.submit(solve, task)
-                    under_way[future] = task, key
-                    waiting.append((task, future))
-            if not waiting:
+            ahead.extend(begun(task) for task in islice(left, most - len(ahead)))
+            if not ahead:
                 return
-            # Workers 2: what is done is kept at once, in whatever order.
-            for future in [future for future in under_way if future.done()]:
-                finish(*under_way.pop(future), future.result())
-            # Workers 3: the first in order is handed on, or waited for.
-            task, first = waiting[0]
-            if not isinstance(first, list) and first in under_way:
-                wait(under_way, return_when="FIRST_COMPLETED")
-            else:
-                waiting.popleft()
-                yield task, first if isinstance(first, list) else first.result()
-    except BrokenProcessPool as error:
+            task, key, answers_of = ahead.popleft()
+            answers = answers_of()
+            if journal is not None and key:
+                arrays, facts = _packed(answers)
+                journal.put(key, arrays, facts=facts)
+            if on_done is not None:
+                on_done(task)
+            yield task, answers
+    except BrokenExecutor as error:
         text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
         raise LsrError(f"{text}: what was solved is used again") from error
     except BaseException:
-        pool.shutdown(kill_workers=True)
+        if pool is not None:
+            pool.shutdown(kill_workers=True)
         raise
 
 
