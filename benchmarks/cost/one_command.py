@@ -33,7 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks import RESULTS
-from lsrdecomp.compression.settings import Step
+from lsrdecomp.checkpoints.progress import Step
 from lsrdecomp.training.record import commit
 
 PROMPTS, SENTENCES = 400, 600

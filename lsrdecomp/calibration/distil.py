@@ -12,7 +12,7 @@ whatever its scale and however a layer shares its size out among its factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,6 +25,7 @@ from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.features import Lesson, ask_with_features, distance_without, lesson
 from lsrdecomp.calibration.fisher import Batch, CalibrationError, Head
 from lsrdecomp.checkpoints import Journal
+from lsrdecomp.checkpoints.progress import OnStep, Step
 
 RATES = (0.01, 0.03, 0.1)
 """Learning rates that are tried, in relative change of a factor's numbers per step."""
@@ -82,7 +83,7 @@ def distil_factors(
     journal: Journal | None = None,
     key: str = "",
     enough: float = math.inf,
-    on_step: Callable[[int, int], object] | None = None,
+    on_step: OnStep | None = None,
 ) -> Distillation:
     """Train the factors of ``student`` on the source's answers; the best factors seen are left in it.
 
@@ -103,7 +104,7 @@ def distil_factors(
     enough : float
         Share kept on the check texts at which training ends.
     on_step : callable, optional
-        Called with the step and the number of steps.
+        Called with a `Step` after each step of training.
 
     Returns
     -------
@@ -122,7 +123,7 @@ def distil_factors(
     """
     if steps < 1 or not lessons.batches:
         raise CalibrationError(f"{steps} steps on {len(lessons.batches)} batches: there is nothing to distil with")
-    work = _Work(student, lessons, steps, seed, on_step or (lambda *_: None))
+    work = _Work(student, lessons, steps, seed, on_step)
     # 1. Where the run is: what an interrupted one saved, or the start with the best learning rate.
     now = None if journal is None else _load(journal, key, work.zero.device)
     if now is None:
@@ -191,9 +192,7 @@ def _load(journal: Journal, key: str, device: torch.device) -> _State | None:
 class _Work:
     """The parameters as one vector of relative changes, and the answers to learn."""
 
-    def __init__(
-        self, student: Base, lessons: Lessons, steps: int, seed: int, on_step: Callable[[int, int], object]
-    ) -> None:
+    def __init__(self, student: Base, lessons: Lessons, steps: int, seed: int, on_step: OnStep | None) -> None:
         self.student, self.lessons, self.steps, self.seed, self.on_step = student, lessons, steps, seed, on_step
         check = lessons.check
         if not check.effect > 0.0:
@@ -262,7 +261,8 @@ class _Work:
         now.u.grad, now.optimizer.param_groups[0]["lr"] = gradient, rate
         now.optimizer.step()
         now.step, now.passes = now.step + 1, now.passes + 2.0
-        self.on_step(now.step, self.steps)
+        if self.on_step is not None:
+            self.on_step(Step("distilling", now.step, self.steps, "steps"))
         return float(loss)
 
     def lost(self, part: Lesson) -> Tensor:

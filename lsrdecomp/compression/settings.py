@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from lsrdecomp.checkpoints.progress import OnStep as OnStep
+from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.progress import Step as Step
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.fields import OPTION, POSITIVE, Also, Check, Settings, settings

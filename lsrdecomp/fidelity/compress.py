@@ -27,17 +27,16 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from lsrdecomp.checkpoints import Checkpoint, Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.format_table import AdapterSource
+from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import Compression, SearchedAdapter, search_adapter
 from lsrdecomp.compression.settings import (
     GOALS,
     CompressionPlan,
-    OnStep,
     PlanKeywords,
     Resources,
     Search,
-    Step,
     share_of_effect,
 )
 from lsrdecomp.errors import BudgetError, needs

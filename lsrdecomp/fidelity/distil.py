@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
+from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import read_statistics
-from lsrdecomp.compression.settings import OnStep
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.fidelity.rewrite import check_pair, publish
@@ -118,6 +119,7 @@ def distil(
     with needs("distillation", "peft"):
         from accelerate import PartialState
 
+        from lsrdecomp.calibration.distil import distil_factors
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import distil_form
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
@@ -144,18 +146,23 @@ def distil(
     with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         evaluator.say("measuring")
+        train = partial(
+            distil_factors,
+            lessons=evaluator.lessons(chosen.steps, chosen.micro),
+            rate=chosen.rate,
+            seed=chosen.seed,
+            journal=journal,
+            key=content_key(about, texts),
+        )
         form = distil_form(
             evaluator,
             directory,
             source,
             Path(folder) / "made",
-            before=evaluator.measure(directory),
-            lessons=evaluator.lessons(chosen.steps, chosen.micro),
+            train,
             steps=chosen.steps,
-            rate=chosen.rate,
+            before=evaluator.measure(directory),
             statistics=statistics,
-            journal=journal,
-            key=content_key(about, texts),
         )
         # 4. Report: what the better files keep, written with them.
         fidelity = evaluator.fidelity(form.behaviour, form.path, source, data_name(data), distilled=form.steps)

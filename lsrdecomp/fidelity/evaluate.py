@@ -30,9 +30,9 @@ from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
 from lsrdecomp.checkpoints.files import bytes_to_open, sha256
+from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.settings import OnStep, Step
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.fidelity.fidelity import Answered, Fidelity
 from lsrdecomp.fidelity.settings import EvaluatorSettings

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +161,24 @@ class CompressedFormCache:
             trained = DistilledForm(form.path, out, before, after, Distillation(**measured.facts["training"]))
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
+            train = partial(
+                distil_factors,
+                lessons=self.lessons,
+                seed=self.evaluator.settings.seed,
+                enough=enough,
+                journal=self.journal,
+                key=content_key("training", key),
+            )
             trained = distil_form(
                 self.evaluator,
                 form.path,
                 self.source,
                 out,
+                train,
                 steps=self.steps,
                 before=form.behaviour,
                 statistics=self.statistics,
-                journal=self.journal,
-                key=content_key("training", key),
                 words=words,
-                lessons=self.lessons,
-                enough=enough,
             )
             behaviours = {"before": asdict(trained.before), "after": asdict(trained.after)}
             self.journal.put(key, facts={**behaviours, "training": asdict(trained.training)})
@@ -189,36 +195,23 @@ def distil_form(
     form: Path,
     source: Checkpoint,
     out: Path,
+    train: Callable[..., Distillation],
     *,
-    before: Behaviour,
-    lessons: Lessons,
     steps: int,
-    rate: float | None = None,
+    before: Behaviour,
     statistics: StatisticsByLayer | None = None,
-    journal: Journal | None = None,
-    key: str = "",
     words: str = "",
-    enough: float = math.inf,
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
 
-    ``before`` is what it keeps as it is; ``words`` go before those on each part of the work.
+    ``train`` is `distil_factors` with its lessons and settings; ``before`` is what the form keeps as it is; ``words``
+    go before those on each part of the work.
     """
     # 1. Training.
     student = evaluator.base.adapted(form)
     stage = f"{words}distilling, at most {steps} steps of {evaluator.size} examples"
     evaluator.say(stage)
-    training = distil_factors(
-        student,
-        lessons,
-        steps=steps,
-        enough=enough,
-        rate=rate,
-        seed=evaluator.settings.seed,
-        journal=journal,
-        key=key,
-        on_step=lambda step, all_steps: evaluator.say(stage, step, all_steps, "steps"),
-    )
+    training = train(student, steps=steps, on_step=lambda step: evaluator.say(stage, step.done, step.total, step.unit))
     # 2. What the new numbers keep as written: rounded as the old ones were.
     evaluator.say(f"{words}writing and measuring again")
     rewrite(out, form, source, products_of(student), statistics=statistics)

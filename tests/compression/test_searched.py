@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lsrdecomp.checkpoints import Journal, open_checkpoint, write_lora
+from lsrdecomp.checkpoints.progress import Step
 from lsrdecomp.compression import layers as layers_module
 from lsrdecomp.compression import search as search_module
 from lsrdecomp.compression import solve
@@ -18,7 +19,7 @@ from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, fit_budget, search_layers
 from lsrdecomp.compression.search_table import Draw
-from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search, Step
+from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.kronecker.shape import ProductShape

@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -210,8 +211,10 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
-        settings |= {"before": before, "lessons": lessons, "steps": 24, "rate": 0.03}
-        return distil_form(evaluator, classifier / "lsr", lora, tmp_path / name, **settings).training
+        learn = partial(distil_factors, lessons=lessons, rate=0.03, **settings)
+        return distil_form(
+            evaluator, classifier / "lsr", lora, tmp_path / name, learn, steps=24, before=before
+        ).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
     assert len(lessons.answered) > 1

@@ -138,7 +138,7 @@ def pretend_to_distil(monkeypatch, left):
     """In place of training: every form then loses so much of what it lost; the list tells what was trained."""
     done = []
 
-    def distilled(evaluator, made, source, out, *, steps, before, **_):
+    def distilled(evaluator, made, source, out, train, *, steps, before, **_):
         shutil.copytree(made, out)
         done.append(made)
         after = replace(before, kl=left * before.kl)
