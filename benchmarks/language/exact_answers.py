@@ -107,6 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "exact_answers.json")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    with Journal(options.work / "journal") as journal:  # statistics are read from it as they are needed
+        make_rows(options, journal)
+
+
+def make_rows(options: argparse.Namespace, journal: Journal) -> None:
+    """Those of the task that the record has not."""
     record = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
     names = ("numpy", "torch", "transformers", "peft")
     record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
@@ -128,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rows(**task, form="LoRA"):
         add({**task, "form": "LoRA", "problems": len(judge.examples), **judge.judge(None)})
     source, plans = open_checkpoint(options.lora), [CompressionPlan(ratio=ratio) for ratio in options.ratios]
-    with Journal(options.work / "journal") as journal:
-        searched = search_adapter(source, plans, statistics=evaluator.statistics(journal))
+    searched = search_adapter(source, plans, statistics=evaluator.statistics(journal))
     for ratio, plan in zip(options.ratios, plans, strict=True):
         # 2. A form as compressed.
         form, about = options.work / f"{ratio:g}", {**task, "form": f"1/{ratio:g}"}
@@ -142,11 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             key = {**about, "steps": options.steps, "own": share}
             if rows(**key):
                 continue
-            student, lessons, since = (
-                evaluator.base.adapted(form),
-                evaluator.lessons(options.steps),
-                time.process_time(),
-            )
+            student, lessons = evaluator.base.adapted(form), evaluator.lessons(options.steps)
+            since = time.process_time()
             if share:
                 parts = lessons.source, lessons.batches, lessons.check
                 lessons = OwnContinuations(*parts, student=student, share=share)
