@@ -26,9 +26,9 @@ MOST_MEASURED = 7
 MOST_DISTILLED = 2
 CLOSE = 1.08
 """Sizes within this factor of each other, one that keeps enough and one that does not, end the search."""
-MOST_PLACED, LITTLE_LESS = 2, 1.3
-"""Forms measured at most to find where training begins; one that loses less than is wanted by at most this factor will
-do. One that loses more would be trained for nothing."""
+MOST_PLACED, LITTLE_LESS, LITTLE_MORE = 2, 1.3, 1.05
+"""Forms measured at most to find where training begins, and by which factors one may lose less or more than is wanted:
+one that loses much more would be trained for nothing."""
 WORTH_TRAINING = 1.2
 """Times smaller that a form must promise to be before it is trained."""
 SMALLEST = 4096.0
@@ -63,8 +63,8 @@ class SmallestForm:
         self.forms, self.keep, checkpoint = forms, keep, forms.source
         self.form = dict(form)  # storage and largest rank
         self.counts_bytes = form["storage"] == "auto"
-        self.head_bytes = checkpoint.extra_bytes
-        file_bytes = float(bytes_to_open(checkpoint.weights) - self.head_bytes)
+        self.head_bytes = checkpoint.extra_bytes if self.counts_bytes else 0
+        file_bytes = float(bytes_to_open(checkpoint.weights) - checkpoint.extra_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
         # Larger shapes than those of a form this size are solved only if one is asked for: they take the longest.
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
@@ -101,10 +101,13 @@ class SmallestForm:
         left = LEFT_OF_CLASSIFIER if classifier else LEFT
         trained: list[CompressedForm] = []
         for number in range(1, MOST_DISTILLED + 1):
-            # 1. Where training would leave about the loss that is allowed, by what it left of a loss so far.
-            form = self._losing(SAFETY * (1.0 - self.keep) / left)
-            if self._keeping(trained) and self._size(form) * WORTH_TRAINING > self._size(trained[0]):
+            # 1. Where training would leave about the loss that is allowed, by what it left of a loss so far; not if
+            #    that is hardly smaller than what keeps enough.
+            loss = SAFETY * (1.0 - self.keep) / left
+            size = guessed_size(loss, self.whole, self._behaviours, self._expected)
+            if self._keeping(trained) and (size + self.head_bytes) * WORTH_TRAINING > self._size(trained[0]):
                 break
+            form = self._losing(loss)
             # 2. Trained until it keeps a little more than asked: what is promised is measured on other texts.
             words = f"training {number} of at most {MOST_DISTILLED}, "
             words += f"{form.compression.totals.ratio:.3g} times fewer numbers: "
@@ -233,14 +236,21 @@ def size_losing(
 ) -> float:
     """The size, of those measured, whose form loses nearest to ``loss``; arguments as those of `smallest`.
 
-    A form that loses a little less ends it. What was measured corrects the guess of the next size.
+    A form that loses about so much ends it. What was measured corrects the guess of the next size.
     """
     for _ in range(measurements):
-        size = size_for(loss, whole / SMALLEST, whole, lambda size: loss_at(size, measured, expected))
+        size = guessed_size(loss, whole, measured, expected)
         measured[size] = measure(size)
-        if loss / LITTLE_LESS <= lost(measured[size]) <= loss:
+        if loss / LITTLE_LESS <= lost(measured[size]) <= loss * LITTLE_MORE:
             break
     return min(measured, key=lambda size: abs(math.log(max(lost(measured[size]), TINY) / loss)))
+
+
+def guessed_size(
+    loss: float, whole: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]
+) -> float:
+    """The size at which so much would be lost, by `loss_at`."""
+    return size_for(loss, whole / SMALLEST, whole, lambda size: loss_at(size, measured, expected))
 
 
 def loss_at(size: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]) -> float:

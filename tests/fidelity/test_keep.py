@@ -84,14 +84,14 @@ def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     assert loss_at(4e5, seen, expected) == pytest.approx(beyond)
 
 
-@pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.1, 2)])
+@pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.04, 1), (1.1, 2)])
 def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, count):
-    """One that loses a little less will do; of what the first lost the second is known."""
+    """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
     size = size_losing(0.2, WHOLE, expected, measure, seen)
     assert len(seen) == count
-    assert 0.15 < 1.0 - seen[size].kept <= 0.2
+    assert 0.15 < 1.0 - seen[size].kept <= 0.21
 
 
 def test_what_cannot_be_kept_says_what_can():
