@@ -11,9 +11,9 @@ promise, on SST-2, every form answers 1,000 texts of the train split once; forty
 the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a promise holds if
 the two differ by at most two standard errors of their difference (older rows, without ``fresh_error``: of the
 promise). ``same`` is what would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of
-SmolLM2 and its forms in bits: of 300 prompts 50 choose and 100 promise; the draws stand under ``prompted`` in the
-record, by the name of the prompts' directory. Rows are added to the file as they come; a run that was stopped goes on.
-One thread.
+SmolLM2 and its forms in bits: of 300 prompts as many choose and promise as the command holds out; the draws stand under
+``prompted`` in the record, by the name of the prompts' directory. Rows are added to the file as they come; a run that
+was stopped goes on. One thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.fidelity.compress import compress
 from lsrdecomp.fidelity.distil import distil
-from lsrdecomp.fidelity.evaluate import Evaluator
+from lsrdecomp.fidelity.evaluate import HELD_OUT_PROMPTS, Evaluator
 from lsrdecomp.fidelity.settings import EvaluatorSettings
 from lsrdecomp.training.dataset import judge, read_dataset
 from lsrdecomp.training.record import ADAPTER, Scores, commit
@@ -69,7 +69,8 @@ STRUCTURES = {"LSR": Search(), "SVD": Search(orders=())}
 LADDER = (96.0, 68.0, 48.0, 34.0, 24.0, 17.0, 12.0, 8.0)
 KEEPS = (0.6, 0.7, 0.8, 0.9)
 FRESH, CHOOSING, HELD, DRAWS = 1000, 64, 128, 40
-PROMPTS, CHOOSING_PROMPTS, PROMISING_PROMPTS, SAMPLES = 300, 50, 100, 900
+PROMPTS, CHOOSING_PROMPTS, SAMPLES = 300, HELD_OUT_PROMPTS // 2, 900
+PROMISING_PROMPTS = HELD_OUT_PROMPTS - CHOOSING_PROMPTS
 BYTES = (1600, 2500, 4000, 6500, 10_000, 16_000)
 """Of the forms of a language model's LoRA."""
 

@@ -162,9 +162,7 @@ def recommended(export):
     try:
         export()
     except UnsupportedError as error:
-        formats = re.findall(rf"(?:--to |write |or |did you mean ')({'|'.join(FORMATS)})\b", str(error))
-        assert formats, error
-        return formats
+        return re.findall(rf"(?:--to |write |or |did you mean ')({'|'.join(FORMATS)})\b", str(error)) or ["none"]
     return ()
 
 
