@@ -11,7 +11,7 @@ promise, on SST-2, every form answers 1,000 texts of the train split once; forty
 the smallest form that keeps a share and 128 others to promise by, and the rest say what it keeps; a promise holds if
 the two differ by at most two standard errors of their difference (older rows, without ``fresh_error``: of the
 promise). ``same`` is what would be promised, had the 128 texts chosen as well. With ``--prompts`` it is a LoRA of
-SmolLM2 and its forms in bits: of 300 prompts as many choose and promise as the command holds out; the draws stand under
+SmolLM2 and its forms in bits: of 300 prompts as many choose and promise as in the command; the draws stand under
 ``prompted`` in the record, by the name of the prompts' directory. Rows are added to the file as they come; a run that
 was stopped goes on. One thread.
 """
@@ -69,8 +69,7 @@ STRUCTURES = {"LSR": Search(), "SVD": Search(orders=())}
 LADDER = (96.0, 68.0, 48.0, 34.0, 24.0, 17.0, 12.0, 8.0)
 KEEPS = (0.6, 0.7, 0.8, 0.9)
 FRESH, CHOOSING, HELD, DRAWS = 1000, 64, 128, 40
-PROMPTS, CHOOSING_PROMPTS, SAMPLES = 300, HELD_OUT_PROMPTS // 2, 900
-PROMISING_PROMPTS = HELD_OUT_PROMPTS - CHOOSING_PROMPTS
+PROMPTS, SAMPLES = 300, 900
 BYTES = (1600, 2500, 4000, 6500, 10_000, 16_000)
 """Of the forms of a language model's LoRA."""
 
@@ -370,8 +369,9 @@ def prompted(arguments: argparse.Namespace, record: Record) -> None:
     for plan, file in files.items():
         size = bytes_to_open(work / f"form-{plan.bytes}" / WEIGHTS)
         losses[round(bytes_before / size, 1)] = torch.from_numpy(np.load(file))
-    rows = list(drawn(losses, reference.effects, CHOOSING_PROMPTS, PROMISING_PROMPTS))
-    about = {"choosing": CHOOSING_PROMPTS, "promising": PROMISING_PROMPTS, "texts": reference.examples}
+    about = {"choosing": HELD_OUT_PROMPTS // 2, "promising": HELD_OUT_PROMPTS}
+    rows = list(drawn(losses, reference.effects, *about.values()))
+    about["texts"] = reference.examples
     entry = {"base": "smollm2", "commit": commit(), **about, **facts(), "draws": rows}
     record.value["prompted"] = record.value.get("prompted", {}) | {task: entry}
     record.write()
