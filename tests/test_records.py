@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LANGUAGE, SMALL = "README.md", "docs/language-models.md", "docs/small-adapters.md"
+COMPRESS = "docs/compress-a-lora.md"
 NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
@@ -310,8 +311,44 @@ def in_small_adapters():
     yield f"lose up to {short(lost, 3)} by it"
 
 
+def in_compress_a_lora():
+    # A LoRA file smaller, as it came
+    sdxl, wan = record("resize")["rows"]
+    assert (sdxl["layers"], wan["layers"], sdxl["rank"], wan["rank"]) == (1500, 1500, 64, 64)
+    yield (
+        f"1,500 layers of SDXL's sizes in {sdxl['cpu_seconds']:.0f} CPU seconds and {sdxl['peak_mb']:.0f} MB, as many "
+        f"of Wan's in {wan['cpu_seconds']:.0f} and {wan['peak_mb']:.0f} MB"
+    )
+    # Mixtures of experts
+    experts = record("experts")
+    rows = {(row["way"], row["ratio"]): row for row in experts["rows"]}
+
+    def kept(way, ratios=(2, 4, 8)):
+        return [percent(rows[way, ratio]["kept"]) for ratio in ratios]
+
+    calibrated, plain_ones = kept("each, calibrated"), kept("each, LSR")
+    yield (
+        f"statistics of every expert keep {calibrated[0]} % of what the LoRA does at half the parameters, "
+        f"{calibrated[1]} % at a quarter and {calibrated[2]} % at an eighth; without a base it is {plain_ones[0]}, "
+        f"{plain_ones[1]} and {plain_ones[2]} %"
+    )
+    ways = "shared terms", "each, LSR", "shared bases"
+    half, quarter = ([short(rows[way, ratio]["relative_error"]) for way in ways] for ratio in (2, 4))
+    yield (
+        f"they are {half[0]} of ΔW away where each expert alone is {half[1]}, and keep {kept(ways[0])[0]} %; bases "
+        f"shared by all experts, with a core for each, {half[2]} and {kept(ways[2])[0]} %. At a quarter: "
+        f"{quarter[0]}, {quarter[1]} and {quarter[2]}"
+    )
+    yield f"the cosine of two ΔW is {short(experts['overlap_of_experts'], 3)} in the mean"
+    lsr, svd = (rows[way, 4]["bytes"] / 1000 for way in ("each, LSR", "each, truncated SVD"))
+    yield f"{lsr:.1f} kB of {experts['bytes'] / 1000:.1f} against {svd:.1f} as a LoRA at a quarter"
+
+
 PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapters}
-CLAIMS = [(page, sentence) for page, sentences in PAGES.items() for sentence in sentences()]
+"""Pages whose every figure is claimed."""
+CLAIMS = [
+    (page, sentence) for page, sentences in (PAGES | {COMPRESS: in_compress_a_lora}).items() for sentence in sentences()
+]
 
 
 @pytest.mark.parametrize(("page", "sentence"), CLAIMS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(CLAIMS)])
