@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -100,7 +100,7 @@ def open_checkpoint(
     packed = bundle.tensors.get(PACKED) or bundle.tensors.get(NUMBERS)
     if packed is not None and max_memory is not None and packed.nbytes > max_memory:
         raise packed.error(f"its {packed.nbytes} bytes are read whole, above the {max_memory} allowed; {WAY_OUT}")
-    _refuse_adapter_names(bundle)
+    _refuse_adapter_names(bundle.tensors, "save it by save_pretrained", bundle.weights)
     for form in FORMATS:
         if form.matches(bundle):
             checkpoint = form.read(bundle, alpha=alpha)
@@ -115,14 +115,13 @@ def open_checkpoint(
     raise CheckpointError(text, path=bundle.weights)
 
 
-def _refuse_adapter_names(bundle: Bundle) -> None:
+def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None = None) -> None:
     """Keys as a running PeftModel has them, ``lora_A.default.weight``: no program reads such files, PEFT included."""
-    for key, tensor in bundle.tensors.items():
+    for key in keys:
         named = NAMED.fullmatch(key)
         if named is not None:
             text = f"names the adapter {named[1]!r} in its keys: saved by state_dict(), which PEFT does not read"
-            way_out = f"save it by save_pretrained, or take '.{named[1]}' out of the keys"
-            raise UnsupportedError(f"{text}; {way_out}", path=tensor.path, tensor=key)
+            raise UnsupportedError(f"{text}; {way_out}, or take '.{named[1]}' out of the keys", path=path, tensor=key)
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:
@@ -157,6 +156,7 @@ def bundle_in_memory(adapter: Mapping[str, Any] | Model, name: str | None, alpha
     folder = _Folder()
     directory = folder.path / "adapter"
     if isinstance(adapter, Mapping):
+        _refuse_adapter_names(map(str, adapter), "give the PeftModel itself, or get_peft_model_state_dict of it")
         directory.mkdir()
         arrays = {str(key): _array(str(key), value) for key, value in adapter.items()}
         if any(key.startswith(PREFIX) for key in arrays):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -176,4 +177,14 @@ def test_one_flipped_bit_in_written_statistics_is_refused(tmp_path):
     path = tmp_path / "statistics.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"statistics.safetensors: changed since it was written: its SHA-256"):
+        read_statistics(tmp_path)
+
+
+def test_one_flipped_bit_in_the_statistics_of_the_demo_is_refused(tmp_path):
+    for path in (resources.files("lsrdecomp.cli") / "demo_statistics").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert len(read_statistics(tmp_path)) == 12
+    path = tmp_path / "statistics.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="changed since it was written"):
         read_statistics(tmp_path)
