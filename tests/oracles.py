@@ -27,6 +27,11 @@ def block_rearrange(matrix, first, second):
     return np.stack([matrix[i * p : (i + 1) * p, j * q : (j + 1) * q].reshape(-1) for i in range(m) for j in range(n)])
 
 
+def formed(weight):
+    """The matrix of a weight of a norm."""
+    return weight.apply(np.eye(weight.size))
+
+
 def close(actual, expected, size=1, condition=1.0, dtype="float64"):
     """Equal in Frobenius norm up to size × condition × unit roundoff of the expected norm."""
     actual, expected = to_numpy(actual), to_numpy(expected)

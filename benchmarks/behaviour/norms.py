@@ -32,7 +32,7 @@ from benchmarks.lab.fit import lsr_candidates
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.fisher import Head
-from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.checkpoints.statistics import DAMPING, read_statistics
 from lsrdecomp.compression.candidates import Candidate, Layer, drop, low_rank_candidates, materialize
 from lsrdecomp.compression.layers import SpillCache
 from lsrdecomp.compression.shapes import shape_grid
@@ -42,7 +42,6 @@ from lsrdecomp.targets.base import LowRank
 
 BUDGETS = (64, 128, 320, 640, 1408)  # parameters per matrix of 384 × 384; the LoRA has 6,144
 SAMPLES = 1024
-DAMPING = 0.03
 JUDGED = 1200  # held-out examples, the published dev split first
 OUTSIDE = {"SST-2": "MRPC", "MRPC": "SST-2", "CoLA": "SST-2"}  # whose text tells of behaviour out of distribution
 SOLVER = JointALS(sweeps=8, trials=1)
@@ -165,9 +164,7 @@ def run(data: Path, work: Path, task: str, seed: int) -> list[dict[str, object]]
         for name, count, share, outcome in (("none", 0, 0.0, none), ("lora", 6144, 1.0, whole))
     ]
     stats = read_statistics(statistics_of(subject, adapter, work / task / f"seed-{seed}" / "statistics", seed))
-    layers = [
-        Layer.of(name, LowRank(*factors), stats[name].weights(damping=DAMPING)) for name, factors in adapter.items()
-    ]
+    layers = [Layer.of(name, LowRank(*factors), stats[name]) for name, factors in adapter.items()]
     for method, candidates in methods(layers):
         for budget in BUDGETS:
             chosen = under_budget(candidates, budget * len(layers))

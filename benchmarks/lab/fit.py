@@ -120,8 +120,7 @@ def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | No
 
     Raises `BudgetError` naming a layer that the statistics lack.
     """
-    norms = {} if statistics is None else {name: norm_of(statistics, name) for name in pairs}
-    return [Layer.of(name, pair, norms.get(name)) for name, pair in pairs.items()]
+    return [Layer.of(name, pair, norm_of(statistics, name)) for name, pair in pairs.items()]
 
 
 def lsr_candidates(

@@ -184,7 +184,7 @@ def cores(subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], b
     names = {layer.name: layer for layer in checkpoint.layers}
     for name in subject.modules:
         pair, (u, v) = layer_pair(checkpoint, names[name]), directions[name]
-        weights = statistics[name].weights()
+        weights = statistics[name]
         left, right = (np.asarray(side.root(np.eye(side.size))) for side in (weights.output, weights.input))
         wanted = left @ (np.asarray(pair.left, float) @ np.asarray(pair.right, float)) @ right.T
         (q, r), (p, s) = np.linalg.qr(left @ u), np.linalg.qr(right @ v)
@@ -235,8 +235,8 @@ def eigenvectors(subject: Subject) -> dict[str, tuple[Doubles, Doubles]]:
         return np.asarray(basis * np.sqrt(values[0] / values), dtype=float)
 
     statistics = read_statistics(subject.other)
-    damped = {name: statistics[name].weights() for name in subject.modules}
-    return {name: (whitened(weights.output), whitened(weights.input)) for name, weights in damped.items()}
+    norms = {name: statistics[name] for name in subject.modules}
+    return {name: (whitened(norm.output), whitened(norm.input)) for name, norm in norms.items()}
 
 
 def from_peft(subject: Subject, config: Callable[[int, list[str]], PeftConfig], budget: int, seed: int) -> Rival:
@@ -266,7 +266,7 @@ def by_energy(subject: Subject) -> list[str]:
     checkpoint, statistics = open_checkpoint(subject.lora), read_statistics(subject.statistics)
     energy = {}
     for layer in checkpoint.layers:
-        pair, weights = layer_pair(checkpoint, layer), statistics[layer.name].weights()
+        pair, weights = layer_pair(checkpoint, layer), statistics[layer.name]
         left, right = (
             weights.output.root(np.asarray(pair.left, float)),
             weights.input.root(np.asarray(pair.right, float).T),

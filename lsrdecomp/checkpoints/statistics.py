@@ -17,7 +17,6 @@ in this one layer causes, per example (per predicted token for language models).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import Array
 from lsrdecomp.checkpoints.files import read_json, regular_file_size, sha256
 from lsrdecomp.checkpoints.tensors import StoredTensor, read_header
 from lsrdecomp.errors import CheckpointError, PrecisionError
@@ -35,57 +33,16 @@ METADATA = "statistics.json"
 TENSORS = "statistics.safetensors"
 FORMAT = "lsrdecomp-statistics"
 VERSION = 1
-SIDES = ("input", "output")
+SIDES = ("output", "input")
+DAMPING = 0.03
+"""Share of the mean eigenvalue added to all: directions that calibration never saw still cost a little."""
 ORTHONORMAL = 5e-3
 """Most that VᵀV of stored eigenvectors may differ from I: rounded to half precision, they stay far below."""
 PARTS = ("eigenvectors", "eigenvalues", "rest")
 
 
-@dataclass(frozen=True, eq=False)
-class SpectralWeight(LowRankPlusIdentity):
-    """V diag(λ) Vᵀ + ρ (I − V Vᵀ) as calibration stores it: the basis holds eigenvectors, the rest is a mean.
-
-    >>> weight = SpectralWeight(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0)
-    >>> weight.damped(0.4).apply(np.eye(2))
-    array([[5., 0.],
-           [0., 2.]])
-    """
-
-    def damped(self, fraction: float) -> SpectralWeight:
-        """With ``fraction`` of the mean eigenvalue added to every eigenvalue (0.03 is usual)."""
-        added = fraction * self.trace / self.size
-        return SpectralWeight(self.basis, self.values + added, self.rest + added)
-
-    def to_matrix(self) -> Array:
-        """The n × n matrix."""
-        return self.apply(np.eye(self.size))
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStatistics:
-    """The two weights of one layer: ``input`` is C (n × n), ``output`` is G (m × m)."""
-
-    input: SpectralWeight
-    output: SpectralWeight
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(m, n): shape of the ΔW these statistics weigh."""
-        return self.output.size, self.input.size
-
-    def weights(self, damping: float = 0.03) -> NormWeights:
-        """The Fisher norm for the solvers.
-
-        Parameters
-        ----------
-        damping : float
-            Fraction of the mean eigenvalue added to all: directions that calibration never saw still cost a little.
-        """
-        return NormWeights(self.output.damped(damping), self.input.damped(damping))
-
-
-class Statistics(Mapping[str, LayerStatistics]):
-    """The statistics of a base by module name; each layer is read when it is asked for."""
+class Statistics(Mapping[str, NormWeights]):
+    """The Fisher norms of a base's layers by module name, damped for the solvers; each is read when it is asked for."""
 
     def __init__(self, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], path: Path) -> None:
         self.metadata = metadata
@@ -93,10 +50,12 @@ class Statistics(Mapping[str, LayerStatistics]):
         self._tensors = tensors
         self._sound: set[str] = set()  # weights found orthonormal: a search reads them again and again
 
-    def __getitem__(self, module: str) -> LayerStatistics:
-        if module not in self._modules:
-            raise KeyError(module)
-        return LayerStatistics(*(self._weight(f"{module}.{side}") for side in SIDES))
+    def __getitem__(self, module: str) -> NormWeights:
+        return NormWeights(*(damped(self._weight(module, side), DAMPING) for side in SIDES))
+
+    def measured(self, module: str) -> NormWeights:
+        """The weights of a layer as calibration measured them."""
+        return NormWeights(*(self._weight(module, side) for side in SIDES))
 
     def __contains__(self, module: object) -> bool:
         return module in self._modules
@@ -109,7 +68,7 @@ class Statistics(Mapping[str, LayerStatistics]):
 
     @cached_property
     def _modules(self) -> dict[str, None]:
-        suffix = f".{SIDES[0]}.{PARTS[0]}"
+        suffix = f".input.{PARTS[0]}"
         return dict.fromkeys(name.removesuffix(suffix) for name in self._tensors if name.endswith(suffix))
 
     def check_base(self, declared: str | None) -> None:
@@ -142,8 +101,10 @@ class Statistics(Mapping[str, LayerStatistics]):
         effect = settings.get("effect")
         return float(effect) if effect and settings.get("adapter") == adapter else None
 
-    def _weight(self, name: str) -> SpectralWeight:
-        parts = []
+    def _weight(self, module: str, side: str) -> LowRankPlusIdentity:
+        if module not in self._modules:
+            raise KeyError(module)
+        name, parts = f"{module}.{side}", []
         for part in PARTS:
             stored = self._tensors.get(f"{name}.{part}")
             if stored is None:
@@ -159,7 +120,7 @@ class Statistics(Mapping[str, LayerStatistics]):
             vectors = self._orthonormal(name, vectors, half)
             self._sound.add(name)
         try:
-            return SpectralWeight(vectors, values, rest)
+            return LowRankPlusIdentity(vectors, values, rest)
         except PrecisionError as error:
             raise CheckpointError(str(error), path=self.path, tensor=name) from None
 
@@ -182,6 +143,17 @@ class Statistics(Mapping[str, LayerStatistics]):
         return solution
 
 
+def damped(weight: LowRankPlusIdentity, fraction: float) -> LowRankPlusIdentity:
+    """With ``fraction`` of the mean eigenvalue added to every eigenvalue.
+
+    >>> damped(LowRankPlusIdentity(np.array([[1.0], [0.0]]), np.array([4.0]), 1.0), 0.4).apply(np.eye(2))
+    array([[5., 0.],
+           [0., 2.]])
+    """
+    added = fraction * weight.trace / weight.size
+    return LowRankPlusIdentity(weight.basis, weight.values + added, weight.rest + added)
+
+
 def _last_part(base: str) -> str:
     return base.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
 
@@ -198,7 +170,7 @@ def read_statistics(directory: str | Path) -> Statistics:
     Returns
     -------
     Statistics
-        A mapping of module names to the statistics of each layer.
+        A mapping of module names to the norm of each layer.
 
     Raises
     ------

@@ -20,7 +20,6 @@ import numpy as np
 from lsrdecomp.arrays import Array, as_double, namespace
 from lsrdecomp.checkpoints import Checkpoint, LoraLayer
 from lsrdecomp.checkpoints.records import LOKR
-from lsrdecomp.checkpoints.statistics import LayerStatistics
 from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.targets.base import LowRank
@@ -49,8 +48,8 @@ LARGEST_NORM = 1e140
 """Of ΔW: squares of such norms, and sums of them over all layers of a model, are still finite in double precision."""
 
 
-StatisticsByLayer = Mapping[str, LayerStatistics | NormWeights]
-"""What a layer's errors count in, by its name: as calibration stored it, or weights of one's own."""
+StatisticsByLayer = Mapping[str, NormWeights]
+"""What a layer's errors count in, by its name: `Statistics` of calibration, or weights of one's own."""
 
 
 # -- a layer ----------------------------------------------------------------------------------------------------------
@@ -172,19 +171,18 @@ def _in_memory(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def norm_of(statistics: StatisticsByLayer, name: str) -> NormWeights:
-    """The norm of a layer's statistics.
+def norm_of(statistics: StatisticsByLayer | None, name: str) -> NormWeights | None:
+    """The norm of a layer; None without statistics, for Frobenius'. Raises `BudgetError` where they lack the layer."""
+    if statistics is None:
+        return None
+    check_measured(statistics, name)
+    return statistics[name]
 
-    Raises `BudgetError` for a layer that the statistics lack: errors in different norms cannot share a budget.
-    """
+
+def check_measured(statistics: StatisticsByLayer, name: str) -> None:
+    """Raise `BudgetError` for a layer that statistics lack: errors in different norms cannot share a budget."""
     if name not in statistics:
-        raise _missing_statistics(name)
-    entry = statistics[name]
-    return entry if isinstance(entry, NormWeights) else entry.weights()
-
-
-def _missing_statistics(name: str) -> BudgetError:
-    return BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
+        raise BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
 
 
 def norm_entries(norms: NormWeights) -> int:
@@ -220,8 +218,8 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
     # What cannot be compressed is said of all layers before the first is read.
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
-        if statistics is not None and layer.name not in statistics:
-            raise _missing_statistics(layer.name)
+        if statistics is not None:
+            check_measured(statistics, layer.name)
 
     cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(DENSE_ENTRIES, norm_entries)
 
@@ -229,7 +227,7 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
         read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))
         read_norms = None
         if statistics is not None:
-            read_norms = partial(norms.get, layer.name, partial(norm_of, statistics, layer.name))
+            read_norms = partial(norms.get, layer.name, partial(statistics.__getitem__, layer.name))
         return Layer(layer.name, layer.shape, layer.rank, read_pair, read_norms, cache)
 
     return [stored(layer) for layer in checkpoint.layers]

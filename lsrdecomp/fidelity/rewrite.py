@@ -73,8 +73,7 @@ def rewrite(
         form = forms.get(layer.name)
         if layer.name in codes:
             if form is not None:
-                norms = None if statistics is None else norm_of(statistics, layer.name)
-                codes[layer.name] = _codes(form, codes[layer.name], norms)
+                codes[layer.name] = _codes(form, codes[layer.name], norm_of(statistics, layer.name))
             continue
         storage = layer.dtype
         floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
@@ -184,8 +183,7 @@ def _record(
         if row is None and detailed:
             raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
         product = code.dequantized() if code is not None else floats.get(stored.name)
-        norms = None if statistics is None else norm_of(statistics, stored.name)
-        layer = Layer.of(stored.name, layer_pair(source, stored), norms)
+        layer = Layer.of(stored.name, layer_pair(source, stored), norm_of(statistics, stored.name))
         storage = storages.get(stored.name, "float32") if code is None else code.storage
         structure = "drop" if product is None else "LSR"
         if row is not None:  # a directory that records more than sums knows better

@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from oracles import formed  # noqa: E402
+
 from lsrdecomp.calibration.accumulators import LayerSums  # noqa: E402
 from lsrdecomp.calibration.base_model import Base  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
@@ -61,17 +63,17 @@ def measured_kl(model, name, difference, batches):
 
 def predicted_kl(statistics, difference):
     """½ ‖G^½ D C^½‖_F², from formed matrices."""
-    C, G = statistics.input.to_matrix(), statistics.output.to_matrix()
+    C, G = formed(statistics.input), formed(statistics.output)
     return 0.5 * float(np.trace(G @ difference @ C @ difference.T))
 
 
 @pytest.mark.parametrize("name", [QUERY, VALUE, DENSE])
 def test_half_the_squared_norm_predicts_the_kl_of_a_small_change(classifier, tmp_path, name):
     calibrate(plain(classifier, [name]), texts(64), out=tmp_path, seed=0, samples=512)
-    statistics = read_statistics(tmp_path)[name]
-    ratios = []
+    statistics = read_statistics(tmp_path).measured(name)
+    shape, ratios = (statistics.output.size, statistics.input.size), []
     for seed in range(4):
-        difference = np.random.default_rng(seed).standard_normal(statistics.shape).astype(np.float32) * 3e-3
+        difference = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 3e-3
         measured = measured_kl(classifier, name, torch.from_numpy(difference), texts(16, seed=1))
         ratios.append(predicted_kl(statistics, difference.astype(float)) / measured)
     # The trace is matched, so the mean over random changes is right up to sampling; a single one is near.
@@ -88,11 +90,12 @@ def test_language_models_count_per_predicted_token(tmp_path):
     name = "transformer.h.0.attn.c_attn"  # a Conv1D: its weight is stored transposed
     done = calibrate(plain(model, [name], Head.causal_lm), texts(24), out=tmp_path, seed=0, samples=192)
     assert done.answers == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
-    statistics = read_statistics(tmp_path)[name]
-    assert statistics.shape == (72, 24)
+    statistics = read_statistics(tmp_path).measured(name)
+    shape = (72, 24)
+    statistics.check(shape)
     weight, ratios = model.get_submodule(name).weight, []
     for seed in range(3):
-        difference = np.random.default_rng(seed).standard_normal(statistics.shape).astype(np.float32) * 3e-3
+        difference = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * 3e-3
         total, tokens = 0.0, 0
         with torch.no_grad():
             for batch in texts(8, seed=1):
@@ -131,8 +134,8 @@ def test_what_lies_in_padding_does_not_count(classifier, tmp_path):
     layers = json.loads((tmp_path / "noisy" / "statistics.json").read_text())["layers"]
     assert layers[QUERY]["tokens"] == sum(int(batch["attention_mask"].sum()) for batch in clean)
     assert layers[DENSE]["tokens"] == 24  # after the last layer only the first token feeds the answer
-    first, second = (read_statistics(tmp_path / name)[QUERY] for name in ("clean", "noisy"))
-    np.testing.assert_allclose(first.input.to_matrix(), second.input.to_matrix(), atol=1e-5 * first.input.trace)
+    first, second = (read_statistics(tmp_path / name).measured(QUERY) for name in ("clean", "noisy"))
+    np.testing.assert_allclose(formed(first.input), formed(second.input), atol=1e-5 * first.input.trace)
 
 
 @pytest.mark.parametrize("tokens", [3, 40])
@@ -186,12 +189,13 @@ def test_a_shared_module_counts_each_use_and_bears_each_name(tmp_path):
     calibrate(plain(model, ["first", "second"]), batches, out=tmp_path, seed=0, samples=2560)
     statistics = read_statistics(tmp_path)
     assert statistics.metadata["layers"]["first"]["tokens"] == 2 * 2560
-    np.testing.assert_array_equal(statistics["first"].input.values, statistics["second"].input.values)
+    first, second = statistics.measured("first"), statistics.measured("second")
+    np.testing.assert_array_equal(first.input.values, second.input.values)
     ratios = []
     for seed in range(4):
         difference = np.random.default_rng(seed).standard_normal((6, 6)).astype(np.float32) * 1e-2
         measured = measured_kl(model, "first", torch.from_numpy(difference), batches)
-        ratios.append(predicted_kl(statistics["first"], difference.astype(float)) / measured)
+        ratios.append(predicted_kl(first, difference.astype(float)) / measured)
     assert 0.6 < np.mean(ratios) < 1.6
 
 

@@ -113,7 +113,9 @@ def test_experts_by_name_are_compressed_by_their_statistics(named, tmp_path):
     source = open_checkpoint(named / "lora")
     assert set(statistics) == {layer.name for layer in source.layers}
     gate, up = (
-        statistics[name] for name in sorted(statistics) if name.endswith(("2.gate_proj", "2.up_proj", "2.w1", "2.w3"))
+        statistics.measured(name)
+        for name in sorted(statistics)
+        if name.endswith(("2.gate_proj", "2.up_proj", "2.w1", "2.w3"))
     )
     assert gate.input.trace == pytest.approx(up.input.trace, rel=5e-3)  # they read the same tokens
     small = open_checkpoint(compress(source, ratio=2, statistics=statistics).save(tmp_path / "small"))
@@ -160,7 +162,8 @@ def test_statistics_of_an_expert_are_those_of_its_gradient(mixture, tmp_path):
             squares[name] += gradient.square().sum((1, 2))
     for name in names[:8]:
         _, _, kind, number = name.rsplit(".", 3)
-        fisher = statistics[name].input.trace * statistics[name].output.trace
+        layer = statistics.measured(name)
+        fisher = layer.input.trace * layer.output.trace
         assert fisher == pytest.approx(
             float(squares[kind][int(number)]) / answers, rel=5e-3
         )  # stored in half precision
@@ -173,7 +176,7 @@ def test_an_expert_that_no_token_reached_counts_as_the_one_that_fewest_did(mixtu
     assert least_reached("v_proj", tokens) is None
     short = [{"input_ids": BATCHES[0]["input_ids"][:, :2]}]  # one answer: at least two experts are not asked
     statistics = measured(mixture, tmp_path / "statistics", short, "down_proj")
-    traces = [statistics[f"model.layers.0.mlp.experts.down_proj.{expert}"].output.trace for expert in range(4)]
+    traces = [statistics.measured(f"model.layers.0.mlp.experts.down_proj.{expert}").output.trace for expert in range(4)]
     assert min(traces) > 0
     assert len(set(traces)) == 2
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
+from oracles import formed  # noqa: E402
 from tiny_language_model import make_base, make_lora, write_rows  # noqa: E402
 from tiny_tokenizer import WORDS  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -73,9 +74,10 @@ def test_few_eigenpairs_in_half_precision_are_kept(place, tmp_path):
     calibrated(place, tmp_path / "all", *data)
     few, whole = read_statistics(tmp_path / "few"), read_statistics(tmp_path / "all")
     for name in few:
-        assert few[name].input.values.shape == (5,)
-        assert few[name].input.trace == pytest.approx(whole[name].input.trace, rel=1e-3)
-        np.testing.assert_allclose(few[name].input.values, whole[name].input.values[:5], rtol=1e-3)
+        short, long = few.measured(name).input, whole.measured(name).input
+        assert short.values.shape == (5,)
+        assert short.trace == pytest.approx(long.trace, rel=1e-3)
+        np.testing.assert_allclose(short.values, long.values[:5], rtol=1e-3)
     assert (tmp_path / "few" / "statistics.safetensors").stat().st_size < (
         tmp_path / "all" / "statistics.safetensors"
     ).stat().st_size
@@ -87,7 +89,7 @@ def test_the_base_may_be_held_in_bfloat16(place, tmp_path):
     calibrated(place, tmp_path / "whole", *data)
     one, other = read_statistics(tmp_path / "half"), read_statistics(tmp_path / "whole")
     for name in one:
-        half, whole = one[name].input.to_matrix(), other[name].input.to_matrix()
+        half, whole = formed(one.measured(name).input), formed(other.measured(name).input)
         assert 0.0 < ((half - whole) ** 2).sum() < 0.1 * (whole**2).sum()
 
 

@@ -9,10 +9,12 @@ from importlib import resources
 
 import numpy as np
 import pytest
+from oracles import formed
 from safetensors.numpy import load_file, save_file
 
-from lsrdecomp.checkpoints.statistics import LayerStatistics, SpectralWeight, Statistics, read_statistics
+from lsrdecomp.checkpoints.statistics import DAMPING, Statistics, damped, read_statistics
 from lsrdecomp.errors import CheckpointError
+from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 ATTENTION = "layer.0.query"
 
@@ -20,7 +22,7 @@ ATTENTION = "layer.0.query"
 def weight(size, rank, seed=0):
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.standard_normal((size, rank)))[0]
-    return SpectralWeight(basis, np.sort(rng.uniform(1, 9, rank))[::-1].copy(), 0.5 if rank < size else 0.0)
+    return LowRankPlusIdentity(basis, np.sort(rng.uniform(1, 9, rank))[::-1].copy(), 0.5 if rank < size else 0.0)
 
 
 @pytest.fixture
@@ -39,52 +41,52 @@ def directory(tmp_path):
 def test_statistics_are_read_by_module_name(directory):
     statistics = read_statistics(directory)
     assert list(statistics) == [ATTENTION]
-    layer = statistics[ATTENTION]
-    assert layer.shape == (6, 5)
-    np.testing.assert_allclose(layer.input.to_matrix(), weight(5, 5).to_matrix(), atol=1e-5)
-    np.testing.assert_allclose(layer.output.to_matrix(), weight(6, 2).to_matrix(), atol=1e-5)
-    with pytest.raises(KeyError):
-        statistics["layer.1.query"]
+    layer = statistics.measured(ATTENTION)
+    layer.check((6, 5))
+    np.testing.assert_allclose(formed(layer.input), formed(weight(5, 5)), atol=1e-5)
+    np.testing.assert_allclose(formed(layer.output), formed(weight(6, 2)), atol=1e-5)
+    for read in (statistics.measured, statistics.__getitem__):
+        with pytest.raises(KeyError):
+            read("layer.1.query")
 
 
 def test_reading_needs_no_torch(directory):
     code = (
         "import sys; from lsrdecomp.checkpoints.statistics import read_statistics;"
-        f"print(read_statistics({str(directory)!r})[{ATTENTION!r}].shape, 'torch' in sys.modules)"
+        f"print(read_statistics({str(directory)!r})[{ATTENTION!r}].input.size, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[0] == "(6, 5) False"
+    assert done.stdout.split("\n")[0] == "5 False"
 
 
 @pytest.mark.parametrize(("size", "rank"), [(7, 3), (7, 7), (4, 1)])
 def test_a_weight_acts_as_its_matrix(size, rank):
     stored = weight(size, rank)
-    matrix = stored.to_matrix()
+    matrix = formed(stored)
     expected = stored.basis @ np.diag(stored.values) @ stored.basis.T
     expected += stored.rest * (np.eye(size) - stored.basis @ stored.basis.T)
     np.testing.assert_allclose(matrix, expected, atol=1e-12)
     x = np.random.default_rng(1).standard_normal((size, 3))
     np.testing.assert_allclose(stored.root(stored.root(x)), matrix @ x, atol=1e-12)
-    damped = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
-    np.testing.assert_allclose(stored.damped(0.1).to_matrix(), damped, atol=1e-12)
+    expected = matrix + 0.1 * np.trace(matrix) / size * np.eye(size)
+    np.testing.assert_allclose(formed(damped(stored, 0.1)), expected, atol=1e-12)
 
 
 def test_solver_weights_are_the_damped_ones(directory):
-    layer = read_statistics(directory)[ATTENTION]
-    norm = layer.weights(damping=0.1)
+    statistics = read_statistics(directory)
+    norm, layer = statistics[ATTENTION], statistics.measured(ATTENTION)
     norm.check((6, 5))
-    np.testing.assert_allclose(norm.input.apply(np.eye(5)), layer.input.damped(0.1).to_matrix(), atol=1e-12)
-    np.testing.assert_allclose(norm.output.apply(np.eye(6)), layer.output.damped(0.1).to_matrix(), atol=1e-12)
+    np.testing.assert_allclose(formed(norm.input), formed(damped(layer.input, DAMPING)), atol=1e-12)
+    np.testing.assert_allclose(formed(norm.output), formed(damped(layer.output, DAMPING)), atol=1e-12)
 
 
 def test_layers_keep_their_eigenpairs_apart():
     rng = np.random.default_rng(0)
     basis, _ = np.linalg.qr(rng.standard_normal((1025, 2)))
-    weight = SpectralWeight(basis, np.array([3.0, 2.0]), 0.1)
-    norm = LayerStatistics(weight, weight).weights(damping=0.1)
-    assert isinstance(norm.input, SpectralWeight)
-    x = rng.standard_normal((1025, 1))
-    np.testing.assert_allclose(norm.input.apply(x), weight.damped(0.1).apply(x), atol=1e-12)
+    weight = damped(LowRankPlusIdentity(basis, np.array([3.0, 2.0]), 0.1), 0.1)
+    assert weight.basis.shape == (1025, 2)
+    added = 0.1 * (5.0 + 1023 * 0.1) / 1025
+    np.testing.assert_allclose(weight.apply(basis), basis * np.array([3.0 + added, 2.0 + added]), atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +130,9 @@ def test_half_precision_eigenvectors_are_orthonormal_again(directory):
     tensors = load_file(directory / "statistics.safetensors")
     halves = {name: value.astype(np.float16) if "vectors" in name else value for name, value in tensors.items()}
     save_file(halves, directory / "statistics.safetensors")
-    side = read_statistics(directory)[ATTENTION].input
+    side = read_statistics(directory).measured(ATTENTION).input
     np.testing.assert_allclose(side.basis.T @ side.basis, np.eye(5), atol=1e-12)
-    np.testing.assert_allclose(side.to_matrix(), weight(5, 5).to_matrix(), atol=2e-2)
+    np.testing.assert_allclose(formed(side), formed(weight(5, 5)), atol=2e-2)
 
 
 @pytest.mark.parametrize(("kind", "checks"), [(np.float32, 1), (np.float16, 2)])
