@@ -1,7 +1,6 @@
 # Read by type checkers, and by `__init__.py`, which loads a name when it is first used.
 from .bases import find_base as find_base
 from .behaviour import Behaviour as Behaviour
-from .calibrate import Calibration as Calibration
 from .calibrate import calibrate as calibrate
 from .dataset import DataError as DataError
 from .dataset import read_jsonl as read_jsonl

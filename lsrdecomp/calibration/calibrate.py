@@ -22,12 +22,13 @@ for a random D of independent entries, and layers can be compared. The scale is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums, in_groups
@@ -35,39 +36,12 @@ from lsrdecomp.calibration.answers import Answers, ask, output_layer
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.divergence import ENTRIES, divergences, without_delta
 from lsrdecomp.calibration.experts import least_reached
-from lsrdecomp.calibration.files import (
-    Finished,
-    check_unfinished,
-    finished,
-    load_sums,
-    save_sums,
-    write_statistics,
-)
-from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Pairs, sampled_answers, watched
+from lsrdecomp.calibration.files import check_unfinished, leading_eigenpairs, load_sums, save_sums, write_statistics
+from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, sampled_answers, watched
 from lsrdecomp.calibration.measured_model import layer_size, measuring, modules_by_name, recomputed
 from lsrdecomp.checkpoints import Journal, content_key
 from lsrdecomp.checkpoints.progress import OnStep, Step
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What a calibration did.
-
-    ``answers`` counts what one KL divergence is about: examples, or predicted tokens for language models. ``effect`` is
-    KL(adapter ‖ no adapter) per answer; None for a model without an adapter.
-
-    Examples
-    --------
-    >>> done = Calibration(Path("statistics"), examples=512, answers=14_754, modules=("q_proj", "v_proj"), effect=1.34)
-    >>> f"{done.examples} examples, {done.answers / done.examples:.1f} tokens each, {done.effect} nats a token"
-    '512 examples, 28.8 tokens each, 1.34 nats a token'
-    """
-
-    directory: Path
-    examples: int
-    answers: int
-    modules: tuple[str, ...]
-    effect: float | None = None
+from lsrdecomp.checkpoints.statistics import Statistics, read_statistics
 
 
 def calibrate(
@@ -84,7 +58,7 @@ def calibrate(
     max_memory: int | None = None,
     save_every: int = 50,
     on_step: OnStep | None = None,
-) -> Calibration:
+) -> Statistics:
     """Measure the statistics of a base's ``modules`` on batches of inputs and write them to the directory ``out``.
 
     The model is put into evaluation mode for the time of the call; no parameter of it changes. Every ``save_every``
@@ -124,7 +98,9 @@ def calibrate(
 
     Returns
     -------
-    Calibration
+    Statistics
+        As `read_statistics` reads ``out``. Its ``metadata`` counts "examples" and "answers", which one KL divergence is
+        about (examples, or predicted tokens of a language model), and has the "effect" among its settings.
 
     Raises
     ------
@@ -149,7 +125,7 @@ def calibrate(
     if missing or not modules:
         some = ", ".join(name for name in named if name)[:200]
         raise CalibrationError(f"{', '.join(missing[:5]) or 'no module'}: not in the model, which has {some}, …")
-    device, adapted = next(model.parameters()).device, hasattr(model, "get_base_model")
+    device, effect = next(model.parameters()).device, effect and hasattr(model, "get_base_model")
     sizes = {name: layer_size(named[name], name) for name in modules}
     groups = in_groups({name: LayerSums.memory(size, max_full, rank) for name, size in sizes.items()}, max_memory)
     settings = {"modules": list(modules), "seed": seed, "samples": samples, "head": base.head.name, "base": base.name}
@@ -161,112 +137,110 @@ def calibrate(
         rounds = list(rounds)  # token numbers, which are small; they are gone through once for each group
 
     # 2. A pass over the batches for each group. A finished group waits in the journal, under a key with its layers.
-    whole = Finished({}, {}, Counts(), "")
+    tensors: dict[str, NDArray[Any]] = {}
+    about: dict[str, Any] = {}
+    whole: Counts | None = None
     with Journal.beside(out) as journal, measuring(model):
-        for number, names in enumerate(groups, start=1):
-            watching = {name: named[name] for name in names}
+        for number, names in enumerate(groups):
             sums = {
                 name: LayerSums(sizes[name], max_full=max_full, rank=rank, seed=seed, device=device) for name in names
             }
             key = content_key(settings if len(groups) == 1 else settings | {"group": list(names)})
-            group = _Group(base, watching, sums, seed, effect and number == 1 and adapted)
 
-            def tell(examples: int, earlier: int = samples * (number - 1)) -> None:
+            def seen(counts: Counts, key: str = key, sums: dict[str, LayerSums] = sums, number: int = number) -> None:
+                if counts.batches % save_every == 0:
+                    save_sums(journal, key, sums, counts)
                 if on_step is not None:
-                    on_step(Step("calibrating", earlier + examples, samples * len(groups), "examples"))
+                    done = samples * number + counts.examples
+                    on_step(Step("calibrating", done, samples * len(groups), "examples"))
 
+            watching = {name: named[name] for name in names}
             with recomputed(model, list(watching.values())) if checkpointing else nullcontext():
-                whole = whole.joined(group.measured(rounds, journal, key, save_every, number < len(groups), tell))
+                begun = load_sums(journal, key, sums)
+                counts, texts = _add_sums(base, watching, sums, rounds, begun, seed, effect and number == 0, seen)
+            _share_sums(sums)
+            if number + 1 < len(groups):
+                save_sums(journal, key, sums, counts)
+            leading, facts = leading_eigenpairs(sums, counts.answers)
+            tensors, about, whole = tensors | leading, about | facts, whole or counts
         # 3. All groups as one. KL(adapter ‖ no adapter) is of the whole model: the first pass has measured it.
-        moved = whole.counts.effect / whole.counts.answers if effect and adapted else None
-        write_statistics(out, settings | {"texts": whole.texts, "effect": moved}, whole)
-    return Calibration(out, whole.counts.examples, whole.counts.answers, modules, moved)
+        assert whole is not None
+        moved = whole.effect / whole.answers if effect else None
+        write_statistics(out, settings | {"texts": texts, "effect": moved}, tensors, about, whole)
+    return read_statistics(out)
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Layers whose sums are in memory together."""
+def _add_sums(
+    base: Base,
+    watching: Mapping[str, nn.Module],
+    sums: Mapping[str, LayerSums],
+    batches: Iterable[Batch],
+    counts: Counts,
+    seed: int,
+    effect: bool,
+    on_batch: Callable[[Counts], None],
+) -> tuple[Counts, str]:
+    """Add all batches to the sums but those that ``counts`` says they hold: what was seen, and a hash of the texts.
 
-    base: Base
-    watching: dict[str, nn.Module]
-    layers: dict[str, LayerSums]
-    seed: int
-    effect: bool  # whether KL(adapter ‖ no adapter) is measured in this pass
+    With ``effect`` KL(adapter ‖ no adapter) is measured as well.
+    """
+    texts = hashlib.sha256()
+    with watched(watching, lambda name, pairs: sums[name].add(pairs)) as record:
+        for number, batch in enumerate(batches, start=1):
+            texts.update(_content(batch))
+            if number <= counts.batches:  # read all the same, since the hash is of all texts
+                continue
+            # 1. The answers: as logits where a watched layer makes them, since gradients must pass through it.
+            record.clear()
+            answers = ask(base, batch, whole=output_layer(base) in watching.values())
+            # 2. The same without the adapter; the hooks must not take this pass for another use of their layers.
+            bare = None
+            if effect:
+                with torch.no_grad(), record.paused(), without_delta(base.model):
+                    bare = ask(base, batch)
+            # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws the same; on their
+            #    way back every layer adds to its sums.
+            generator = torch.Generator().manual_seed((seed << 32) + number)
+            gradient, moved = _leaning(base, answers, bare, generator)
+            examples = len(answers.counts)
+            record.backward(answers.rows, examples, gradient)
+            total = counts.examples + examples, counts.answers + len(answers), counts.effect + moved
+            counts = Counts(number, *total)
+            del answers, bare, gradient
+            on_batch(counts)
+    if counts.answers == 0:
+        raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
+    return counts, texts.hexdigest()
 
-    def measured(
-        self,
-        batches: Iterable[Batch],
-        journal: Journal,
-        key: str,
-        save_every: int,
-        waits: bool,
-        on_examples: Callable[[int], None],
-    ) -> Finished:
-        """Statistics of the layers, once through the batches; batches that the sums in the journal hold are skipped.
 
-        With ``waits`` the sums stay there, for other groups are still to come.
-        """
-        counts = load_sums(journal, key, self.layers)
-        texts = hashlib.sha256()
+def _share_sums(sums: dict[str, LayerSums]) -> None:
+    """An expert that no token was sent to has no gradient: it counts like the least used of its stack."""
+    reached = {name: each.tokens for name, each in sums.items() if each.tokens}
+    idle = [name for name in sums if name not in reached]
+    for name in idle:
+        like = least_reached(name, reached)
+        if like is None:
+            text = "no answer of the model depends on it; leave it out of `modules`"
+            raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
+        sums[name] = sums[like]
 
-        def add(name: str, pairs: Pairs) -> None:
-            self.layers[name].add(pairs)
 
-        with watched(self.watching, add) as record:
-            for number, batch in enumerate(batches, start=1):
-                texts.update(_content(batch))
-                if number <= counts.batches:  # read all the same, since the hash is of all texts
-                    continue
-                # 1. The answers: as logits where a watched layer makes them, since gradients must pass through it.
-                record.clear()
-                answers = ask(self.base, batch, whole=output_layer(self.base) in self.watching.values())
-                # 2. The same without the adapter; the hooks must not take this pass for another use of their layers.
-                bare = None
-                if self.effect:
-                    with torch.no_grad(), record.paused(), without_delta(self.base.model):
-                        bare = ask(self.base, batch)
-                # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws the same; on
-                #    their way back every layer adds to its sums.
-                generator = torch.Generator().manual_seed((self.seed << 32) + number)
-                gradient, moved = self._leaning(answers, bare, generator)
-                examples = len(answers.counts)
-                record.backward(answers.rows, examples, gradient)
-                total = counts.examples + examples, counts.answers + len(answers), counts.effect + moved
-                counts = Counts(number, *total)
-                del answers, bare, gradient
-                if number % save_every == 0:
-                    save_sums(journal, key, self.layers, counts)
-                on_examples(counts.examples)
-        if counts.answers == 0:
-            raise CalibrationError("no batches, or no answers in them: there is nothing to calibrate on")
-        # An expert that no token was sent to has no gradient: it counts like the least used of its stack.
-        idle = [name for name, sums in self.layers.items() if sums.tokens == 0]
-        for name in idle:
-            like = least_reached(name, {other: sums.tokens for other, sums in self.layers.items() if sums.tokens})
-            if like is None:
-                text = "no answer of the model depends on it; leave it out of `modules`"
-                raise CalibrationError(f"{', '.join(idle[:5])}: {text}")
-            self.layers[name] = self.layers[like]
-        if waits:
-            save_sums(journal, key, self.layers, counts)
-        return finished(self.layers, counts, texts.hexdigest())
-
-    def _leaning(self, answers: Answers, bare: Answers | None, generator: torch.Generator) -> tuple[Tensor, float]:
-        """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
-        gradient, moved = torch.empty_like(answers.rows), 0.0
-        with torch.no_grad():
-            step = max(1, ENTRIES // answers.logits_of(answers.rows[:1]).shape[-1])
-        for start in range(0, len(answers), step):
-            # Leaves of a graph of their own, for a few answers at a time; the model's graph is walked once, at the end.
-            some = slice(start, start + step)
-            rows = answers.rows[some].detach().requires_grad_()
-            logits = answers.logits_of(rows)
-            (gradient[some],) = torch.autograd.grad(sampled_answers(logits, self.base.head, generator), rows)
-            if bare is not None:
-                with torch.no_grad(), without_delta(self.base.model):
-                    others = bare.logits_of(bare.rows[some])
-                    moved += float(divergences(logits.detach(), others, self.base.head).sum())
-        return gradient, moved
+def _leaning(base: Base, answers: Answers, bare: Answers | None, generator: torch.Generator) -> tuple[Tensor, float]:
+    """∂ Σ log p(y) / ∂ rows for drawn answers y, (answers, width), and Σ KL(adapter ‖ no adapter)."""
+    gradient, moved = torch.empty_like(answers.rows), 0.0
+    with torch.no_grad():
+        step = max(1, ENTRIES // answers.logits_of(answers.rows[:1]).shape[-1])
+    for start in range(0, len(answers), step):
+        # Leaves of a graph of their own, for a few answers at a time; the model's graph is walked once, at the end.
+        some = slice(start, start + step)
+        rows = answers.rows[some].detach().requires_grad_()
+        logits = answers.logits_of(rows)
+        (gradient[some],) = torch.autograd.grad(sampled_answers(logits, base.head, generator), rows)
+        if bare is not None:
+            with torch.no_grad(), without_delta(base.model):
+                others = bare.logits_of(bare.rows[some])
+                moved += float(divergences(logits.detach(), others, base.head).sum())
+    return gradient, moved
 
 
 def _used(batches: Iterable[Batch], samples: int) -> Iterator[Batch]:

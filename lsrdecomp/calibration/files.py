@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,27 +50,12 @@ def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Co
     return Counts(**result.facts)
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """What is to be written of some layers: tensors by name, what the metadata says of each, and what was seen."""
-
-    tensors: Mapping[str, NDArray[Any]]
-    about: Mapping[str, Any]
-    counts: Counts
-    texts: str  # a hash of what was read
-
-    def joined(self, other: Finished) -> Finished:
-        """With the layers of another pass over the same batches; of both the first one's counts, if it has any."""
-        counts = self.counts if self.counts.batches else other.counts
-        return Finished({**self.tensors, **other.tensors}, {**self.about, **other.about}, counts, other.texts)
-
-
-def finished(layers: Mapping[str, LayerSums], counts: Counts, texts: str) -> Finished:
-    """The sums of layers as what is kept of them: the leading eigenpairs of each side."""
+def leading_eigenpairs(layers: Mapping[str, LayerSums], answers: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is kept of the sums of layers: tensors by name, and what the metadata says of each layer."""
     tensors: dict[str, Any] = {}
     about: dict[str, Any] = {}
     for name, sums in layers.items():
-        into, out, fisher = sums.spectra(counts.answers)
+        into, out, fisher = sums.spectra(answers)
         for side, spectrum in (("input", into), ("output", out)):
             for part, value in zip(PARTS, (spectrum.vectors, spectrum.values, spectrum.rest), strict=True):
                 # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.
@@ -80,18 +65,24 @@ def finished(layers: Mapping[str, LayerSums], counts: Counts, texts: str) -> Fin
         shape = [len(out.vectors), len(into.vectors)]
         ranks = [out.values.size, into.values.size]
         about[name] = {"shape": shape, "ranks": ranks, "tokens": sums.tokens, "fisher_trace": fisher}
-    return Finished(tensors, about, counts, texts)
+    return tensors, about
 
 
-def write_statistics(out: Path, settings: Mapping[str, Any], done: Finished) -> None:
+def write_statistics(
+    out: Path,
+    settings: Mapping[str, Any],
+    tensors: Mapping[str, NDArray[Any]],
+    about: Mapping[str, Any],
+    counts: Counts,
+) -> None:
     """Write the finished statistics; the metadata comes last and marks the end."""
     with new_file(out / TENSORS, force=True) as part, TensorWriter(out) as writer:
-        for name, value in done.tensors.items():
+        for name, value in tensors.items():
             writer.add(name, value)
         writer.write(part, {"format": FORMAT, "version": str(VERSION)})
     versions = {library: version(library) for library in LIBRARIES}
-    metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(done.counts)}
+    metadata = {"format": FORMAT, "version": VERSION, "settings": settings, **asdict(counts)}
     metadata["sha256"] = sha256(out / TENSORS)
     with new_file(out / METADATA, force=True) as part:
-        text = json.dumps(metadata | {"layers": done.about, "made_with": versions}, indent=2, sort_keys=True)
+        text = json.dumps(metadata | {"layers": about, "made_with": versions}, indent=2, sort_keys=True)
         part.write_text(text + "\n", encoding="utf-8")

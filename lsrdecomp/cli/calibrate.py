@@ -66,7 +66,7 @@ def calibrate(
         base_model = bases.load_base(base, adapter, device=device, dtype=settings.dtype)
     rounds, _ = questions.batches(base_model, size=batch, seed=seed)
     with follow(quiet=quiet) as show:
-        result = run(
+        about = run(
             base_model,
             rounds,
             out=out,
@@ -77,8 +77,9 @@ def calibrate(
             checkpointing=checkpointing,
             max_memory=max_memory,
             on_step=show,
-        )
-    typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {result.examples:,} examples.")
-    if result.effect is not None:
+        ).metadata
+    typer.echo(f"Wrote {out}: statistics of {len(base_model.modules)} layers from {about['examples']:,} examples.")
+    effect = about["settings"]["effect"]
+    if effect is not None:
         unit = "token" if base_model.head in TOKEN_HEADS else "example"
-        typer.echo(f"Without the adapter the answers would differ by {result.effect:.4g} nats per {unit}.")
+        typer.echo(f"Without the adapter the answers would differ by {effect:.4g} nats per {unit}.")

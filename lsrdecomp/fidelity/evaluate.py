@@ -217,7 +217,7 @@ class Evaluator:
             # A form may have left layers out, which then act as they do in the base.
             base = replace(self.source if written is None else self.base.adapted(written), modules=self.source.modules)
             with rescale_adapter_scale(base.model, STRENGTH) if written is None else nullcontext():
-                calibrate(
+                return calibrate(
                     base,
                     self.batches(texts),
                     out=out,

@@ -17,7 +17,6 @@ import lsrdecomp.cli  # noqa: E402
 from lsrdecomp.calibration.base_model import adapted_modules, batches, load_base, read_lines  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError, calibrate  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
-from lsrdecomp.checkpoints.statistics import read_statistics  # noqa: E402
 from lsrdecomp.errors import CheckpointError  # noqa: E402
 
 DEMO = Path(lsrdecomp.cli.__file__).parent / "demo_adapter"
@@ -43,10 +42,9 @@ def test_the_demo_adapter_is_calibrated_layer_by_layer(base, tmp_path):
     assert set(base.modules) == names == set(adapted_modules(base.model))
     read = batches(base, TEXTS, size=2, max_length=16, seed=0)
     done = calibrate(base, read, out=tmp_path, seed=0, samples=4)
-    assert (done.examples, done.answers) == (4, 4)
-    statistics = read_statistics(tmp_path)
+    assert (done.metadata["examples"], done.metadata["answers"]) == (4, 4)
     for name in names:
-        statistics[name].check((384, 384))
+        done[name].check((384, 384))
 
 
 def test_adapters_of_other_models_than_text_are_refused_in_one_line(tmp_path):

@@ -89,7 +89,7 @@ def test_language_models_count_per_predicted_token(tmp_path):
     model = transformers.GPT2LMHeadModel(config).eval()
     name = "transformer.h.0.attn.c_attn"  # a Conv1D: its weight is stored transposed
     done = calibrate(plain(model, [name], Head.causal_lm), texts(24), out=tmp_path, seed=0, samples=192)
-    assert done.answers == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
+    assert done.metadata["answers"] == sum(int(batch["attention_mask"].sum()) - 8 for batch in texts(24))
     statistics = read_statistics(tmp_path).measured(name)
     shape = (72, 24)
     statistics.check(shape)
@@ -120,7 +120,7 @@ def test_a_sequence_to_sequence_model_is_calibrated_on_both_sides(tmp_path):
     labels = torch.tensor([[5, 6, 7, 1], [8, 1, -100, -100]])
     batches = [batch | {"labels": labels} for batch in texts(3, size=2)]
     done = calibrate(plain(model, names, Head.seq2seq), batches, out=tmp_path, seed=0, samples=6)
-    assert done.answers == 3 * 6
+    assert done.metadata["answers"] == 3 * 6
     layers = json.loads((tmp_path / "statistics.json").read_text())["layers"]
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
     assert [layers[name]["tokens"] for name in names] == [real, real]

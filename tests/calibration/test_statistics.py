@@ -174,7 +174,7 @@ def test_one_flipped_bit_in_written_statistics_is_refused(tmp_path):
         "rest": np.float32(0.5),
     }
     tensors = {f"q.{side}.{part}": np.asarray(value) for side in ("input", "output") for part, value in sizes.items()}
-    files.write_statistics(tmp_path, {}, files.Finished(tensors, {}, files.Counts(), "texts"))
+    files.write_statistics(tmp_path, {}, tensors, {}, files.Counts())
     assert list(read_statistics(tmp_path)) == ["q"]
     path = tmp_path / "statistics.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
