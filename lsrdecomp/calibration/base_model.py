@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedModel,
 )
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
@@ -52,15 +51,30 @@ HEADS = ("classifier.weight", "score.weight", "classifier.out_proj.weight", "cla
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base with its adapter active, ready to be calibrated."""
+    """A base as an adapter's task wants it, plain or with an adapter active, ready to be calibrated."""
 
     name: str
     model: nn.Module
     tokenizer: Any
     head: Head
-    modules: tuple[str, ...]  # the adapted layers, by their names in the plain base
+    modules: tuple[str, ...] = ()  # the adapted layers, by their names in the plain base
     adapter_base: str = ""  # what the adapter's config calls its base
     adapter_sha256: str = ""  # of the adapter's weight file
+
+    def adapted(self, adapter: str | Path) -> Base:
+        """With an adapter of any kind PEFT opens; raises `CheckpointError` if it does not fit."""
+        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
+        shared = {id(p): p for name, p in self.model.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
+        try:
+            base = copy.deepcopy(self.model, shared)
+            model = with_lora(base, adapter)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointError(f"does not fit {self.name}: {first_line(error)}", path=adapter) from error
+        declared = str(model.peft_config["default"].base_model_name_or_path or "")
+        weights = Path(adapter) / WEIGHTS
+        digest = sha256(weights) if weights.is_file() else ""
+        model = model.to(next(self.model.parameters()).device).eval()
+        return Base(self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest)
 
 
 def load_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Base:
@@ -106,33 +120,8 @@ def load_pair(
     return opened.adapted(source), opened.adapted(written)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBase:
-    """A base as an adapter's task wants it; large weights are held once, however many adapters are put on it."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: Any
-    head: Head
-
-    def adapted(self, adapter: str | Path) -> Base:
-        """With an adapter of any kind PEFT opens; raises `CheckpointError` if it does not fit."""
-        # Heads and biases are what an adapter may overwrite; the rest of the base stays as it is and can be shared.
-        shared = {id(p): p for name, p in self.model.named_parameters() if p.ndim > 1 and not name.endswith(HEADS)}
-        try:
-            base = copy.deepcopy(self.model, shared)
-            model = with_lora(base, adapter)
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"does not fit {self.name}: {first_line(error)}", path=adapter) from error
-        declared = str(model.peft_config["default"].base_model_name_or_path or "")
-        weights = Path(adapter) / WEIGHTS
-        digest = sha256(weights) if weights.is_file() else ""
-        model = model.to(self.model.device).eval()
-        return Base(self.name, model, self.tokenizer, self.head, adapted_modules(model), declared, digest)
-
-
-def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> OpenBase:
-    """The base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
+def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Base:
+    """The plain base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
         text = "has no adapter_config.json, so it is no adapter of PEFT; calibration is for adapters of text models"
@@ -162,7 +151,7 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     tokenizer = open_tokenizer(base)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return OpenBase(str(base), model.to(device), tokenizer, head)
+    return Base(str(base), model.to(device), tokenizer, head)
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:

@@ -46,8 +46,10 @@ from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
+    from lsrdecomp.compression.layers import StatisticsByLayer
     from lsrdecomp.fidelity.evaluate import Evaluator, Texts
     from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
+    from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
 
 
 @overload
@@ -273,6 +275,7 @@ def _measured(
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import CompressedFormCache
+        from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
     # 1. Open: the base with the LoRA on it, and how it answers the texts that are held out.
     keep = settings.keep
     chooses = keep is not None or (plan is not None and plan.kl is not None)
@@ -285,11 +288,13 @@ def _measured(
     steps.begin("calibrating")
     norm = evaluator.statistics(journal) if statistics is None else statistics
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
+
     # 2. Fit: the form to a plan, or the smallest that keeps enough.
-    if plan is not None:
-        best = _to_plan(forms, search, plan, settings.passes, steps)
-    else:
-        best = _to_share(forms, search, keep or 0.0, form, settings.passes, steps)
+    def goal_in(norm: StatisticsByLayer) -> FormOfPlan | SmallestForm:
+        searches = partial(search, statistics=norm)
+        return FormOfPlan(forms, searches, plan) if plan else SmallestForm(forms, searches, keep or 0.0, form)
+
+    best = _fitted(forms, goal_in, settings.passes, steps)
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
@@ -321,42 +326,21 @@ def _measured(
     )
 
 
-def _to_plan(
+def _fitted(
     forms: CompressedFormCache,
-    search: Callable[..., SearchedAdapter],
-    plan: CompressionPlan,
+    goal_in: Callable[[StatisticsByLayer], FormOfPlan | SmallestForm],
     passes: int,
     steps: NumberedSteps,
 ) -> CompressedForm:
-    """Fit to a plan: a search in the norm around the LoRA, then in that around what came of it; the better form."""
+    """Fit: the best form of all passes, each in the norm around the form of the one before, since errors add up."""
     best: CompressedForm | None = None
     for turn in range(1, passes + 1):
-        _begin_pass(forms, best, steps)
-        form = forms.untrained(search([plan], statistics=forms.statistics).compress(plan))
-        if turn == passes and forms.steps:
-            steps.begin("training")
-            form = forms.distilled(form)
-        if best is None or form.behaviour.kl < best.behaviour.kl:
-            best = form
-    assert best is not None
-    return best
-
-
-def _to_share(
-    forms: CompressedFormCache,
-    search: Callable[..., SearchedAdapter],
-    keep: float,
-    made_as: Mapping[str, Any],
-    passes: int,
-    steps: NumberedSteps,
-) -> CompressedForm:
-    """Fit to a share: the smallest form that keeps it. How large exactly it must be is asked in the last norm alone."""
-    from lsrdecomp.fidelity.keep import SmallestForm
-
-    best: CompressedForm | None = None
-    for turn in range(1, passes + 1):
-        _begin_pass(forms, best, steps)
-        goal = SmallestForm(forms, partial(search, statistics=forms.statistics), keep, made_as)
+        if best is not None:
+            steps.begin("calibrating with the compressed adapter")
+            forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
+        steps.begin("searching" if best is None else "searching again")
+        goal = goal_in(forms.statistics)
+        # How large exactly a form must be is asked in the last norm alone, and only what came of it is trained.
         if turn < passes:
             form = goal.first()
         elif forms.steps:
@@ -368,14 +352,6 @@ def _to_share(
             best = form
     assert best is not None
     return best
-
-
-def _begin_pass(forms: CompressedFormCache, best: CompressedForm | None, steps: NumberedSteps) -> None:
-    """Of a second pass: the norm around the form of the first, since errors add up along the network."""
-    if best is not None:
-        steps.begin("calibrating with the compressed adapter")
-        forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
-    steps.begin("searching" if best is None else "searching again")
 
 
 def _truncated_svd(

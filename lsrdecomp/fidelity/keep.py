@@ -56,6 +56,27 @@ TINY = 1e-12
 Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
 
 
+class FormOfPlan:
+    """The form of a given plan."""
+
+    def __init__(self, forms: CompressedFormCache, searches: Searches, plan: CompressionPlan) -> None:
+        self.forms, self.plan, self.searched = forms, plan, searches([plan])
+
+    def untrained(self) -> CompressedForm:
+        """As the search draws it."""
+        return self.forms.untrained(self.searched.compress(self.plan))
+
+    first = untrained
+
+    def trained(self) -> CompressedForm:
+        """The same after training, or as it was where that is no better."""
+        return self.forms.distilled(self.untrained())
+
+    def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
+        """Whether one answers nearer to the LoRA than another."""
+        return new.behaviour.kl < old.behaviour.kl
+
+
 class SmallestForm:
     """The smallest form that keeps enough, of those that one search offers; numbers count, or bytes with ``auto``."""
 
