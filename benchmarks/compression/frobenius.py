@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lab.direct import direct_sums_of
-from benchmarks.lab.fit import lsr_candidates
+from benchmarks.lab.fit import lsr_candidates, solve_together
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
@@ -32,7 +32,7 @@ from lsrdecomp.compression.candidates import (
     lsr_candidate,
     stored_product,
 )
-from lsrdecomp.compression.compress import SOLVER, solve_together
+from lsrdecomp.compression.compress import SOLVER
 from lsrdecomp.compression.layers import SpillCache, layer_pair
 from lsrdecomp.compression.shapes import shape_grid
 from lsrdecomp.errors import CheckpointError

@@ -9,12 +9,13 @@ from typing import Any
 
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
-from lsrdecomp.compression.compress import solve_together
-from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, norm_of
+from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, norm_of
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
 from lsrdecomp.kronecker.separated import SeparatedProduct
+from lsrdecomp.kronecker.shape import ProductShape
+from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 
@@ -121,6 +122,21 @@ def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | No
     Raises `BudgetError` naming a layer that the statistics lack.
     """
     return [Layer.of(name, pair, norm_of(statistics, name)) for name, pair in pairs.items()]
+
+
+def solve_together(
+    layers: Sequence[Layer],
+    shape: ProductShape,
+    ranks: tuple[int, int],
+    solver: JointALS,
+) -> list[PairSolution]:
+    """Joint least squares for layers of one kind, in batches that fit in memory."""
+    solutions: list[PairSolution] = []
+    for part in batches(layers):
+        weights = None if layers[0].norms.is_frobenius else [layer.norms for layer in layers[part]]
+        pairs = [layer.pair for layer in layers[part]]
+        solutions += solver.solve_batch(pairs, shape, ranks, weights=weights)
+    return solutions
 
 
 def lsr_candidates(

@@ -35,9 +35,6 @@ from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
 from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
-    from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.checkpoints.statistics import Statistics
-    from lsrdecomp.compression import Compression, Resources
     from lsrdecomp.fidelity import Measurement
 
 SHOWN = 2
@@ -124,7 +121,8 @@ def compress(
     Several ratios share one search: --ratio 96,48 --out small writes small-96 and small-48. A killed run goes on where
     it was: what was solved waits in .NAME.journal beside --out, also for another ratio, until the result is written.
     """
-    from lsrdecomp.fidelity.compress import usual_storage  # here, since NumPy comes with it
+    from lsrdecomp.fidelity.compress import compress as compress_measured  # here, since NumPy comes with it
+    from lsrdecomp.fidelity.compress import usual_storage
 
     # 1. The goals, before anything is opened: a plan for each ratio, none where a share to keep is the only goal.
     of_base = {name: options.pop(name) for name in MeasuredSettings.fields if name in options}
@@ -162,13 +160,23 @@ def compress(
         if journal is not None and journal.resumes:
             tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
         with follow(quiet=quiet) as step:
-            resources = compression.Resources(workers, of_base.get("device"), journal, step)
+            results: list[Any] = []
+            refusal = None  # a budget that cannot be met: what was drawn before is written all the same
             if base is None:
-                drawn = _searched(checkpoint, plans, statistics, resources)
+                resources = compression.Resources(workers, of_base.get("device"), journal, step)
+                searched = compression.search_adapter(checkpoint, plans, statistics=statistics, resources=resources)
+                try:
+                    for plan in plans:
+                        results.append(searched.compress(plan))
+                except BudgetError as error:
+                    refusal = error
             else:
                 goal = {"plan": plans[0]} if plans else {"storage": storage, "max_rank": options.get("max_rank")}
-                drawn = _measured(checkpoint, statistics, resources, {"base": base, "data": data, **goal, **of_base})
-            results, refusal = _until_refused(drawn)
+                asked: dict[str, Any] = {"base": base, "data": data, "statistics": statistics, **goal, **of_base}
+                with tables.quiet():
+                    results.append(
+                        compress_measured(checkpoint, workers=workers, journal=journal, on_step=step, **asked)
+                    )
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
         unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
         for result, output in zip(results, outputs, strict=False):
@@ -198,39 +206,6 @@ def _plans(
     if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
         return []
     return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
-
-
-def _searched(
-    checkpoint: Checkpoint, plans: Sequence[CompressionPlan], statistics: Statistics | None, resources: Resources
-) -> Iterator[Compression]:
-    """A result for each plan, drawn from one search."""
-    searched = compression.search_adapter(checkpoint, plans, statistics=statistics, resources=resources)
-    yield from map(searched.compress, plans)
-
-
-def _measured(
-    checkpoint: Checkpoint, statistics: Statistics | None, resources: Resources, asked: dict[str, Any]
-) -> Iterator[Compression]:
-    """The form that keeps what was asked, or that has the size of a plan, measured on a base."""
-    from lsrdecomp.fidelity.compress import compress as compress_measured
-
-    workers, journal, on_step = resources.workers, resources.journal, resources.on_step
-    with tables.quiet():
-        result = compress_measured(
-            checkpoint, statistics=statistics, workers=workers, journal=journal, on_step=on_step, **asked
-        )
-    yield result
-
-
-def _until_refused(drawn: Iterator[Compression]) -> tuple[list[Compression], BudgetError | None]:
-    """The results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
-    results: list[Compression] = []
-    try:
-        for result in drawn:
-            results.append(result)
-    except BudgetError as refusal:
-        return results, refusal
-    return results, None
 
 
 def _outputs(out: Path | None, plans: Sequence[CompressionPlan]) -> list[Path | None]:

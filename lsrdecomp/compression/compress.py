@@ -30,7 +30,6 @@ from lsrdecomp.compression.search_table import Draw, SearchTable
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
-from lsrdecomp.solvers.base import PairSolution
 from lsrdecomp.solvers.pair.joint_als import JointALS
 
 HEADER_BYTES = 320
@@ -289,28 +288,15 @@ def at_given_terms(
     made: dict[int, Materialized] = {}
     for (_, shape), indices in groups.items():
         for part in batches([layers[i] for i in indices]):
-            solved = solve_together([layers[i] for i in indices[part]], shape, (terms, terms), solver)
+            some = [layers[i] for i in indices[part]]
+            weights = None if some[0].norms.is_frobenius else [layer.norms for layer in some]
+            solved = solver.solve_batch([layer.pair for layer in some], shape, (terms, terms), weights=weights)
             for i, solution in zip(indices[part], solved, strict=True):
                 candidate: Lsr | Keep = lsr_candidate(solution, cache)
                 if candidate.parameters > layers[i].parameters and storage not in INTEGER_BITS:
                     candidate = keep(layers[i])  # so many terms take more numbers than the pair itself, which is exact
                 made[i] = materialize(layers[i], replace(candidate, storage=storage), cache)
     return tuple(made[i] for i in range(len(layers)))
-
-
-def solve_together(
-    layers: Sequence[Layer],
-    shape: ProductShape,
-    ranks: tuple[int, int],
-    solver: JointALS,
-) -> list[PairSolution]:
-    """Joint least squares for layers of one kind, in batches that fit in memory."""
-    solutions: list[PairSolution] = []
-    for part in batches(layers):
-        weights = None if layers[0].norms.is_frobenius else [layer.norms for layer in layers[part]]
-        pairs = [layer.pair for layer in layers[part]]
-        solutions += solver.solve_batch(pairs, shape, ranks, weights=weights)
-    return solutions
 
 
 def _fixed_bytes(checkpoint: Checkpoint) -> int:
