@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +114,8 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     """
     if source.format == "lsr":
         raise CheckpointError("is an LSR adapter: name first the LoRA that it was made from", path=source.path)
-    record = provenance(written)
-    errors = recorded_errors(written)
+    # 1. What was recorded of the written one, and of what it was made from.
+    record, errors = provenance(written), recorded_errors(written)
     recorded, recorded_total = errors["layers"], errors["total"]
     chain = tuple(_chain(record))
     origins = {mapping(entry.get("source")).get("sha256") for entry in chain} - {None}
@@ -123,11 +123,10 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     if exported and len(chain) == 1 and source.source_sha256 in origins:  # an export of the source itself
         recorded_total = recorded_total or 0.0
     dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
+    # 2. Every layer of the source: what is there in its place, or that it was left out on purpose.
     names = _source_names(source, written, record)
+    check_layers(written, source, names)
     present = {names.get(layer.name, layer.name): layer for layer in written.layers}
-    extra = present.keys() - {layer.name for layer in source.layers}
-    if extra:
-        raise CheckpointError(f"layer {min(extra)!r} is not in the source {source.path}", path=written.path)
     checks, size, lost = [], 0.0, 0.0
     measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
@@ -135,16 +134,13 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
         error, parameters = pair.norm, 0
         if not left_out:
             other = present.get(layer.name) or written.layer(layer.name)
-            if (other.out_features, other.in_features) != pair.shape:
-                size_there = f"{pair.shape[0]} x {pair.shape[1]} in {source.path}"
-                text = f"{other.out_features} x {other.in_features}, but {size_there}"
-                raise CheckpointError(text, path=written.path, tensor=layer.name)
             error, parameters = pair.residual_norm(layer_product(other)), other.parameters
         size, lost = math.hypot(size, pair.norm), math.hypot(lost, error)
         relative = error / pair.norm if pair.norm > 0.0 else error
         before = None if exported and not left_out else recorded.get(layer.name)
         checks.append(LayerCheck(layer.name, parameters, pair.norm, relative, before))
         measured.add()
+    # 3. Files and tensors that are not what was written.
     changed = changed_files(written.weights.parent)
     altered = "sha256" in record and record["sha256"] != data_sha256(written.weights)
     moved = record.get("rounding")
@@ -159,6 +155,22 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
         recorded=recorded_total is not None
         or bool(changed == () or "sha256" in record or written.source_sha256 == source.source_sha256),
     )
+
+
+def check_layers(written: Checkpoint, source: Checkpoint, names: Mapping[str, str] | None = None) -> None:
+    """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes.
+
+    ``names`` are the source's of layers that were given others.
+    """
+    of_source = {layer.name: layer for layer in source.layers}
+    for layer in written.layers:
+        other = of_source.get((names or {}).get(layer.name, layer.name))
+        if other is None:
+            raise CheckpointError(f"layer {layer.name!r} is not in the source {source.path}", path=written.path)
+        ours, theirs = ((each.out_features, each.in_features) for each in (layer, other))
+        if ours != theirs:
+            text = f"{ours[0]} x {ours[1]}, but {theirs[0]} x {theirs[1]} in {source.path}"
+            raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
 def _source_names(source: Checkpoint, written: Checkpoint, record: dict[str, Any]) -> dict[str, str]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.fidelity import Fidelity
-from lsrdecomp.fidelity.rewrite import check_pair, publish
+from lsrdecomp.fidelity.rewrite import publish
 from lsrdecomp.fidelity.settings import DistilKeywords, DistilSettings
 from lsrdecomp.fields import takes
 
@@ -126,23 +127,18 @@ def distil(
     chosen = DistilSettings(**settings)
     directory = Path(directory)
     source, compressed = open_checkpoint(teacher), open_checkpoint(directory)
-    check_pair(compressed, source)
+    check_layers(compressed, source)
     replaces = force or out is None
     out = directory if out is None else Path(out)
     check_output(out, (source.path,), replaces)
     texts = read_data(data)
-    calibrated = chosen.calibrated
-    statistics = None if calibrated is None else read_statistics(calibrated)
+    statistics = None if chosen.calibrated is None else read_statistics(chosen.calibrated)
     if statistics is not None:
         statistics.check_base(source.config.get("base_model_name_or_path"))
     team = PartialState(cpu=chosen.device in (None, "cpu"))
     if chosen.device == "cuda" and team.num_processes > 1:
         chosen = chosen.replace(device=str(team.device))
     evaluator = Evaluator(base, source.path, texts, chosen, on_step=on_step)
-    # All that the numbers depend on: a run with other settings must not go on from what this one left.
-    about = {"steps": chosen.steps, "seed": chosen.seed, "teacher": source.source_sha256}
-    about |= {"written": compressed.source_sha256, "batch": evaluator.size, "rate": chosen.rate}
-    about |= {"max_length": chosen.max_length, "truncate": chosen.truncate}
     with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         evaluator.say("measuring")
@@ -152,7 +148,7 @@ def distil(
             rate=chosen.rate,
             seed=chosen.seed,
             journal=journal,
-            key=content_key(about, texts),
+            key=content_key(evaluator.key, compressed.source_sha256, chosen.steps, chosen.rate),
         )
         form = distil_form(
             evaluator,

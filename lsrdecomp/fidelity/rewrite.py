@@ -17,25 +17,13 @@ from lsrdecomp.compression.candidates import dequantized, stored_product
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
 from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_json, totals
+from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
 from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
-
-
-def check_pair(written: Checkpoint, source: Checkpoint) -> None:
-    """Raise `CheckpointError` unless the layers of ``written`` are layers of ``source``, of the same sizes."""
-    of_source = {layer.name: layer for layer in source.layers}
-    for layer in written.layers:
-        other = of_source.get(layer.name)
-        if other is None:
-            raise CheckpointError(f"layer {layer.name!r} is not in {source.path}", path=written.path)
-        sizes = [(each.out_features, each.in_features) for each in (layer, other)]
-        if sizes[0] != sizes[1]:
-            text = f"{sizes[0][0]} x {sizes[0][1]}, but {sizes[1][0]} x {sizes[1][1]} in {source.path}"
-            raise CheckpointError(text, path=written.path, tensor=layer.name)
 
 
 def rewrite(
@@ -64,7 +52,7 @@ def rewrite(
     """
     # 1. What was written, which must be of this LoRA.
     old = open_checkpoint(written)
-    check_pair(old, source)
+    check_layers(old, source)
     # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
     codes = codes_in(old)
     floats: dict[str, SeparatedProduct] = {}
