@@ -172,10 +172,16 @@ def compress(
                     refusal = error
             else:
                 goal = {"plan": plans[0]} if plans else {"storage": storage, "max_rank": options.get("max_rank")}
-                asked: dict[str, Any] = {"base": base, "data": data, "statistics": statistics, **goal, **of_base}
+                options_of_base: dict[str, Any] = {
+                    "base": base,
+                    "data": data,
+                    "statistics": statistics,
+                    **goal,
+                    **of_base,
+                }
                 with tables.quiet():
                     results.append(
-                        compress_measured(checkpoint, workers=workers, journal=journal, on_step=step, **asked)
+                        compress_measured(checkpoint, workers=workers, journal=journal, on_step=step, **options_of_base)
                     )
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
         unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
