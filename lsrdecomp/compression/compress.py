@@ -94,7 +94,7 @@ def search_adapter(
 
     Examples
     --------
-    One search, two sizes; after that another budget between them solves nothing.
+    One search, two sizes, and another between them of what was solved.
 
     >>> from importlib.resources import files
     >>> from lsrdecomp.checkpoints import open_checkpoint
@@ -102,7 +102,7 @@ def search_adapter(
     >>> plans = [CompressionPlan(ratio=ratio) for ratio in (96, 48)]
     >>> searched = search_adapter(lora, plans, search=Search(orders=(2,), rounds=0))
     >>> sizes = [searched.compress(plan).totals.parameters for plan in plans]
-    >>> sizes.append(searched.compress(CompressionPlan(ratio=61), solve=False).totals.parameters)
+    >>> sizes.append(searched.compress(CompressionPlan(ratio=61)).totals.parameters)
     >>> [size * ratio <= lora.adapter_parameters for size, ratio in zip(sizes, (96, 48, 61), strict=True)]
     [True, True, True]
     """
@@ -151,17 +151,13 @@ class SearchedAdapter:
     cache: SpillCache
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
 
-    def compress(self, plan: CompressionPlan, *, solve: bool = True, fill: bool = True) -> Compression:
+    def compress(self, plan: CompressionPlan, *, fill: bool = True) -> Compression:
         """The adapter under one plan.
 
         Parameters
         ----------
         plan : CompressionPlan
             In the storage that was searched for.
-        solve : bool
-            Whether to try neighbours of the shapes that this plan chooses and to refine those it takes. Without, what
-            was solved already is allocated, rounded and measured: milliseconds a layer, so a bisection over budgets
-            costs little. The errors reported are measured on the stored factors either way.
         fill : bool
             Of a plan of bytes, whether files are tried, and solved for, till one is as full as may be. Without, it is
             the first, which may be some hundred bytes larger.
@@ -172,9 +168,9 @@ class SearchedAdapter:
             If the plan cannot be met; says what is reachable.
         """
         if plan.bytes is not None and fill:
-            return self._filled(plan, plan.bytes, solve)
+            return self._filled(plan, plan.bytes)
         budget = None if plan.bytes is None else Budget(bytes=_bytes_for_factors(self.checkpoint, plan.bytes))
-        return self._reported(plan, self._fit(plan, solve, budget))
+        return self._reported(plan, self._fit(plan, budget))
 
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
@@ -193,14 +189,14 @@ class SearchedAdapter:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.table
 
-    def _fit(self, plan: CompressionPlan, solve: bool, budget: Budget | None = None) -> Fitted:
+    def _fit(self, plan: CompressionPlan, budget: Budget | None = None) -> Fitted:
         """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
         if plan.separation_rank is not None:
             solver = replace(SOLVER, device=self.device)
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
         budget = budget or plan.budget(self.layers, self.effect)
-        return fit_budget(self._searched, budget, solve=solve, allowed=_within_rank(plan))
+        return fit_budget(self._searched, budget, _within_rank(plan))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""
@@ -226,7 +222,7 @@ class SearchedAdapter:
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         return Compression(self.checkpoint, plan, tuple(rows), fitted.chosen, fitted.low_rank_error, self.effect)
 
-    def _filled(self, plan: CompressionPlan, size: int, solve: bool) -> Compression:
+    def _filled(self, plan: CompressionPlan, size: int) -> Compression:
         """The best adapter whose weight file and config have at most ``size`` bytes together.
 
         What a file holds beside its factors is known only once the factors are chosen, so files are tried.
@@ -238,7 +234,7 @@ class SearchedAdapter:
         for _ in range(MOST_FILES):
             # Fill 1: factors of so many bytes, and the file they make.
             try:
-                result = self._reported(plan, self._fit(plan, solve, Budget(bytes=allowed)))
+                result = self._reported(plan, self._fit(plan, Budget(bytes=allowed)))
             except BudgetError as error:
                 if best is not None:
                     break

@@ -181,9 +181,7 @@ def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], S
     return [task for (_, request), indices in sharing.items() for task in table.tasks(indices, [request])]
 
 
-def fit_budget(
-    table: SearchTable, budget: Budget, *, solve: bool = True, allowed: Callable[[Candidate], bool] | None = None
-) -> Fitted:
+def fit_budget(table: SearchTable, budget: Budget, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
     """What every layer becomes under one budget over all of them.
 
     Any number of budgets can be drawn from one table, which grows by what is solved for each.
@@ -193,9 +191,6 @@ def fit_budget(
     table : SearchTable
         What `search_layers` returned.
     budget : Budget
-    solve : bool
-        Whether to try neighbours and refine what was chosen; without, what is in the table is allocated, rounded and
-        measured, a few milliseconds a layer.
     allowed : callable, optional
         Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
 
@@ -208,8 +203,6 @@ def fit_budget(
     # Search 3: the first choice, of what is in the table.
     allocation = table.allocated(draw)
     low_rank_error = allocation.low_rank_error
-    if not solve:
-        return Fitted(table.materialized(allocation), low_rank_error)
     # Search 4: the fine grid where the choice wants it.
     for _ in range(WIDENINGS if table.refines_grid else 0):
         if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
