@@ -110,35 +110,21 @@ def export_lora(
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
-    if to == "lora":
-        if profile == "lorax":
-            layers = chain(layers, _zeros(checkpoint))
-        return write_lora(
-            out,
-            source=checkpoint,
-            layers=layers,
-            extras=extras,
-            storage=storage or checkpoint.storage,
-            profile=profile,
-            force=force,
-            provenance=record,
-        )
+    if profile == "lorax" and to == "lora":
+        layers = chain(layers, _zeros(checkpoint))
+    written: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}
     if to == "gguf":
         storage = {"float16": "f16", "float32": "f32"}.get(storage or "float16", storage or "f16")
-        model = _base(checkpoint, base)
-        return write_gguf(
-            out, base=model, source=checkpoint, layers=layers, extras=extras, storage=storage, force=force
-        )
-    if to not in ("same", "kohya", "diffusers"):
-        raise UnsupportedError(f"cannot write {unknown(to, FORMATS)}")
-    source = checkpoint
+        return write_gguf(out, base=_base(checkpoint, base), source=checkpoint, storage=storage, **written)
+    written["provenance"] = record
     if to == "same":
-        source = checkpoint if like is None else like
-    else:
-        storage = storage or checkpoint.storage
-    return write_pairs(
-        out, source=source, layers=layers, names=to, extras=extras, storage=storage, force=force, provenance=record
-    )
+        return write_pairs(out, source=like or checkpoint, storage=storage, **written)
+    written |= {"source": checkpoint, "storage": storage or checkpoint.storage}
+    if to == "lora":
+        return write_lora(out, profile=profile, **written)
+    if to in ("kohya", "diffusers"):
+        return write_pairs(out, names=to, **written)
+    raise UnsupportedError(f"cannot write {unknown(to, FORMATS)}")
 
 
 def _zeros(checkpoint: Checkpoint) -> Iterator[tuple[str, Array, Array]]:

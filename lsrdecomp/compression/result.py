@@ -19,7 +19,6 @@ from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.candidates import Materialized
 from lsrdecomp.compression.layers import Layer, stored_factors
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.precision import precision
 
@@ -89,12 +88,6 @@ class Compression:
         pairs = [("parameters", f"{total.parameters:,} of {total.parameters_before:,}"), *total.facts]
         return markup.facts(f"Compression of {self.source.path.name}", pairs, total.verdict)
 
-    def _report_text(self, record: bool) -> str:
-        facts = self.to_json()
-        if record:
-            return json.dumps(facts, indent=1, allow_nan=False) + "\n"
-        return json.dumps({key: value for key, value in facts.items() if key != "layers"}, allow_nan=False) + "\n"
-
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """Write the LSR directory that PEFT opens; other tensors of the source are carried along bit for bit.
 
@@ -105,28 +98,20 @@ class Compression:
         return write_lsr(
             out,
             source=self.source,
-            layers=self._float_layers(),
-            coded=self._coded_layers(),
+            layers=((name, *stored_factors(product)) for name, product in self._stored(coded=False)),
+            coded=self._stored(coded=True),
             storage=self.plan.float_storage,
             force=force,
             provenance={"plan": self.plan.to_json()},
             dropped=[row.name for row in self.layers if row.structure == "drop"],
-            files={REPORT: self._report_text(record)},
+            files={REPORT: report_text(self.to_json(), every_layer=record)},
         )
 
-    def _float_layers(self) -> Iterator[tuple[str, Any, Any]]:
-        """Name and factors of both sides of the layers in floating point, each read when it is written."""
+    def _stored(self, *, coded: bool) -> Iterator[tuple[str, Any]]:
+        """Names and products of the layers in integer codes, or of those in floating point, each read when written."""
         for row, made in zip(self.layers, self.chosen, strict=True):
-            product = None if made.coded else made.form
-            if product is not None:
-                yield (row.name, *stored_factors(product))
-
-    def _coded_layers(self) -> Iterator[tuple[str, CodedProduct]]:
-        """Name and integer codes of the others."""
-        for row, made in zip(self.layers, self.chosen, strict=True):
-            codes = made.codes
-            if codes is not None:
-                yield row.name, codes
+            if made.stored is not None and made.coded == coded:
+                yield row.name, made.stored()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +310,13 @@ def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dic
     """Plain values for a JSON file."""
     ratio = summary.ratio if math.isfinite(summary.ratio) else None
     return {**facts, "totals": {**asdict(summary), "ratio": ratio}, "layers": [asdict(layer) for layer in layers]}
+
+
+def report_text(facts: dict[str, Any], *, every_layer: bool) -> str:
+    """`to_json` as the text of the record: of every layer, or the sums alone, in few bytes."""
+    if every_layer:
+        return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+    return json.dumps({key: value for key, value in facts.items() if key != "layers"}, allow_nan=False) + "\n"
 
 
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import dequantized, stored_product
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of, stored_factors
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
-from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, to_json, totals
+from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, to_json, totals
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
@@ -183,7 +183,4 @@ def _record(
     sums = facts.get("totals", {})
     summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
     others = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
-    written = to_json(rows, summary, **others)
-    if not detailed:
-        written.pop("layers")
-    return {REPORT: json.dumps(written, indent=1 if detailed else None, allow_nan=False) + "\n"}
+    return {REPORT: report_text(to_json(rows, summary, **others), every_layer=detailed)}
