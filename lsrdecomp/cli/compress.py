@@ -35,6 +35,7 @@ from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
 from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
+    from lsrdecomp.compression import Compression, SearchedAdapter
     from lsrdecomp.fidelity import Measurement
 
 SHOWN = 2
@@ -159,30 +160,17 @@ def compress(
     with journal or nullcontext():
         if journal is not None and journal.resumes:
             tables.say(f"Going on from {journal.path}, which a run before left; remove it to start again.")
+        refusal = None
         with follow(quiet=quiet) as step:
-            results: list[Any] = []
-            refusal = None  # a budget that cannot be met: what was drawn before is written all the same
             if base is None:
                 resources = compression.Resources(workers, of_base.get("device"), journal, step)
                 searched = compression.search_adapter(checkpoint, plans, statistics=statistics, resources=resources)
-                try:
-                    for plan in plans:
-                        results.append(searched.compress(plan))
-                except BudgetError as error:
-                    refusal = error
+                results, refusal = _drawn(searched, plans)
             else:
                 goal = {"plan": plans[0]} if plans else {"storage": storage, "max_rank": options.get("max_rank")}
-                options_of_base: dict[str, Any] = {
-                    "base": base,
-                    "data": data,
-                    "statistics": statistics,
-                    **goal,
-                    **of_base,
-                }
+                run: dict[str, Any] = {"data": data, "workers": workers, "journal": journal, "on_step": step, **of_base}
                 with tables.quiet():
-                    results.append(
-                        compress_measured(checkpoint, workers=workers, journal=journal, on_step=step, **options_of_base)
-                    )
+                    results = [compress_measured(checkpoint, base=base, statistics=statistics, **goal, **run)]
         # 5. What is said and written when the bar is gone: it would break lines that are printed.
         unit = "token" if statistics is not None and _counts_tokens(statistics.metadata) else "example"
         for result, output in zip(results, outputs, strict=False):
@@ -212,6 +200,17 @@ def _plans(
     if settings.keep is not None and ratios == [None] and not set(chosen) & set(GOALS):
         return []
     return [CompressionPlan(**chosen, ratio=ratio) for ratio in ratios]
+
+
+def _drawn(searched: SearchedAdapter, plans: Sequence[CompressionPlan]) -> tuple[list[Compression], BudgetError | None]:
+    """The results up to a budget that cannot be met, and its refusal: what was drawn before is written all the same."""
+    results: list[Compression] = []
+    for plan in plans:
+        try:
+            results.append(searched.compress(plan))
+        except BudgetError as refusal:
+            return results, refusal
+    return results, None
 
 
 def _outputs(out: Path | None, plans: Sequence[CompressionPlan]) -> list[Path | None]:
