@@ -47,23 +47,12 @@ class LsrModel(KroneckerTuner):
     tuner_layer_cls = LsrLayer
     linear_layer_cls = LsrLinear
 
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
-    ) -> None:
+    def _layer_around(self, target: nn.Module, parameter_name: str | None) -> AdaptedLayer:
         if parameter_name is None:
-            super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, current_key)
-        elif isinstance(target, ParamWrapper) and target.parameter_name == parameter_name:
-            target.update_layer(adapter_name, peft_config, current_key)
-        else:
-            wrapper = ParamWrapper(target, parameter_name)
-            self._add_wrapped(wrapper, adapter_name, peft_config, target_name, parent, current_key, target)
+            return super()._layer_around(target, parameter_name)
+        if isinstance(target, ParamWrapper) and target.parameter_name == parameter_name:
+            return target
+        return ParamWrapper(target, parameter_name)
 
     def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
         tied = getattr(config, "target_modules_to_tie", None) or ()

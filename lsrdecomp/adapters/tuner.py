@@ -63,29 +63,23 @@ class KroneckerTuner(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        if isinstance(target, self.tuner_layer_cls):
-            self._add_to_layer(target, adapter_name, peft_config, current_key)
+        layer = self._layer_around(target, parameter_name)
+        if layer is target:
+            self._add_to_layer(layer, adapter_name, peft_config, current_key)
             return
-        bare = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        layer_cls = self.tuner_layer_cls if isinstance(bare, NOT_LINEAR) else self.linear_layer_cls
-        layer = layer_cls(target, **get_quantization_kwargs(self.model))
-        self._add_wrapped(layer, adapter_name, peft_config, target_name, parent, current_key, target)
-
-    def _add_wrapped(
-        self,
-        layer: AdaptedLayer,
-        adapter_name: str,
-        config: Any,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        target: nn.Module,
-    ) -> None:
         layer.set_adapter([adapter_name])
-        self._add_to_layer(layer, adapter_name, config, current_key)
+        self._add_to_layer(layer, adapter_name, peft_config, current_key)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained until it is made active
         self._replace_module(parent, target_name, layer, target)
+
+    def _layer_around(self, target: nn.Module, parameter_name: str | None) -> AdaptedLayer:
+        """The layer of ours that a module is already, or a new one around it."""
+        if isinstance(target, self.tuner_layer_cls):
+            return target
+        bare = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        layer_cls = self.tuner_layer_cls if isinstance(bare, NOT_LINEAR) else self.linear_layer_cls
+        return layer_cls(target, **get_quantization_kwargs(self.model))
 
     def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
         layer.update_layer(adapter_name, config, current_key)
