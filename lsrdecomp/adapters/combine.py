@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +15,7 @@ from lsrdecomp.adapters.combination import SIDEWISE, Combination, Factors, combi
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 from lsrdecomp.adapters.layer import LsrLayer
+from lsrdecomp.checkpoints.packed_index import layer_patterns
 
 WORTH_A_WARNING = 0.01  # relative error
 
@@ -81,13 +81,9 @@ def combined_config(configs: Sequence[LsrConfig], made: Mapping[str, Factors]) -
     # The scale is in the factors, so that every layer's is alpha / r = 1.
     config.r = max(factors.shape.inner_rank for factors in made.values())
     config.lsr_alpha = config.r
-    config.rank_pattern, config.alpha_pattern = {}, {}
-    config.separation_rank_pattern, config.shape_pattern = {}, {}
-    for name, factors in made.items():
-        key, shape = f"^{re.escape(name)}", factors.shape
-        config.shape_pattern[key] = {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
-        config.separation_rank_pattern[key] = [len(factors.left[0]), len(factors.right[0])]
-        config.alpha_pattern[key] = config.rank_pattern[key] = shape.inner_rank
+    sizes = {name: (each.shape, (len(each.left[0]), len(each.right[0]))) for name, each in made.items()}
+    for field, pattern in layer_patterns(sizes).items():
+        setattr(config, field, pattern)
     return config
 
 

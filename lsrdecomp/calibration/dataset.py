@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lsrdecomp.checkpoints.files import regular_file_size
@@ -319,13 +320,21 @@ def token_batches(
 def _grouped(lengths: Sequence[int], size: int, seed: int | None) -> list[list[int]]:
     if seed is None:
         return [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
-    # Like lengths together waste no padding; in pools, so that an order by length over all is never learned.
     generator = np.random.default_rng(seed)
-    order = generator.permutation(len(lengths))
+    return like_lengths(generator.permutation(len(lengths)), np.asarray(lengths), size, generator)
+
+
+def like_lengths(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], size: int, generator: np.random.Generator
+) -> list[list[int]]:
+    """Batches of examples of like length, which waste no padding, shuffled.
+
+    Sorted by length are pools of 50 batches, so that an order by length over all is never learned.
+    """
     batches: list[list[int]] = []
     for start in range(0, len(order), POOL * size):
         pool = order[start : start + POOL * size]
-        pool = pool[np.argsort(-np.asarray(lengths)[pool], kind="stable")]
+        pool = pool[np.argsort(-lengths[pool], kind="stable")]
         batches += [pool[i : i + size].tolist() for i in range(0, len(pool), size)]
     return [batches[i] for i in generator.permutation(len(batches))]
 

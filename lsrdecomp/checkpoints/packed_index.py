@@ -67,14 +67,7 @@ class Index:
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of an `lsrdecomp.adapters.LsrConfig` that say the same, a pattern for every layer."""
-        patterns = {exact_pattern(name): entry for name, entry in self.entries.items()}
-        ranks = {key: entry.shape.inner_rank for key, entry in patterns.items()}
-        fields: dict[str, Any] = {
-            "rank_pattern": ranks,
-            "alpha_pattern": dict(ranks),
-            "separation_rank_pattern": {key: list(entry.terms) for key, entry in patterns.items()},
-            "shape_pattern": {key: splits(entry.shape) for key, entry in patterns.items()},
-        }
+        fields = layer_patterns({name: (entry.shape, entry.terms) for name, entry in self.entries.items()})
         return fields | ({"target_modules": sorted(self.entries)} if self.exact else {})
 
     def layers(self, numbers: Bytes) -> dict[str, PackedLayer]:
@@ -82,9 +75,19 @@ class Index:
         return _sliced(self.entries, numbers, 0, NUMBERS)
 
 
-def splits(shape: ProductShape) -> dict[str, list[int]]:
-    """A shape as ``shape_pattern`` has it."""
-    return {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+def layer_patterns(sizes: Mapping[str, tuple[ProductShape, tuple[int, int]]]) -> dict[str, Any]:
+    """The pattern fields of an `lsrdecomp.adapters.LsrConfig` for layers of these shapes and terms, at a scale of 1."""
+    patterns = {exact_pattern(name): both for name, both in sizes.items()}
+    ranks = {key: shape.inner_rank for key, (shape, _) in patterns.items()}
+    return {
+        "rank_pattern": ranks,
+        "alpha_pattern": dict(ranks),
+        "separation_rank_pattern": {key: list(terms) for key, (_, terms) in patterns.items()},
+        "shape_pattern": {
+            key: {"out": list(shape.out), "inner": list(shape.inner), "into": list(shape.into)}
+            for key, (shape, _) in patterns.items()
+        },
+    }
 
 
 def index_text(

@@ -16,13 +16,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from lsrdecomp.calibration.dataset import like_lengths
 from lsrdecomp.training.dataset import Dataset
 from lsrdecomp.training.model import LoadedModel, trained
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 CHECKPOINTS = "checkpoints"
 EVALUATION_BATCH = 64
-POOL = 50  # batches that are sorted by length together
 
 
 class WholeBatches(Sampler[int]):
@@ -49,11 +49,8 @@ class WholeBatches(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = np.random.default_rng((self.seed, self.epoch))
         order = np.resize(generator.permutation(len(self.lengths)), len(self))
-        pool = POOL * self.batch
-        pools = [order[start : start + pool] for start in range(0, len(order), pool)]
-        grouped = [part[np.argsort(-self.lengths[part], kind="stable")] for part in pools]
-        rows = np.concatenate(grouped).reshape(self.batches, self.batch)
-        yield from rows[generator.permutation(self.batches)].ravel().tolist()
+        for batch in like_lengths(order, self.lengths, self.batch, generator):
+            yield from batch
 
 
 class AdapterTrainer(Trainer):
