@@ -92,6 +92,7 @@ class AdaptedLayer(nn.Module, Mergeable):
         adapter_names = kwargs.pop("adapter_names", None)
         if adapter_names is not None:
             self._check_mixed_batch(x, adapter_names)
+        # 1. The base layer alone, if that is all: adapters off, or in its weight already.
         if self.disable_adapters and self.merged:
             self.unmerge()
         result: Tensor = self.base_layer(x, *args, **kwargs)
@@ -99,6 +100,7 @@ class AdaptedLayer(nn.Module, Mergeable):
             return result
         if self.quantization_backend is not None:
             result = self.quantization_backend.maybe_clone_base_result(result)
+        # 2. What each adapter adds: to the rows that name it, or of all active ones to every row.
         if adapter_names is not None:
             return self._mixed_batch(x, result, adapter_names)
         base = result

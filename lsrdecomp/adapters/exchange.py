@@ -78,11 +78,13 @@ def to_lora(model: nn.Module, adapter_name: str = "default") -> tuple[LoraConfig
         for name, module in model.named_modules()
         if isinstance(module, LsrLayer) and module.has_adapter(adapter_name)
     }
+    # 1. One rank for all; of the other tensors (heads, biases, tokens) PEFT's own state dict.
     rank = uniform_rank(layers.values(), adapter_name)
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     tensors = {key: value for key, value in state.items() if not re.search(r"\.lsr_(A|B|magnitude_vector)(\.|$)", key)}
     for name, layer in layers.items():
         tensors.update({f"{name}.{key}": value for key, value in lora_tensors(layer, adapter_name, rank).items()})
+    # 2. Settings under which LoRA computes the same: alpha is the rank, since the scale is in B.
     lora = LoraConfig(
         **{name: getattr(config, name) for name in COMMON},
         r=rank,

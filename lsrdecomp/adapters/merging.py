@@ -97,12 +97,14 @@ class Mergeable(BaseTunerLayer):
 
     def _add(self, adapter: str, stored: Tensor, safe: bool = False) -> tuple[float, bool, Tensor | None]:
         """Set the weight to the merged one: the share that survived, whether that is too little, and DoRA's scale."""
+        # 1. The sum, rounded once; a quantized weight rounds again as it is set, so what is there is read back.
         update, scale = self._update(adapter, stored)
         wide = stored.to(update)
         merged = (wide + update).to(stored.dtype)
         if safe and not torch.isfinite(merged).all():
             raise MergeError(f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken")
         self.set_base_weight(merged)
+        # 2. What of the update is found in the weight as it is stored now.
         share = surviving_share(wide, self.get_base_weight().to(update), update)
         return share, self._refused(adapter, share, update, stored), scale
 
@@ -141,6 +143,7 @@ class Mergeable(BaseTunerLayer):
 
     def _unmerged(self, merged: Tensor) -> Tensor:
         """The weight without the merged adapters; the argument itself if there are none."""
+        # Each adapter added (s − 1) W + s ΔW: the sum is undone by taking out all s ΔW and dividing by 1 + Σ (s − 1).
         weight, total = merged, torch.ones((), device=merged.device)
         for adapter in self.merged_adapters:
             if not self.has_adapter(adapter) or self.merged_elsewhere(adapter):

@@ -61,6 +61,7 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
     target = path / name if name is not None else path
     if not target.exists() and not target.is_symlink():
         raise CheckpointError("no such file or directory", path=target)
+    # Find 1: a file, with the config beside it only if PEFT would take that for its own.
     if not target.is_dir():
         if target.suffix in (".json", ".md", ".txt", ".toml", ".yaml"):
             there = any(file.suffix in SUFFIXES for file in target.absolute().parent.iterdir())
@@ -68,6 +69,7 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
             raise CheckpointError(f"holds no weights; {way_out}", path=target)
         with_config = target.name in BESIDE_CONFIG and (target.parent / CONFIG).exists()
         return _read(target, target, read_json(target.parent / CONFIG) if with_config else None, max_memory)
+    # Find 2: a directory with a config; of its weights the first that PEFT would look for.
     if (target / CONFIG).exists() or (target / CONFIG).is_symlink():
         config = read_json(target / CONFIG)
         weights = [target / file for file in BESIDE_CONFIG if (target / file).exists() or (target / file).is_symlink()]
@@ -78,6 +80,7 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
             text = f"has {CONFIG} but no weights: {' or '.join(PEFT_WEIGHTS)} is missing{alone}"
             raise CheckpointError(text, path=target)
         return _read(target, weights[0], config, max_memory)
+    # Find 3: a directory without, if it holds one weight file and no other.
     files = sorted(file for file in target.iterdir() if file.suffix in SUFFIXES)
     inner = sorted(entry.name for entry in target.iterdir() if (entry / CONFIG).exists())
     if inner and not files:

@@ -96,6 +96,7 @@ def index_text(
     exact: bool = False,
 ) -> str:
     """The field ``layers`` of adapter_config.json."""
+    # Index 1: modules and structures once each; of every layer which it has, and by how much its block is further on.
     modules: dict[str, int] = {}
     structures: dict[tuple[int, ...], int] = {}
     columns: tuple[list[int], ...] = ([], [], [], [])
@@ -110,6 +111,7 @@ def index_text(
         columns[2].append(structures.setdefault(structure, len(structures)))
         columns[3].extend(map(_zigzag, exponents))
         before = block
+    # Index 2: column by column, since like numbers side by side are what deflate makes small.
     text = "\n".join(modules).encode()
     counts = (int(exact), len(entries), len(structures), len(text))
     laid_out = [value for structure in structures for value in structure]
@@ -137,6 +139,7 @@ def read_index(text: Any) -> Index:
 
 def _laid_out(content: bytes) -> Index:
     """The index in the bytes that `index_text` wrote."""
+    # The same in the order it was written; a count that the bytes could not hold is damage, not a reason to allocate.
     reader = Reader(np.frombuffer(content, np.uint8))
     exact, layers, structures, length = (reader.integer() for _ in range(4))
     if max(layers, structures, length) > len(content):

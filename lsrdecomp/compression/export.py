@@ -98,6 +98,7 @@ def export_lora(
     if changed:
         text = f"{', '.join(changed)} changed since it was written: its SHA-256 is not the one in {SUMS}"
         raise CheckpointError(f"{text}; copy or compress it again", path=checkpoint.weights.parent)
+    # Export 1: every layer as a pair; layers called by position get the base's names.
     names = {}
     if base is not None and to in ("kohya", "diffusers"):
         names = resolve_positions(checkpoint, read_modules(base))
@@ -110,6 +111,7 @@ def export_lora(
         record["left_out"] = sorted(checkpoint.extras)
     if names:
         record["renamed"] = {new: old for old, new in names.items()}
+    # Export 2: the format. What was recorded of the source goes along, so that `verify` can hold the file to it.
     if profile == "lorax" and to == "lora":
         layers = chain(layers, _zeros(checkpoint))
     written: dict[str, Any] = {"layers": layers, "extras": extras, "force": force}

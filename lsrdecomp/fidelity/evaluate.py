@@ -180,6 +180,7 @@ class Evaluator:
         answers: tuple[list[str], ...] = ([], [])
         if head is Head.classification:
             names: Any = self.source.model.config.id2label  # type: ignore[union-attr]
+            # As the model reads them: batches are of like length, so answers do not come in the order of the texts.
             for batch in self.batches(texts):
                 questions += tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True)
                 for model, said in zip(models, answers, strict=True):
@@ -234,6 +235,7 @@ class Evaluator:
         if len(rest) < self.size:  # so few that no batch would be left: every fourth checks
             check = self.calibration[::4]
             rest = [text for index, text in enumerate(self.calibration) if index % 4]
+        # As many as the teacher answers at little cost beside the steps, which go through them again and again.
         count = max(FEWEST_LESSONS, round(TEACHER_SHARE * steps))
         rest = sorted(rest[: count * self.size], key=_letters)  # texts of like length in a step
         parts = [rest[start : start + self.size] for start in range(0, len(rest), self.size)]

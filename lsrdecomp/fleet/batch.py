@@ -137,6 +137,7 @@ def run_fleet(
     folder, out = Path(folder).resolve(), Path(out).resolve()
     if out == folder or folder in out.parents:
         raise CheckpointError(f"lies inside the input {folder}; choose another output", path=out)
+    # Fleet 1: what there is, and what of it has no line in the manifest yet.
     names = find_adapters(folder)
     if not names:
         raise CheckpointError(f"holds no adapters (directories with {' or '.join(WEIGHTS)})", path=folder)
@@ -161,6 +162,7 @@ def run_fleet(
         able = {*left, *done}
         return next((name for name in names if name in able), "")
 
+    # Fleet 2: of each group of like adapters one, until one is done or none is left; then the others, in its shapes.
     while first := {leader(group) for group in groups} & left.keys():
         work([left.pop(name) for name in sorted(first)])
     for group in groups:

@@ -57,6 +57,7 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     LsrError
         If a 4-bit base is asked for without bitsandbytes.
     """
+    # 1. The base, in the precision of the run, with a head of the task's size; the seed decides how a new head starts.
     transformers.set_seed(settings.seed)
     method = find_method(settings.method)
     tokenizer = open_tokenizer(base)
@@ -81,6 +82,7 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)
         )
+    # 2. The adapter, new or from a directory, and the head it starts with; what is trained is in float32.
     adapted = _start(settings, model) if settings.init is None else _continue(settings, model)
     if settings.head is not None:
         _take_head(adapted, Path(settings.head))

@@ -157,11 +157,13 @@ def write_gguf(
     source_layers = {layer.name: layer for layer in source.layers} if source else {}
     name_of, empty = gguf_name_of(base), True
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
+        # The header says adapter and alpha 0: llama.cpp then takes B A as it is.
         writer = gguf.GGUFWriter(part, base.architecture)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
         for name, up, down in layers:
+            # Under the base's own name and in its order of rows, if it is of the size that the base has.
             layer = source_layers.get(name)
             check_pair(name, up, down, layer)
             tensor = name_of(name)

@@ -84,6 +84,7 @@ def write_lora(
     out = Path(out_dir)
     if profile not in PROFILES:
         raise CheckpointError(f"profile {profile!r} is not one of {', '.join(PROFILES)}")
+    # Write 1: what a profile cannot hold is refused before anything is written.
     config = config if config is not None else (source.config if source else {})
     extras = extras if extras is not None else (source.extras if source else {})
     if profile != "peft" and extras:
@@ -101,6 +102,7 @@ def write_lora(
         new_directory(out, inputs=(source.path,) if source else (), force=force) as part,
         PairWriter(part, source) as writer,
     ):
+        # Write 2: the pairs as they come; experts of one stacked parameter, which come together, in one tensor.
         kinds = {name: layer.kind for name, layer in writer.layers.items()}
         names: set[str] = set()
         for stack, group in groupby(layers, lambda layer: stacks.stack_of(layer[0])):
@@ -122,6 +124,7 @@ def write_lora(
             _server_rank(max(ranks.values()), out)
         for key, tensor in extras.items():
             writer.add(key, tensor.read())
+        # Write 3: the config for what came. Alpha is the rank everywhere: the scale is in B.
         header = writer.record(provenance, profile=profile, storage=storage)
         fields = carried_fields(config, names, set(extras), source, "lora_only")
         if profile != "peft":
