@@ -372,8 +372,8 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
             same[table.layers[i].kind, chosen[i].product.configuration].append(i)
         starts, tasks = {i: product for i, (product, _) in standing.items()}, []
         for (_, (shape, ranks)), members in same.items():
-            request = Request(shape, (ranks,))
-            tasks += table.tasks(members, [request], starts=starts, effort=some, alone=alone)
+            parts = table.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=some)
+            tasks += [part if len(part.indices) > 1 else replace(part, effort=alone) for part in parts]
         before, standing = standing, {}
         for task, answers in table.answers(tasks, Counter(None, "", 0, "")):
             for position, i in enumerate(task.indices):

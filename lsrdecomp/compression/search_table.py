@@ -271,20 +271,18 @@ class SearchTable:
         *,
         starts: Mapping[int, SeparatedProduct] | None = None,
         effort: Effort | None = None,
-        alone: Effort | None = None,
     ) -> list[Task]:
         """The same requests for any number of layers of one kind, in parts that fit in memory together.
 
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product;
-        ``alone`` is the effort for a part of one layer. Targets and norms are read when a task is run.
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
+        Targets and norms are read when a task is run.
         """
-        usual, tasks = effort or Effort(device=self.resources.device), []
+        effort, tasks = effort or Effort(device=self.resources.device), []
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
         for span in batches([self.layers[i] for i in ordered], leading=True):
             part = tuple(ordered[span])
             begun = None if starts is None else [starts[i] for i in part]
-            chosen = alone if alone is not None and len(part) == 1 else usual
-            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], chosen))
+            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], effort))
         return tasks
 
     def solve(self, tasks: Sequence[Task], stage: str) -> None:
