@@ -46,8 +46,7 @@ from lsrdecomp.fidelity.settings import MeasuredKeywords, MeasuredSettings
 from lsrdecomp.fields import takes
 
 if TYPE_CHECKING:
-    from lsrdecomp.compression.layers import StatisticsByLayer
-    from lsrdecomp.fidelity.evaluate import Evaluator, Texts
+    from lsrdecomp.fidelity.evaluate import Texts
     from lsrdecomp.fidelity.forms import CompressedForm, CompressedFormCache
     from lsrdecomp.fidelity.keep import FormOfPlan, SmallestForm
 
@@ -290,18 +289,17 @@ def _measured(
     forms = CompressedFormCache(evaluator, checkpoint, norm, settings.distil, journal)
 
     # 2. Fit: the form to a plan, or the smallest that keeps enough.
-    def goal_in(norm: StatisticsByLayer) -> FormOfPlan | SmallestForm:
-        searches = partial(search, statistics=norm)
-        return FormOfPlan(forms, searches, plan) if plan else SmallestForm(forms, searches, keep or 0.0, form)
+    def goal() -> FormOfPlan | SmallestForm:
+        return FormOfPlan(forms, search, plan) if plan else SmallestForm(forms, search, keep or 0.0, form)
 
-    best = _fitted(forms, goal_in, settings.passes, steps)
+    best = _fitted(forms, goal, settings.passes, steps)
     # 3. Materialize: the files as they were measured.
     written = shutil.copytree(best.path, Path(folder.name) / "written")
     # 4. Report: what these files keep of what the LoRA does to texts that chose nothing.
     answered, rival = [], None
     if settings.examples:
         answered, size = evaluator.answered(best.path), bytes_to_open(best.path / WEIGHTS)
-        rival = _truncated_svd(evaluator, partial(search, statistics=forms.statistics), size, Path(folder.name) / "svd")
+        rival = _truncated_svd(forms, search, size, Path(folder.name) / "svd")
     differing = [each for each in answered if each.form != each.lora]
     fidelity = evaluator.fidelity(
         best.behaviour if evaluator.chooser is evaluator.reference else evaluator.measure_held_out(best.path),
@@ -328,7 +326,7 @@ def _measured(
 
 def _fitted(
     forms: CompressedFormCache,
-    goal_in: Callable[[StatisticsByLayer], FormOfPlan | SmallestForm],
+    goal_in_norm: Callable[[], FormOfPlan | SmallestForm],
     passes: int,
     steps: NumberedSteps,
 ) -> CompressedForm:
@@ -339,7 +337,7 @@ def _fitted(
             steps.begin("calibrating with the compressed adapter")
             forms.statistics = forms.evaluator.statistics(forms.journal, best.path)
         steps.begin("searching" if best is None else "searching again")
-        goal = goal_in(forms.statistics)
+        goal = goal_in_norm()
         # How large exactly a form must be is asked in the last norm alone, and only what came of it is trained.
         if turn < passes:
             form = goal.first()
@@ -355,14 +353,14 @@ def _fitted(
 
 
 def _truncated_svd(
-    evaluator: Evaluator, search: Callable[..., SearchedAdapter], size: int, out: Path
+    forms: CompressedFormCache, search: Callable[..., SearchedAdapter], size: int, out: Path
 ) -> Measurement | None:
     """What truncated SVD in bits keeps in at most ``size`` bytes of the texts that chose nothing; None: none fits."""
     # In bits that each layer chooses, as the forms have: structures are compared, not storages.
-    plan = CompressionPlan(bytes=size, storage="auto")
+    plan, evaluator = CompressionPlan(bytes=size, storage="auto"), forms.evaluator
     evaluator.say("measuring truncated SVD in as many bytes")
     try:
-        made = search([plan], search=Search(orders=())).compress(plan)
+        made = search([plan], statistics=forms.statistics, search=Search(orders=())).compress(plan)
     except BudgetError:
         return None
     behaviour = evaluator.measure_held_out(made.save(out))

@@ -53,14 +53,15 @@ PRECISE = 2e-3
 """Of the logarithm of a size that is looked for."""
 TINY = 1e-12
 
-Searches = Callable[[Sequence[CompressionPlan]], SearchedAdapter]
+Searches = Callable[..., SearchedAdapter]
+"""`search_adapter` for the LoRA, which is given plans and the norm around what is known of it."""
 
 
 class FormOfPlan:
     """The form of a given plan."""
 
     def __init__(self, forms: CompressedFormCache, searches: Searches, plan: CompressionPlan) -> None:
-        self.forms, self.plan, self.searched = forms, plan, searches([plan])
+        self.forms, self.plan, self.searched = forms, plan, searches([plan], statistics=forms.statistics)
 
     def untrained(self) -> CompressedForm:
         """As the search draws it."""
@@ -89,7 +90,7 @@ class SmallestForm:
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
         # Larger shapes than those of a form this size are solved only if one is asked for: they take the longest.
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
-        self.searched = searches([self._plan(largest)])
+        self.searched = searches([self._plan(largest)], statistics=forms.statistics)
         self.by_size: dict[float, CompressedForm] = {}  # untrained
 
     def first(self) -> CompressedForm:
