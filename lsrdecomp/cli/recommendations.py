@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsrdecomp import checkpoints
 from lsrdecomp.cli import tables
+from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
 
 TASKS = ("SEQ_CLS", "TOKEN_CLS", "CAUSAL_LM", "SEQ_2_SEQ_LM")
 """Task types of the adapters whose bases `calibrate` runs."""
-FLAGS = {
-    "rtol": "--rtol",
-    "ratio": "--ratio",
-    "parameters": "--params",
-    "bytes": "--bytes",
-    "separation_rank": "--separation-rank",
-}
 WRECK = 0.7
 """Relative Frobenius error above which an adapter without statistics is told to be little of itself any more."""
 
@@ -63,7 +57,8 @@ def warn_of_wreck(result: Any, output: Path | None) -> None:
         )
         return
     base = source.config.get("base_model_name_or_path") or "BASE"
-    goal = next((name, value) for name, value in plan.to_json().items() if name in FLAGS)
+    goal = next(name for name in GOALS if getattr(plan, name) is not None)
+    flag = f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal)}"
     storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
     adapter = source.weights.parent
     again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-calibrated"))
@@ -71,7 +66,7 @@ def warn_of_wreck(result: Any, output: Path | None) -> None:
         "Measure what its layers do and compress by that:\n"
         f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(adapter)} --text TEXTS.txt "
         "--out statistics\n"
-        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {FLAGS[goal[0]]} {goal[1]}{storage} "
+        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {flag}{storage} "
         f"--out {again}"
     )
 
