@@ -55,10 +55,7 @@ class Mergeable(BaseTunerLayer):
             If less than ``min_merge_share`` survives or, with ``safe_merge``, if the sum is not finite. The weight is
             then left as it was.
         """
-        for adapter in check_adapters_to_merge(self, adapter_names):
-            if not self.has_adapter(adapter):
-                continue
-            self._check_mergeable()
+        for adapter in self._to_merge(adapter_names):
             if not self.merged_elsewhere(adapter):
                 self._merge_one(adapter, safe_merge)
             self.merged_adapters.append(adapter)
@@ -70,14 +67,12 @@ class Mergeable(BaseTunerLayer):
     @torch.no_grad()
     def merge_would_lose(self, adapter_names: list[str] | None = None) -> dict[str, float]:
         """Shares below ``min_merge_share``, by adapter, were the adapters merged one by one; nothing is changed."""
-        if any(self.has_adapter(adapter) for adapter in check_adapters_to_merge(self, adapter_names)):
-            self._check_mergeable()
-        stored = self.get_base_weight()
+        adapters, stored = self._to_merge(adapter_names), self.get_base_weight()
         if self.quantization_backend is None and stored.dtype in (torch.float32, torch.float64):
             return {}
         lost = {}
-        for adapter in check_adapters_to_merge(self, adapter_names):
-            if self.has_adapter(adapter) and not self.merged_elsewhere(adapter):
+        for adapter in adapters:
+            if not self.merged_elsewhere(adapter):
                 share, refused, _ = self._add(adapter, stored)
                 self.set_base_weight(stored)
                 if refused:
@@ -108,14 +103,17 @@ class Mergeable(BaseTunerLayer):
         share = surviving_share(wide, self.get_base_weight().to(update), update)
         return share, self._refused(adapter, share, update, stored), scale
 
-    def _check_mergeable(self) -> None:
+    def _to_merge(self, adapter_names: list[str] | None) -> list[str]:
+        """The adapters of this layer that are to be merged; `MergeError` if its weight cannot take them."""
+        adapters = [name for name in check_adapters_to_merge(self, adapter_names) if self.has_adapter(name)]
         backend = self.quantization_backend
-        if backend is not None and not backend.supports_merge:
+        if adapters and backend is not None and not backend.supports_merge:
             raise MergeError(
                 f"a weight quantized by {backend.backend_name} cannot be merged here, since nothing says how to "
                 "quantize the sum again: load the base through transformers with its quantization_config, merge into "
                 "an unquantized copy, or keep the adapter unmerged"
             )
+        return adapters
 
     def _update(self, adapter: str, stored: Tensor) -> tuple[Tensor, Tensor | None]:
         """What to add to the weight in at least float32, and DoRA's scale of it."""

@@ -84,19 +84,20 @@ def in_groups(memory: Mapping[str, int], most: int | None) -> list[list[str]]:
     CalibrationError
         If one layer alone takes more.
     """
+    if most is None:
+        return [list(memory)]
     groups: list[list[str]] = [[]]
     left = most
     for name, size in memory.items():
-        if most is not None and left is not None:
-            if size > most:
-                raise CalibrationError(
-                    f"{name}: its sums take {size:,} bytes, more than the {most:,} of max_memory; allow more, or a "
-                    "smaller max_full or rank"
-                )
-            if size > left:
-                groups.append([])
-                left = most
-            left -= size
+        if size > most:
+            raise CalibrationError(
+                f"{name}: its sums take {size:,} bytes, more than the {most:,} of max_memory; allow more, or a "
+                "smaller max_full or rank"
+            )
+        if size > left:
+            groups.append([])
+            left = most
+        left -= size
         groups[-1].append(name)
     return groups
 
