@@ -3,7 +3,7 @@
 1. Plain candidates of every layer: nothing, the layer as it is, truncated SVD of every rank.
 2. The coarse grid: even splits without an inner rank, for all layers of a kind at once; for several budgets all of it.
 3. A budget takes one candidate a layer, by what one more parameter removes of the loss.
-4. The fine grid, up to about the size that the budget gave each layer; it chooses again.
+4. The fine grid, up to about the size that the budget gave each layer, unless low rank wins there; it chooses again.
 5. Neighbours of the shapes chosen most often, tried on a few layers and adopted where they pay; it chooses again.
 6. Shapes that layers of one size chose, for the others of that size.
 7. More sweeps for what is chosen, measured in the whole norm, until the choice stays.
@@ -229,9 +229,13 @@ def fit_budget(table: SearchTable, budget: Budget, allowed: Callable[[Candidate]
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     """Search 4: solve every layer at the fine grid of shapes up to about so many parameters; whether there were any."""
-    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once.
+    # 4.1 Sizes by powers of `STRIDE`, so that layers share a task; each layer and power once. Not where the coarse grid
+    #     has nothing nearer than low rank in the Frobenius norm: of the LoRAs that were tried no finer shape was, and
+    #     where ΔW is near an LSR product of any shape, the coarse grid is nearer too.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
+        if layer.is_frobenius and table.search.low_rank and table.products(i) and table.low_rank_wins(i):
+            continue
         if size > 0 and layer.squared_norm > 0.0 and min(layer.shape) > 1:
             power = round(math.log(size, STRIDE))
             if ("fine grid", i, power) not in table.tried:

@@ -122,6 +122,10 @@ class Allocation:
         return float(np.quantile(slopes, 0.75)) if slopes else 0.0
 
 
+ABOVE = 1.0 - 1e-6
+"""A product at this factor of truncated SVD's loss is no nearer: it may be a truncated SVD itself, but for rounding."""
+
+
 class SearchTable:
     """The candidates of all layers, in rows that only grow.
 
@@ -156,6 +160,13 @@ class SearchTable:
     def products(self, i: int) -> list[Lsr]:
         """The LSR products in the row of a layer."""
         return [entry.exact for entry in self.rows[i] if isinstance(entry.exact, Lsr)]
+
+    def low_rank_wins(self, i: int) -> bool:
+        """Whether every LSR product of a layer lies above the line through its truncated SVDs."""
+        plain = [entry.exact for entry in self.rows[i] if isinstance(entry.exact, Drop | LowRank)]
+        sizes, losses = zip(*sorted((c.parameters, c.squared_error) for c in plain), strict=True)
+        line = np.interp([product.parameters for product in self.products(i)], sizes, losses)
+        return bool(np.all([p.squared_error for p in self.products(i)] >= ABOVE * line))
 
     # -- what a budget can take ----------------------------------------------------------------------------------------
 

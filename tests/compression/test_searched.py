@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -276,6 +277,23 @@ def test_the_fine_grid_is_solved_at_the_sizes_that_a_budget_chose(layers: list[L
     assert max(max(one.shape.inner) for one in entries) > 1
     largest = max(one.parameters for one in entries if max(one.shape.inner) > 1)
     assert largest <= STRIDE ** (2 * WIDENINGS) * max(one.candidate.parameters for one in fitted.chosen)
+
+
+@pytest.mark.parametrize("kronecker", [False, True])
+def test_the_fine_grid_is_left_out_where_low_rank_wins(rng: np.random.Generator, kronecker: bool) -> None:
+    def side(m: int) -> np.ndarray:
+        return np.kron(rng.standard_normal((16, 4)), rng.standard_normal((m // 16, 2)))
+
+    layers = [Layer.of(f"l.{i}", LowRank(side(384), side(384).T)) for i in range(2)]
+    if not kronecker:
+        layers = open_layers(open_checkpoint(files("lsrdecomp.cli") / "demo_adapter"), None)[:2]
+    stages: list[str] = []
+    budget = smaller(layers, 4.0)
+    resources = Resources(on_step=lambda step: stages.extend([step.stage] * step.done))
+    fitted = fit_budget(search_layers(layers, [budget], search=QUICK, resources=resources), budget)
+    assert ("solving more shapes" in stages) == kronecker
+    assert fitted.low_rank_error is not None
+    assert error(layers, fitted) < (0.9 if kronecker else 1.0 + 1e-9) * fitted.low_rank_error
 
 
 def test_neighbours_are_one_step_away() -> None:
