@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lsrdecomp.checkpoints import BaseModules, Checkpoint, read_modules
-from lsrdecomp.errors import LsrError, unknown
+from lsrdecomp.errors import LsrError, UnsupportedError, unknown
 from lsrdecomp.serving import images, text
 from lsrdecomp.serving.adapter import read_adapter, task_type
-from lsrdecomp.serving.report import ModuleFate, ServingCheck
+from lsrdecomp.serving.report import ServingCheck
 
 Rule = Callable[[ServingCheck, Checkpoint, BaseModules], None]
 """Fills a check with the fate of every layer of an adapter on a base."""
@@ -51,16 +51,19 @@ def check_served(adapter: str | Path, server: str, base: str | Path) -> ServingC
         For a server whose rules are not known here, or a package that is missing.
     CheckpointError
         If the adapter or the base cannot be read.
+    UnsupportedError
+        For experts that are stored stacked.
     """
     if server not in SERVERS:
         raise LsrError(f"no rules are known of the server {unknown(server, SERVERS)}")
     checkpoint = read_adapter(adapter)
+    if checkpoint.config.get("target_parameters"):
+        # What vLLM makes of them depends on the class of the model and on how it was started.
+        text = f"its experts are stored stacked (target_parameters), and what {server} makes of those is not known here"
+        way_out = "it may answer as the base alone, without a word: run it and ask by --server (ask_server)"
+        raise UnsupportedError(f"{text}; {way_out}", path=checkpoint.path)
     modules = read_modules(base, task_type=task_type(checkpoint))
     source, rule = SERVERS[server]
     check = ServingCheck(server, source, checkpoint.path, modules.path)
-    if checkpoint.config.get("target_parameters"):
-        check.refuse("its experts are stored stacked (target_parameters), of which these rules know nothing")
-        check.modules += [ModuleFate(layer.name, layer.rank) for layer in checkpoint.layers]
-    else:
-        rule(check, checkpoint, modules)
+    rule(check, checkpoint, modules)
     return check

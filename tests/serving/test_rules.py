@@ -9,10 +9,12 @@ import pytest
 from checkpoint_files import PREFIX, directory, pair
 from safetensors.numpy import save_file
 
+from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint, read_modules, write_lsr
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, UnsupportedError
 from lsrdecomp.serving import check_served
+from lsrdecomp.serving.check import SERVERS
 
 LAYERS, WIDTH, KEYS = 2, 32, 16
 CONFIG = {
@@ -209,6 +211,19 @@ def test_vllm_stacks_all_experts_of_a_layer_at_one_rank(tmp_path):
     (missing,) = refusals("missing", {}, without=one)
     assert "some have no pair" in missing
     assert "--profile lorax" in missing
+
+
+def test_of_stacked_experts_the_rules_say_nothing_and_who_can_be_asked(base, tmp_path):
+    """What vLLM makes of them depends on the model's class, and it serves the base without a word to its users."""
+    stack = pair("model.layers.0.mlp.experts", WIDTH, 12, 4)
+    config = {"r": 2, "target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+    folder = directory(tmp_path / "stacks", stack, **config)
+    small = compress(folder, separation_rank=1).save(tmp_path / "small")
+    for served in (folder, small):
+        for server in SERVERS:
+            words = rf"stored stacked.*what {server} makes of those is not known.*ask by --server"
+            with pytest.raises(UnsupportedError, match=words):
+                check_served(served, server, base)
 
 
 def test_sglang_has_one_rank_and_stacks_q_k_and_v(base, tmp_path):
