@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.options import ForceFile, JsonFile, Quiet, assignment, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.settings import options_of
+from lsrdecomp.cli.sheet import Column, Sheet
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.settings import FinetuneSettings
 
 if TYPE_CHECKING:
-    from lsrdecomp.training.record import Record
+    from lsrdecomp.training.record import Record, Scores
 
 
 @options_of(FinetuneSettings, elsewhere=("options",))
@@ -80,23 +82,15 @@ def finetune(
 
 def _show(record: Record, out: Path) -> None:
     output = tables.console()
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(record.settings.task)
-    scored = [("start", record.start), ("dev", record.dev), ("validation", record.validation)]
-    columns = [(name, scores) for name, scores in scored if scores is not None]
-    against = ["majority"] if record.baseline else []
-    for name in (*against, *(name for name, _ in columns)):
-        table.add_column(name, justify="right")
-    rows = [(name, [scores.metrics.get(name) for _, scores in columns]) for name in record.dev.metrics]
-    if not {"accuracy", "token_accuracy"} & set(record.dev.metrics) and record.dev.accuracy is not None:
-        rows.append(("accuracy", [scores.accuracy for _, scores in columns]))
-    for name, values in rows:
-        constant = [f"{record.baseline[name]:.4f}" if name in record.baseline else ""] if against else []
-        table.add_row(name, *constant, *("" if value is None else f"{value:.4f}" for value in values))
-    blank = [""] * len(against)
-    table.add_row("loss", *blank, *("lost" if scores.loss is None else f"{scores.loss:.4f}" for _, scores in columns))
-    table.add_row("examples", *blank, *(f"{scores.examples:,}" for _, scores in columns))
-    output.print(table)
+    cells: dict[Column, Callable[[str], str]] = {
+        Column(record.settings.task, justify="left"): str,
+        Column("majority"): lambda name: f"{record.baseline[name]:.4f}" if name in record.baseline else "",
+    }
+    for head, scores in (("start", record.start), ("dev", record.dev), ("validation", record.validation)):
+        if scores is not None:
+            cells[Column(head)] = partial(_figure, scores)
+    judged = {"accuracy", "token_accuracy"} & set(record.dev.metrics) or record.dev.accuracy is None
+    output.print(Sheet.of(cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"]))
     for sample in record.samples:
         output.print(f"\n{sample.prompt.strip()}", markup=False)
         for who, text in (("base", sample.base), ("adapted", sample.adapted), ("file", sample.completion)):
@@ -109,3 +103,13 @@ def _show(record: Record, out: Path) -> None:
     if record.dev.loss is None:
         output.print("The outputs are no longer finite: try a smaller --learning-rate.")
     output.print(f"Wrote {out}.")
+
+
+def _figure(scores: Scores, name: str) -> str:
+    """A line of the table for some examples."""
+    if name == "examples":
+        return f"{scores.examples:,}"
+    if name == "loss" and scores.loss is None:
+        return "lost"
+    value = {"accuracy": scores.accuracy, "loss": scores.loss, **scores.metrics}.get(name)
+    return "" if value is None else f"{value:.4f}"
