@@ -49,11 +49,7 @@ class Candidate:
     squared_error: float  # absolute, in the layer's norm
     storage: str = "float64"  # element type of the factors
     bytes: int = 0  # of the factors as stored, without the file's header
-
-    @property
-    def served_rank(self) -> int:
-        """The rank that a server pays for."""
-        return 0
+    rank: int = 0  # that a server pays for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +64,6 @@ class Keep(Candidate):
     """The LoRA pair as it is."""
 
     structure = "keep"
-    rank: int
-
-    @property
-    def served_rank(self) -> int:
-        return self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +71,8 @@ class LowRank(Candidate):
     """The truncated SVD in the layer's norm."""
 
     structure = "low rank"
-    rank: int
     bits: tuple[int, ...] = ()  # of each component as an integer code; empty: floating point
     unrotated: bool = False  # coded as the columns and rows that the pair has
-
-    @property
-    def served_rank(self) -> int:
-        return self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +84,6 @@ class Lsr(Candidate):
     ranks: tuple[int, int]
     product: Callable[[], SeparatedProduct] = field(repr=False)  # reads it from where it waits, not rounded
     refined: bool = False
-
-    @property
-    def served_rank(self) -> int:
-        return self.shape.inner_rank
 
     @property
     def configuration(self) -> Configuration:
@@ -180,6 +162,7 @@ def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
     return Lsr(
         parameters=product.parameters,
         squared_error=solution.error**2,
+        rank=product.product_shape.inner_rank,
         shape=product.product_shape,
         ranks=product.separation_ranks,
         product=cache.put(product),

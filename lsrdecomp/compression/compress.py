@@ -312,7 +312,7 @@ def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
 def _within_rank(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
     """Which candidates a plan with a largest served rank allows; None for all."""
     most = plan.max_rank
-    return None if most is None else lambda candidate: candidate.served_rank <= most
+    return None if most is None else lambda candidate: candidate.rank <= most
 
 
 def _file_size(result: Compression) -> int:

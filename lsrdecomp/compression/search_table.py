@@ -327,8 +327,14 @@ class SearchTable:
                 ranks = answer.ranks_of(position)
                 size, loss = answer.shape.parameters(*ranks), error**2
                 if not any(p.parameters <= size and p.squared_error <= loss for p in self.products(i)):
-                    product = partial(_made, self.cache.put(answer.factors_of(position)))
-                    lsr = Lsr(parameters=size, squared_error=loss, shape=answer.shape, ranks=ranks, product=product)
+                    lsr = Lsr(
+                        parameters=size,
+                        squared_error=loss,
+                        rank=answer.shape.inner_rank,
+                        shape=answer.shape,
+                        ranks=ranks,
+                        product=partial(_made, self.cache.put(answer.factors_of(position))),
+                    )
                     self.rows[i].append(Entry(lsr))
 
     def refined(self, i: int, entry: Entry, product: SeparatedProduct) -> None:
@@ -337,10 +343,9 @@ class SearchTable:
         In one floating type that is the error of its factors as they will be written, so that they are measured once.
         """
         layer, storage = self.layers[i], self.storages[0]
-        refined = Lsr(
+        refined = replace(
+            entry.product,
             parameters=product.parameters,
-            squared_error=0.0,
-            shape=entry.product.shape,
             ranks=product.separation_ranks,
             product=self.cache.put(product),
             refined=True,

@@ -82,7 +82,7 @@ def test_a_rank_bound_holds_in_what_is_written(tmp_path: Path) -> None:
     demo = open_checkpoint(DEMO)
     result = compress(demo, CompressionPlan(ratio=3.0, max_rank=2))
     assert max(np.prod(one.form.product_shape.inner) for one in result.chosen if one.form is not None) <= 2
-    assert max(one.candidate.served_rank for one in compress(demo, CompressionPlan(ratio=3.0)).chosen) > 2
+    assert max(one.candidate.rank for one in compress(demo, CompressionPlan(ratio=3.0)).chosen) > 2
 
 
 def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> None:

@@ -99,11 +99,10 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 3.0)], search=QUICK)
     free, bound = (
-        fit_budget(searched, smaller(layers, 3.0), allowed=allowed)
-        for allowed in (None, lambda one: one.served_rank <= 1)
+        fit_budget(searched, smaller(layers, 3.0), allowed=allowed) for allowed in (None, lambda one: one.rank <= 1)
     )
-    assert max(one.candidate.served_rank for one in free.chosen) > 1
-    assert max(one.candidate.served_rank for one in bound.chosen) == 1
+    assert max(one.candidate.rank for one in free.chosen) > 1
+    assert max(one.candidate.rank for one in bound.chosen) == 1
 
 
 def test_a_killed_search_goes_on_where_it_was(
