@@ -1,12 +1,13 @@
 """The smallest form that keeps a share of what the adapter does, by measuring few of the many that one search offers.
 
-`smallest` is the search over sizes; `SmallestForm` gives it forms, untrained and then trained.
+`SizeSearch` is the search over sizes; `SmallestForm` gives it forms, untrained and then trained.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ class SmallestForm:
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
         self.searched = searches([self._plan(largest)], statistics=forms.statistics)
         self.by_size: dict[float, CompressedForm] = {}  # untrained
+        self.sizes = SizeSearch(self.whole, self._expected, self._measure)
 
     def first(self) -> CompressedForm:
         """A form near it, around which the next norm is measured."""
@@ -111,7 +113,7 @@ class SmallestForm:
             return behaviour
 
         try:
-            return self.by_size[smallest(self.keep, self.whole, self._expected, measure, self._behaviours)]
+            return self.by_size[replace(self.sizes, measure=measure).smallest(self.keep)]
         except BudgetError:
             if share_kept(self._measure(self.whole)) < self.keep:  # the LoRA's own size is the last chance
                 raise
@@ -126,7 +128,7 @@ class SmallestForm:
             # 1. Where training would leave about the loss that is allowed, by what it left of a loss so far; not if
             #    that is hardly smaller than what keeps enough.
             loss = SAFETY * (1.0 - self.keep) / left
-            size = guessed_size(loss, self.whole, self._behaviours, self._expected)
+            size = self.sizes.guessed(loss)
             if self._keeping(trained) and (size + self.head_bytes) * WORTH_TRAINING > self._size(trained[0]):
                 break
             form = self._losing(loss)
@@ -143,12 +145,7 @@ class SmallestForm:
 
     def _losing(self, loss: float, measurements: int = MOST_PLACED) -> CompressedForm:
         """An untrained form that loses about so much: it is measured, for training costs many times as much."""
-        size = size_losing(loss, self.whole, self._expected, self._measure, self._behaviours, measurements)
-        return self.by_size[size]
-
-    @property
-    def _behaviours(self) -> dict[float, Behaviour]:
-        return {size: form.behaviour for size, form in self.by_size.items()}
+        return self.by_size[self.sizes.losing(loss, measurements)]
 
     def _size(self, form: CompressedForm) -> int:
         return bytes_to_open(form.path / WEIGHTS) if self.counts_bytes else form.compression.totals.parameters
@@ -181,115 +178,99 @@ def lost(behaviour: Behaviour) -> float:
     return 1.0 - share_kept(behaviour)
 
 
-def smallest(
-    keep: float,
-    whole: float,
-    expected: Callable[[float], float],
-    measure: Callable[[float], Behaviour],
-    measured: dict[float, Behaviour],
-) -> float:
-    """Find the smallest size whose measured share is at least ``keep``.
+@dataclass(frozen=True, slots=True)
+class SizeSearch:
+    """Sizes of forms, in parameters or bytes: what each is expected to lose, and what some were measured to lose.
 
-    Each size is where as much is lost as may be, by `loss_at`; the sizes that kept enough and those that did not close
-    in on the answer from both sides.
-
-    Parameters
+    Attributes
     ----------
-    keep : float
-        Between 0 and 1.
     whole : float
-        Size of the LoRA itself.
+        Of the LoRA itself.
     expected : callable
         Squared relative error of the form of a size; cheap, falling. Raises `BudgetError` where there is none.
     measure : callable
         Makes the form of a size and measures it; dear.
     measured : dict of size to Behaviour
-        What was measured before, in parameters or bytes as the budget counts; what is measured here is added.
-
-    Returns
-    -------
-    float
-        The smallest size that keeps enough, of those measured.
-
-    Raises
-    ------
-    BudgetError
-        If no form that was measured keeps as much; says what the best of them keeps.
+        What was measured so far.
     """
-    if not 0.0 < keep < 1.0:
-        raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
-    for _ in range(MOST_MEASURED - len(measured)):
-        # 1. The interval, from sizes that keep too little to the smallest that keeps enough.
-        keeping = [size for size, behaviour in measured.items() if share_kept(behaviour) >= keep]
-        failing = [size for size, behaviour in measured.items() if share_kept(behaviour) < keep]
-        low, high = max([whole / SMALLEST, *failing]), min([whole, *keeping])
-        # 2. The size at which as much is lost as may be; the end, if what it saves is not worth its measurement.
-        allowed = (1.0 - keep) * (1.0 if keeping else SAFETY)
-        size = size_for(allowed, low, high, lambda size: loss_at(size, measured, expected))
-        if high <= CLOSE * low or (keeping and size > high / CLOSE):
-            break
-        # 3. Off the ends of the interval, where nothing is learnt, and not far beyond what was measured.
-        if keeping and failing:
-            size = min(max(size, low * (high / low) ** OFF_ENDS), high * (low / high) ** OFF_ENDS)
-        elif measured:
-            size = max(size, high / REACH) if keeping else min(size, low * REACH)
-        measured[size] = measure(size)
-        # 4. The end, if no smaller form could be told from one that keeps too little.
-        margin = share_kept(measured[size]) - keep
-        if 0.0 <= margin <= ENOUGH * (measured[size].standard_error or 0.0):
-            break
-    keeping = [size for size, behaviour in measured.items() if share_kept(behaviour) >= keep]
-    if not keeping:
-        best = max(map(share_kept, measured.values()))
-        raise BudgetError(
-            f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(measured)} keeps "
-            f"{best:.3f}; ask for less, allow distillation, or store in a finer type"
-        )
-    return min(keeping)
 
+    whole: float
+    expected: Callable[[float], float]
+    measure: Callable[[float], Behaviour]
+    measured: dict[float, Behaviour] = field(default_factory=dict)
 
-def size_losing(
-    loss: float,
-    whole: float,
-    expected: Callable[[float], float],
-    measure: Callable[[float], Behaviour],
-    measured: dict[float, Behaviour],
-    measurements: int = MOST_PLACED,
-) -> float:
-    """The size, of those measured, whose form loses nearest to ``loss``; arguments as those of `smallest`.
+    def smallest(self, keep: float) -> float:
+        """The smallest size, of those measured, whose share is at least ``keep``.
 
-    A form that loses about so much ends it. What was measured corrects the guess of the next size.
-    """
-    for _ in range(measurements):
-        size = guessed_size(loss, whole, measured, expected)
-        measured[size] = measure(size)
-        if loss / LITTLE_LESS <= lost(measured[size]) <= loss * LITTLE_MORE:
-            break
-    return min(measured, key=lambda size: abs(math.log(max(lost(measured[size]), TINY) / loss)))
+        Each size is where as much is lost as may be; the sizes that kept enough and those that did not close in on the
+        answer from both sides.
 
+        Raises
+        ------
+        BudgetError
+            If no form that was measured keeps as much; says what the best of them keeps.
+        """
+        if not 0.0 < keep < 1.0:
+            raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
+        for _ in range(MOST_MEASURED - len(self.measured)):
+            # 1. The interval, from sizes that keep too little to the smallest that keeps enough.
+            keeping = self._keeping(keep)
+            failing = [size for size in self.measured if size not in keeping]
+            low, high = max([self.whole / SMALLEST, *failing]), min([self.whole, *keeping])
+            # 2. The size at which as much is lost as may be; the end, if what it saves is not worth its measurement.
+            size = size_for((1.0 - keep) * (1.0 if keeping else SAFETY), low, high, self.loss_at)
+            if high <= CLOSE * low or (keeping and size > high / CLOSE):
+                break
+            # 3. Off the ends of the interval, where nothing is learnt, and not far beyond what was measured.
+            if keeping and failing:
+                size = min(max(size, low * (high / low) ** OFF_ENDS), high * (low / high) ** OFF_ENDS)
+            elif self.measured:
+                size = max(size, high / REACH) if keeping else min(size, low * REACH)
+            self.measured[size] = self.measure(size)
+            # 4. The end, if no smaller form could be told from one that keeps too little.
+            margin = share_kept(self.measured[size]) - keep
+            if 0.0 <= margin <= ENOUGH * (self.measured[size].standard_error or 0.0):
+                break
+        keeping = self._keeping(keep)
+        if not keeping:
+            best = max(map(share_kept, self.measured.values()))
+            raise BudgetError(
+                f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(self.measured)} "
+                f"keeps {best:.3f}; ask for less, allow distillation, or store in a finer type"
+            )
+        return min(keeping)
 
-def guessed_size(
-    loss: float, whole: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]
-) -> float:
-    """The size at which so much would be lost, by `loss_at`."""
-    return size_for(loss, whole / SMALLEST, whole, lambda size: loss_at(size, measured, expected))
+    def losing(self, loss: float, measurements: int = MOST_PLACED) -> float:
+        """The size, of those measured, whose form loses nearest to ``loss``; one that loses about so much ends it."""
+        for _ in range(measurements):
+            size = self.guessed(loss)
+            self.measured[size] = self.measure(size)
+            if loss / LITTLE_LESS <= lost(self.measured[size]) <= loss * LITTLE_MORE:
+                break
+        return min(self.measured, key=lambda size: abs(math.log(max(lost(self.measured[size]), TINY) / loss)))
 
+    def guessed(self, loss: float) -> float:
+        """The size at which so much would be lost."""
+        return size_for(loss, self.whole / SMALLEST, self.whole, self.loss_at)
 
-def loss_at(size: float, measured: Mapping[float, Behaviour], expected: Callable[[float], float]) -> float:
-    """What a form of a size loses: between those that were measured by the line through the logarithms of both.
+    def loss_at(self, size: float) -> float:
+        """What a form of a size loses: between those measured by the line through the logarithms of both.
 
-    Beyond them in proportion to the squared error, which it is where nothing was measured. Raises `BudgetError` as
-    ``expected`` does.
-    """
-    losses_at = ((measured_size, lost(behaviour)) for measured_size, behaviour in measured.items())
-    points = sorted((measured_size, max(loss, TINY)) for measured_size, loss in losses_at if math.isfinite(loss))
-    if not points:
-        return expected(size)
-    sizes, losses = zip(*points, strict=True)
-    falling = np.minimum.accumulate(losses)  # a larger form that lost more was luck
-    inside = min(max(size, sizes[0]), sizes[-1])
-    loss = math.exp(float(np.interp(math.log(inside), np.log(sizes), np.log(falling))))
-    return loss if inside == size else loss * expected(size) / max(expected(inside), TINY)
+        Beyond them in proportion to the squared error, which it is where nothing was measured. Raises `BudgetError` as
+        ``expected`` does.
+        """
+        losses_at = ((measured_size, lost(behaviour)) for measured_size, behaviour in self.measured.items())
+        points = sorted((measured_size, max(loss, TINY)) for measured_size, loss in losses_at if math.isfinite(loss))
+        if not points:
+            return self.expected(size)
+        sizes, losses = zip(*points, strict=True)
+        falling = np.minimum.accumulate(losses)  # a larger form that lost more was luck
+        inside = min(max(size, sizes[0]), sizes[-1])
+        loss = math.exp(float(np.interp(math.log(inside), np.log(sizes), np.log(falling))))
+        return loss if inside == size else loss * self.expected(size) / max(self.expected(inside), TINY)
+
+    def _keeping(self, keep: float) -> list[float]:
+        return [size for size, behaviour in self.measured.items() if share_kept(behaviour) >= keep]
 
 
 def size_for(loss: float, low: float, high: float, lost: Callable[[float], float]) -> float:

@@ -11,7 +11,7 @@ pytest.importorskip("peft")
 
 from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, loss_at, size_losing, smallest  # noqa: E402
+from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, SizeSearch  # noqa: E402
 
 WHOLE = 1e6
 
@@ -38,7 +38,7 @@ def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, powe
     least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
     seen = {}
-    size = smallest(keep, WHOLE, expected, measure, seen)
+    size = SizeSearch(WHOLE, expected, measure, seen).smallest(keep)
     assert len(seen) <= MOST_MEASURED
     assert size == min(each for each, behaviour in seen.items() if behaviour.kept >= keep)
     assert size <= 1.4 * max(least, WHOLE / SMALL)
@@ -47,7 +47,7 @@ def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, powe
 def test_a_known_factor_needs_few_measurements():
     expected, measure = curve(1.0, 1.0)
     seen = {}
-    size = smallest(0.9, WHOLE, expected, measure, seen)
+    size = SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
     assert size <= CLOSE**2 * least
@@ -56,7 +56,7 @@ def test_a_known_factor_needs_few_measurements():
 def test_what_was_measured_before_is_where_the_search_goes_on():
     expected, measure = curve(0.9, 1.0)
     seen = {size: measure(size) for size in (1e4, 1e5)}  # too little, and enough
-    assert 1e4 < smallest(0.9, WHOLE, expected, measure, seen) < 1e5
+    assert 1e4 < SizeSearch(WHOLE, expected, measure, seen).smallest(0.9) < 1e5
     assert all(1e4 <= size <= 1e5 for size in seen)
     assert len(seen) <= 4
 
@@ -71,17 +71,18 @@ def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
         return Behaviour(100, 100, "example", 1.0 - next(shares), 0.9, 1.0, error)
 
     seen = {}
-    smallest(0.9, WHOLE, expected, measure, seen)
+    SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
     assert len(seen) == count
 
 
 def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     expected, measure = curve(0.5, 1.2)
     seen = {size: measure(size) for size in (2e5, 1e3, 2e4)}  # in any order
+    sizes = SizeSearch(WHOLE, expected, measure, seen)
     for size in (1e3, 5e3, 2e4, 1e5):
-        assert loss_at(size, seen, expected) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
-    beyond = loss_at(2e5, seen, expected) * expected(4e5) / expected(2e5)
-    assert loss_at(4e5, seen, expected) == pytest.approx(beyond)
+        assert sizes.loss_at(size) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
+    beyond = sizes.loss_at(2e5) * expected(4e5) / expected(2e5)
+    assert sizes.loss_at(4e5) == pytest.approx(beyond)
 
 
 @pytest.mark.parametrize(("factor", "count"), [(0.9, 1), (1.04, 1), (1.1, 2)])
@@ -89,7 +90,7 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
-    size = size_losing(0.2, WHOLE, expected, measure, seen)
+    size = SizeSearch(WHOLE, expected, measure, seen).losing(0.2)
     assert len(seen) == count
     assert 0.15 < 1.0 - seen[size].kept <= 0.21
 
@@ -99,10 +100,10 @@ def test_what_cannot_be_kept_says_what_can():
         return Behaviour(100, 100, "example", 0.2, 0.9, 1.0, 0.01)
 
     with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
-        smallest(0.95, WHOLE, curve(1.0, 1.0)[0], measure, {})
+        SizeSearch(WHOLE, curve(1.0, 1.0)[0], measure).smallest(0.95)
 
 
 @pytest.mark.parametrize("keep", [0.0, 1.0, 95.0, math.nan])
 def test_a_share_lies_between_nothing_and_all(keep):
     with pytest.raises(BudgetError, match="between 0 and 1"):
-        smallest(keep, WHOLE, *curve(1.0, 1.0), {})
+        SizeSearch(WHOLE, *curve(1.0, 1.0)).smallest(keep)
