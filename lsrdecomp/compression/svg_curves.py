@@ -43,8 +43,8 @@ def svg_curves(curves: Sequence[ErrorCurve], here: tuple[int, float] | None = No
     if not values:
         return ""
     # Up to 1 at least, the error of a layer left out, so that pictures of two adapters can be compared.
-    up = _Axis(min(values) / 1.3, max(1.0, max(values)) * 1.2, HEIGHT - BOTTOM, TOP)
-    return _chart(lines, up, here, lora, "parameters", "relative Frobenius error")
+    up = _Axis("relative Frobenius error", min(values) / 1.3, max(1.0, max(values)) * 1.2, HEIGHT - BOTTOM, TOP)
+    return _chart(lines, "parameters", up, here, lora)
 
 
 def svg_shares(lines: Sequence[Line], here: tuple[int, float]) -> str:
@@ -58,26 +58,25 @@ def svg_shares(lines: Sequence[Line], here: tuple[int, float]) -> str:
         What was written.
     """
     low = min([0.0, here[1], *(y for line in lines for _, y in line.points)])
-    up = _Axis(low, 1.0, HEIGHT - BOTTOM, TOP, logarithmic=False)
-    return _chart([line for line in lines if line.points], up, here, None, "bytes", "share kept", joined=False)
+    up = _Axis("share kept", low, 1.0, HEIGHT - BOTTOM, TOP, logarithmic=False)
+    return _chart([line for line in lines if line.points], "bytes", up, here, joined=False)
 
 
 def _chart(
     lines: Sequence[Line],
+    size: str,
     up: _Axis,
     here: tuple[float, float] | None,
-    lora: int | None,
-    size: str,
-    quantity: str,
+    lora: int | None = None,
     *,
     joined: bool = True,
 ) -> str:
     # Chart 1: the axes, wide enough for all points, the LoRA and this adapter.
     sizes = [x for line in lines for x, _ in line.points] + ([float(lora)] if lora else [])
     sizes += [float(here[0])] if here else []
-    across = _Axis(min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
+    across = _Axis(size, min(sizes) / 1.15, max(sizes) * 1.15, LEFT, WIDTH - RIGHT)
     # Chart 2: from the back to the front: grid, the LoRA, this adapter, lines with their points and labels.
-    parts = [*_grid(across, up, size, quantity)]
+    parts = [*_grid(across, up)]
     if lora:
         x = across(lora)
         parts.append(
@@ -86,10 +85,10 @@ def _chart(
         )
     if here is not None:
         x, y = across(here[0]), up(here[1])
-        hint = f"this adapter: {here[0]:,} {size}, {quantity} {here[1]:.3g}"
+        hint = f"this adapter: {here[0]:,} {size}, {up.label} {here[1]:.3g}"
         parts.append(f'<circle class="here" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{hint}</title></circle>')
-    parts += _lines(lines, across, up, size, quantity, joined)
-    title = f"{quantity[0].upper()}{quantity[1:]} against {size}"
+    parts += _lines(lines, across, up, joined)
+    title = f"{up.label[0].upper()}{up.label[1:]} against {size}"
     return (
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>'
         + "".join(parts)
@@ -100,8 +99,8 @@ def _chart(
 class _Axis:
     """An axis from numbers to where they are on the page, logarithmic or of shares from ``low`` to 1."""
 
-    def __init__(self, low: float, high: float, start: float, end: float, logarithmic: bool = True) -> None:
-        self.scale = math.log10 if logarithmic else float
+    def __init__(self, label: str, low: float, high: float, start: float, end: float, logarithmic: bool = True) -> None:
+        self.label, self.scale = label, math.log10 if logarithmic else float
         self.low, self.high = self.scale(low), self.scale(high)
         self.start, self.end, self.logarithmic = start, end, logarithmic
 
@@ -125,7 +124,7 @@ def _drawn(curve: ErrorCurve) -> list[tuple[float, float]]:
     return [(float(size), error) for size, error in pairs if size > 0 and error > LEAST]
 
 
-def _grid(across: _Axis, up: _Axis, size: str, quantity: str) -> list[str]:
+def _grid(across: _Axis, up: _Axis) -> list[str]:
     parts = []
     for value in across.ticks():
         x = across(value)
@@ -138,15 +137,15 @@ def _grid(across: _Axis, up: _Axis, size: str, quantity: str) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="small" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     middle = 0.5 * (LEFT + WIDTH - RIGHT)
-    parts.append(f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{size}</text>')
+    parts.append(f'<text class="small" x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{across.label}</text>')
     parts.append(
         f'<text class="small" transform="translate(14 {0.5 * HEIGHT}) rotate(-90)" text-anchor="middle">'
-        f"{quantity}</text>"
+        f"{up.label}</text>"
     )
     return parts
 
 
-def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, size: str, quantity: str, joined: bool) -> list[str]:
+def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, joined: bool) -> list[str]:
     parts, heights = [], dict[int, float]()
     for i, line in enumerate(lines):
         if not line.points:
@@ -156,7 +155,7 @@ def _lines(lines: Sequence[Line], across: _Axis, up: _Axis, size: str, quantity:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
             parts.append(f'<polyline class="c{i % 5}" points="{path}"/>')
         for (x, y), (count, value) in zip(spots, line.points, strict=True):
-            hint = f"{escape(line.label)}: {count:,.0f} {size}, {quantity} {value:.3g}"
+            hint = f"{escape(line.label)}: {count:,.0f} {across.label}, {up.label} {value:.3g}"
             parts.append(f'<circle class="p{i % 5}" cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{hint}</title></circle>')
         heights[i] = spots[-1][1]
     below = TOP
