@@ -58,7 +58,7 @@ def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> 
 
         for budget, most in budgets.items():
             try:
-                fit = Fit.of(layers, fit_budget(searched, Budget(bytes=most), allowed=allowed))
+                fit = Fit.of(layers, fit_budget(searched, Budget(bytes=most, allowed=allowed)))
             except BudgetError:
                 continue
             rows.append(row_of_fit(arm, budget, fit))

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,14 +20,14 @@ from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
 from lsrdecomp.checkpoints.writers.lsr import check_carries
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression.candidates import Candidate, Keep, Lsr, Materialized, keep, lsr_candidate, materialize
+from lsrdecomp.compression.candidates import Keep, Lsr, Materialized, keep, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.search_table import Draw, SearchTable
-from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
+from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -169,8 +169,8 @@ class SearchedAdapter:
         """
         if plan.bytes is not None and fill:
             return self._filled(plan, plan.bytes)
-        budget = None if plan.bytes is None else Budget(bytes=_bytes_for_factors(self.checkpoint, plan.bytes))
-        return self._reported(plan, self._fit(plan, budget))
+        size = None if plan.bytes is None else _bytes_for_factors(self.checkpoint, plan.bytes)
+        return self._reported(plan, self._fit(plan, size))
 
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
@@ -180,8 +180,8 @@ class SearchedAdapter:
         """
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
-            budget = Budget(bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._searched.expected_error(Draw(budget, _within_rank(plan)))
+            budget = replace(budget, bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
+        return self._searched.expected_error(Draw(budget))
 
     @property
     def _searched(self) -> SearchTable:
@@ -189,14 +189,17 @@ class SearchedAdapter:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.table
 
-    def _fit(self, plan: CompressionPlan, budget: Budget | None = None) -> Fitted:
-        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
+    def _fit(self, plan: CompressionPlan, size: float | None) -> Fitted:
+        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured.
+
+        Of a plan of bytes, in factors of so many.
+        """
         if plan.separation_rank is not None:
             solver = replace(SOLVER, device=self.device)
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
-        budget = budget or plan.budget(self.layers, self.effect)
-        return fit_budget(self._searched, budget, _within_rank(plan))
+        budget = plan.budget(self.layers, self.effect)
+        return fit_budget(self._searched, budget if size is None else replace(budget, bytes=size))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""
@@ -234,7 +237,7 @@ class SearchedAdapter:
         for _ in range(MOST_FILES):
             # Fill 1: factors of so many bytes, and the file they make.
             try:
-                result = self._reported(plan, self._fit(plan, Budget(bytes=allowed)))
+                result = self._reported(plan, self._fit(plan, allowed))
             except BudgetError as error:
                 if best is not None:
                     break
@@ -307,12 +310,6 @@ def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
         least = f"heads, header and config alone take {fixed:,} bytes"
         raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
     return size - fixed
-
-
-def _within_rank(plan: CompressionPlan) -> Callable[[Candidate], bool] | None:
-    """Which candidates a plan with a largest served rank allows; None for all."""
-    most = plan.max_rank
-    return None if most is None else lambda candidate: candidate.rank <= most
 
 
 def _file_size(result: Compression) -> int:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lsrdecomp.checkpoints.progress import Counter
-from lsrdecomp.compression.candidates import Candidate, Materialized, drop, keep, low_rank_candidates
+from lsrdecomp.compression.candidates import Materialized, drop, keep, low_rank_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
 from lsrdecomp.compression.settings import Budget, Resources, Search
@@ -181,7 +181,7 @@ def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], S
     return [task for (_, request), indices in sharing.items() for task in table.tasks(indices, [request])]
 
 
-def fit_budget(table: SearchTable, budget: Budget, allowed: Callable[[Candidate], bool] | None = None) -> Fitted:
+def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
     """What every layer becomes under one budget over all of them.
 
     Any number of budgets can be drawn from one table, which grows by what is solved for each.
@@ -191,15 +191,13 @@ def fit_budget(table: SearchTable, budget: Budget, allowed: Callable[[Candidate]
     table : SearchTable
         What `search_layers` returned.
     budget : Budget
-    allowed : callable, optional
-        Which candidates may be taken, in their storages; absent, all. Dropping a layer always may.
 
     Raises
     ------
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
-    draw = Draw(budget, allowed)
+    draw = Draw(budget)
     # Search 3: the first choice, of what is in the table.
     allocation = table.allocated(draw)
     low_rank_error = allocation.low_rank_error

@@ -73,15 +73,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A budget, and which candidates may be taken under it."""
+    """A budget, and which losses count under it."""
 
     budget: Budget
-    allowed: Callable[[Candidate], bool] | None
     trusted: bool = False  # whether only errors in the whole norm count
     expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
 
     def allows(self, candidate: Candidate) -> bool:
-        return isinstance(candidate, Drop) or self.allowed is None or self.allowed(candidate)
+        return isinstance(candidate, Drop) or self.budget.allowed is None or self.budget.allowed(candidate)
 
     def as_refined(self, candidate: Candidate) -> Candidate:
         """The candidate at the loss that it has once it is refined."""

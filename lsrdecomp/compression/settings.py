@@ -7,8 +7,8 @@ loads nothing before it works.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.checkpoints.progress import OnStep
@@ -18,6 +18,7 @@ from lsrdecomp.fields import OPTION, POSITIVE, Also, Check, Settings, settings
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint, Journal
+    from lsrdecomp.compression.candidates import Candidate
     from lsrdecomp.compression.layers import Layer
     from lsrdecomp.compression.shapes import Configuration
 
@@ -116,14 +117,18 @@ class CompressionPlan(Settings):
         BudgetError
             If a divergence is asked for that is no less than without the adapter.
         """
-        if self.kl is not None:
-            if effect is None:
-                return Budget(squared_error=2.0 * self.kl)
-            share = share_of_effect(self.kl, effect)
-            return Budget(squared_error=share * math.fsum(layer.squared_norm for layer in layers))
+        most = self.max_rank
+        budget = Budget(self.parameters, self.bytes, layer_rtol=self.rtol)
+        if most is not None:
+            budget = replace(budget, allowed=lambda candidate: candidate.rank <= most)
         if self.ratio is not None:
-            return Budget(parameters=math.fsum(layer.parameters for layer in layers) / self.ratio)
-        return Budget(parameters=self.parameters, bytes=self.bytes, layer_rtol=self.rtol)
+            return replace(budget, parameters=math.fsum(layer.parameters for layer in layers) / self.ratio)
+        if self.kl is None:
+            return budget
+        if effect is None:
+            return replace(budget, squared_error=2.0 * self.kl)
+        share = share_of_effect(self.kl, effect)
+        return replace(budget, squared_error=share * math.fsum(layer.squared_norm for layer in layers))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as written into the provenance."""
@@ -132,7 +137,7 @@ class CompressionPlan(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A goal in the units of layers that are at hand: one of these is set.
+    """A goal in the units of layers that are at hand: one of the first four is set.
 
     Examples
     --------
@@ -144,6 +149,7 @@ class Budget:
     bytes: float | None = None  # of the factors of all layers as stored
     squared_error: float | None = None  # Σ‖ΔW − ΔŴ‖² over the layers, in their norm
     layer_rtol: float | None = None  # ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own
+    allowed: Callable[[Candidate], bool] | None = None  # what may be taken; absent, all. Dropping a layer always may
 
     @property
     def cost(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -86,20 +87,21 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
-    draws = [Draw(smaller(layers, ratio), None) for ratio in (12.0, 9.0)]
+    draws = [Draw(smaller(layers, ratio)) for ratio in (12.0, 9.0)]
     drawn = [error(layers, Fitted(searched.materialized(searched.allocated(draw)), None)) for draw in draws]
     monkeypatch.setattr(searched, "materialized", lambda *_: pytest.fail("made"))
     monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
     for draw, measured in zip(draws, drawn, strict=True):
         assert searched.expected_error(draw) == pytest.approx(measured**2, rel=0.05)
     with pytest.raises(BudgetError, match="nothing of the adapter fits"):
-        searched.expected_error(Draw(Budget(parameters=1.0), None))
+        searched.expected_error(Draw(Budget(parameters=1.0)))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 3.0)], search=QUICK)
     free, bound = (
-        fit_budget(searched, smaller(layers, 3.0), allowed=allowed) for allowed in (None, lambda one: one.rank <= 1)
+        fit_budget(searched, replace(smaller(layers, 3.0), allowed=allowed))
+        for allowed in (None, lambda one: one.rank <= 1)
     )
     assert max(one.candidate.rank for one in free.chosen) > 1
     assert max(one.candidate.rank for one in bound.chosen) == 1
