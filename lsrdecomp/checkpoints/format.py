@@ -85,7 +85,7 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
     inner = sorted(entry.name for entry in target.iterdir() if (entry / CONFIG).exists())
     if inner and not files:
         names = ", ".join(map(repr, inner[:8]))
-        raise CheckpointError(f"holds {len(inner)} adapters ({names}): say which by name=", path=target)
+        raise CheckpointError(f"its adapters lie in {names}: say which by name=", path=target)
     if len(files) != 1:
         _refuse_shards(target, files)
         names = ", ".join(repr(file.name) for file in files[:8])

@@ -329,3 +329,10 @@ def test_the_text_of_a_checkpoint_fits_a_screen():
     )
     assert "    3 × attention.self.query, 384×384, rank 8" in text
     assert len(text.splitlines()) == 5
+
+
+def test_a_directory_of_adapters_names_them(tmp_path: Path) -> None:
+    directory(tmp_path / "epoch_0")
+    with pytest.raises(CheckpointError, match="its adapters lie in 'epoch_0': say which by name="):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path, name="epoch_0").layers
