@@ -356,7 +356,7 @@ PARTS = {
 
 def one_command(results: dict[str, Any]) -> Table:
     """Processor seconds by part, memory, bytes and the promise of each command as it is typed."""
-    head = ("", *(f"{row['name'].split()[0]}, {' '.join(row['options'])}" for row in results["rows"]))
+    head = ("", *(f"{row['name'].partition(' keep ')[0]}, {' '.join(row['options'])}" for row in results["rows"]))
     columns = []
     for row in results["rows"]:
         seconds = dict.fromkeys([*PARTS, "the rest"], 0.0)
@@ -366,6 +366,7 @@ def one_command(results: dict[str, Any]) -> Table:
             seconds[part] += value
         columns.append(
             [
+                str(row["seed"]),
                 *(f"{value:.0f} s" for value in seconds.values()),
                 f"{row['cpu_seconds']:.0f} s",
                 f"{row['peak_bytes'] / 1e9:.1f} GB",
@@ -374,7 +375,7 @@ def one_command(results: dict[str, Any]) -> Table:
                 f"{100 * row['kept']:.1f} ± {100 * row['standard_error']:.1f} %",
             ]
         )
-    labels = [*PARTS, "the rest", "all", "memory at most", "weight file", "directory", "promised share"]
+    labels = ["seed", *PARTS, "the rest", "all", "memory at most", "weight file", "directory", "promised share"]
     return head, [(label, *cells) for label, cells in zip(labels, zip(*columns, strict=True), strict=True)]
 
 
