@@ -98,7 +98,7 @@ def distil_factors(
     rate : float, optional
         Relative change of a factor's numbers per step; absent, the best of `RATES` in a short trial on the lessons.
     journal : Journal, optional
-        Where the state of an unfinished run is kept at every check, and gone on from.
+        Where the state of a run is kept at every check, and gone on from: after a kill, or where more is ``enough``.
     key : str
         Under which: a digest of all that the run depends on.
     enough : float
@@ -141,8 +141,6 @@ def distil_factors(
     # 3. The best factors that were looked at.
     work.put(now.best)
     shares = [share for _, share in now.checks]
-    if journal is not None:
-        journal.drop(key)
     return Distillation(now.step, now.rate, shares[0], max(shares), round(now.passes, 2), tuple(now.checks))
 
 

@@ -183,11 +183,6 @@ class Journal:
                 writer.add(name, array)
             writer.write(part, {"facts": json.dumps(facts)})
 
-    def drop(self, key: str) -> None:
-        """Forget a result that another holds now."""
-        if not self._reads_only:
-            (self.path / f"{key}.safetensors").unlink(missing_ok=True)
-
 
 def content_key(*values: Any) -> str:
     """A digest of all that a result depends on.

@@ -78,6 +78,10 @@ class CompressedForm:
         """Of training in what is kept of it."""
         return 0 if self.distilled is None else self.distilled.steps
 
+    def training_ended(self, enough: float) -> bool:
+        """Whether training ended because this share was kept on the texts that were looked at meanwhile."""
+        return self.distilled is not None and self.distilled.training.after >= enough
+
     @property
     def facts(self) -> dict[str, Any]:
         """What the record says of it beside the compression."""
@@ -152,7 +156,7 @@ class CompressedFormCache:
     def distilled(self, form: CompressedForm, words: str = "", enough: float = math.inf) -> CompressedForm:
         """The form trained on the LoRA's answers, or as it was where that is no better; ``words`` say which it is.
 
-        Training ends when the share ``enough`` is kept.
+        Training ends when the share ``enough`` is kept, and goes on from there when it is asked for with a larger one.
         """
         key = content_key(form.path.name, self.steps, enough)
         out, measured = self.journal.directory(key), self.journal.get(key)
@@ -167,7 +171,7 @@ class CompressedFormCache:
                 seed=self.evaluator.settings.seed,
                 enough=enough,
                 journal=self.journal,
-                key=content_key("training", key),
+                key=content_key("training", form.path.name, self.steps),
             )
             trained = distil_form(
                 self.evaluator,

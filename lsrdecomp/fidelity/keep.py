@@ -135,9 +135,13 @@ class SmallestForm:
             # 2. Trained until it keeps a little more than asked: what is promised is measured on other texts.
             words = f"training {number} of at most {MOST_DISTILLED}, "
             words += f"{form.compression.totals.ratio:.3g} times fewer numbers: "
-            trained.append(self.forms.distilled(form, words, self.keep + SURE * (1.0 - self.keep)))
+            enough = self.keep + SURE * (1.0 - self.keep)
+            trained.append(self.forms.distilled(form, words, enough))
+            # 3. To the last step where it ended before, and the texts that choose say that it keeps too little.
+            if not self._keeping(trained[-1:]) and trained[-1].training_ended(enough):
+                trained[-1] = self.forms.distilled(form, words)
             left = max(lost(trained[-1].behaviour), TINY) / max(lost(form.behaviour), TINY)
-        # 3. The smaller of those that keep enough; if none does, an untrained form.
+        # 4. The smaller of those that keep enough; if none does, an untrained form.
         return min(self._keeping(trained), key=self._size, default=None) or self.untrained()
 
     def _keeping(self, forms: Sequence[CompressedForm]) -> list[CompressedForm]:
@@ -241,13 +245,18 @@ class SizeSearch:
         return min(keeping)
 
     def losing(self, loss: float, measurements: int = MOST_PLACED) -> float:
-        """The size, of those measured, whose form loses nearest to ``loss``; one that loses about so much ends it."""
+        """The size, of those measured, whose form loses most, but hardly more than ``loss``.
+
+        A form that loses about so much ends it. Where all lose more it is the one that loses least.
+        """
         for _ in range(measurements):
             size = self.guessed(loss)
             self.measured[size] = self.measure(size)
             if loss / LITTLE_LESS <= lost(self.measured[size]) <= loss * LITTLE_MORE:
                 break
-        return min(self.measured, key=lambda size: abs(math.log(max(lost(self.measured[size]), TINY) / loss)))
+        losses = {size: lost(behaviour) for size, behaviour in self.measured.items()}
+        within = [size for size in losses if losses[size] <= loss * LITTLE_MORE]
+        return max(within, key=losses.__getitem__) if within else min(losses, key=losses.__getitem__)
 
     def guessed(self, loss: float) -> float:
         """The size at which so much would be lost."""

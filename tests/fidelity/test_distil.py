@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,10 +28,10 @@ from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
 from lsrdecomp.calibration.distil import distil_factors, soft_divergence, trained  # noqa: E402
-from lsrdecomp.calibration.divergence import divergences  # noqa: E402
+from lsrdecomp.calibration.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
-from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.checkpoints import Journal, open_checkpoint  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.compression import CompressionPlan, export_lora, verify  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
@@ -221,6 +224,23 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
     assert again.steps == first.steps
     assert again.passes == first.passes - (len(lessons.answered) - 1)
     assert short.steps == 0  # as much is kept before the first step
+
+
+def test_a_training_that_ended_early_goes_on_where_more_is_enough(classifier, tmp_path, monkeypatch):
+    settings = EvaluatorSettings(batch=8, max_length=16)
+    evaluator = Evaluator(classifier / "base", classifier / "lora", TEXTS, settings)
+    lessons, shares, steps = evaluator.lessons(24), count(1), []
+    monkeypatch.setattr(Reference, "compare", lambda *_: SimpleNamespace(kept=next(shares) / 10.0))
+    with Journal.beside(tmp_path / "out") as journal:
+        for enough in (0.15, math.inf):
+            student = evaluator.base.adapted(classifier / "lsr")
+            about = {"lessons": lessons, "steps": 24, "rate": 0.03, "journal": journal, "key": "training"}
+            done = distil_factors(student, enough=enough, on_step=lambda step: steps.append(step.done), **about)
+            assert [share for _, share in done.checks[:2]] == [0.1, 0.2]
+            if enough < 1.0:
+                assert len(done.checks) == 2
+    assert steps == list(range(1, 25))
+    assert done.steps == 24
 
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):

@@ -1,6 +1,7 @@
 """The search for the smallest form: few measurements, never one that keeps too little, and words when there is none."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given
@@ -10,8 +11,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
 from lsrdecomp.calibration.behaviour import Behaviour  # noqa: E402
+from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.errors import BudgetError  # noqa: E402
-from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, SizeSearch  # noqa: E402
+from lsrdecomp.fidelity import keep as keep_module  # noqa: E402
+from lsrdecomp.fidelity.forms import CompressedForm, DistilledForm  # noqa: E402
+from lsrdecomp.fidelity.keep import CLOSE, MOST_MEASURED, SizeSearch, SmallestForm  # noqa: E402
 
 WHOLE = 1e6
 
@@ -93,6 +97,62 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
     size = SizeSearch(WHOLE, expected, measure, seen).losing(0.2)
     assert len(seen) == count
     assert 0.15 < 1.0 - seen[size].kept <= 0.21
+
+
+def test_of_two_forms_near_what_training_makes_good_the_one_that_loses_less_is_trained():
+    sizes = SizeSearch(WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)})
+    assert sizes.measured[sizes.losing(0.2177)].kept == pytest.approx(1.0 - 0.191)
+
+
+def losing(share):
+    return Behaviour(100, 100, "example", share, 0.9, 1.0, 0.01)
+
+
+class Forms:
+    """In place of a cache of forms: each keeps .75, and what is given here after so many steps of training."""
+
+    evaluator = SimpleNamespace(source=SimpleNamespace(head=None), say=lambda *_: None)
+    statistics = None
+
+    def __init__(self, weights, kept_by_steps, kept_of_checks):
+        self.source = SimpleNamespace(weights=weights, extra_bytes=0, adapter_parameters=WHOLE)
+        self.kept, self.checks, self.trained = kept_by_steps, kept_of_checks, []
+
+    def untrained(self, compression):
+        return CompressedForm(compression, compression.path, losing(0.25))
+
+    def distilled(self, form, words="", enough=math.inf):
+        steps = next((steps for steps, share in self.checks if share >= enough), self.checks[-1][0])
+        checks = tuple(check for check in self.checks if check[0] <= steps)
+        self.trained.append((form.path.name, steps))
+        after = losing(1.0 - self.kept[steps])
+        training = Distillation(steps, 0.1, 0.75, checks[-1][1], 1.0, checks)
+        return CompressedForm(
+            form.compression, form.path, after, DistilledForm(form.path, form.path, form.behaviour, after, training)
+        )
+
+
+def searched(folder):
+    def compress(plan, fill):
+        path = folder / f"{plan.parameters:.0f}"
+        return SimpleNamespace(path=path, totals=SimpleNamespace(parameters=plan.parameters, ratio=1.0))
+
+    return SimpleNamespace(expected_error=lambda plan: min(1.0, 1e3 / plan.parameters), compress=compress)
+
+
+@pytest.mark.parametrize(
+    ("kept", "steps"),
+    [({30: 0.946, 60: 0.953}, [30, 60]), ({30: 0.951, 60: 0.953}, [30]), ({30: 0.946, 60: 0.94}, [30, 60, 30, 60])],
+)
+def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(kept, steps, tmp_path, monkeypatch):
+    (tmp_path / "lora").write_bytes(bytes(100))
+    monkeypatch.setattr(keep_module, "bytes_to_open", lambda _: 4 * WHOLE)
+    forms = Forms(tmp_path / "lora", kept, [(0, 0.75), (30, 0.956), (60, 0.957)])
+    smallest_form = SmallestForm(forms, lambda _, statistics: searched(tmp_path), 0.95, {"storage": "float32"})
+    monkeypatch.setattr(smallest_form, "untrained", lambda: "untrained")
+    best = smallest_form.trained()
+    assert [number for _, number in forms.trained] == steps
+    assert (best == "untrained") == (steps[-1] == 60 and len(steps) == 4)
 
 
 def test_what_cannot_be_kept_says_what_can():
