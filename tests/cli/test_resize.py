@@ -21,7 +21,7 @@ def put(path, seed=0, dtype=np.float16):
     rng = np.random.default_rng(seed)
     tensors = {}
     for i, name in enumerate(NAMES):
-        tensors[f"{name}.lora_down.weight"] = rng.standard_normal((8, 40 + 8 * i)).astype(dtype)
+        tensors[f"{name}.lora_down.weight"] = rng.standard_normal((8, 40 * 3 ** min(i, 2))).astype(dtype)
         tensors[f"{name}.lora_up.weight"] = (rng.standard_normal((64, 8)) * (0.3 + 0.15 * i) ** np.arange(8)).astype(
             dtype
         )
@@ -45,17 +45,18 @@ def test_no_other_ranks_of_truncated_svd_are_nearer_at_the_size(tmp_path, ratio)
     cut = truncate(source, ratio=ratio)
     assert cut.parameters <= source.adapter_parameters / ratio
     back = {layer.name: layer for layer in open_checkpoint(cut.save(tmp_path / "small.safetensors")).layers}
-    lost, threshold = 0.0, []
+    lost, every_loss, every_size = 0.0, np.zeros(1), np.zeros(1)
     for layer, rank in zip(source.layers, cut.ranks, strict=True):
         sigma = np.linalg.svd(formed(layer), compute_uv=False)[:8]
         made = formed(back[layer.name]) if rank else 0.0
         np.testing.assert_allclose(np.linalg.norm(formed(layer) - made) ** 2, np.sum(sigma[rank:] ** 2), rtol=1e-4)
         lost += np.sum(sigma[rank:] ** 2)
-        threshold.append((sigma[: rank + 1] ** 2 / sum(layer.shape), rank))
-    least = min(values[rank - 1] for values, rank in threshold if rank)
-    spare = source.adapter_parameters / ratio - cut.parameters
-    for (values, rank), layer in zip(threshold, source.layers, strict=True):  # one threshold, but for what did not fit
-        assert rank == 8 or values[rank] <= least or sum(layer.shape) > spare
+        # All ranks of this layer beside all of those before.
+        tails = np.array([np.sum(sigma[rank:] ** 2) for rank in range(9)])
+        every_loss = (every_loss[:, None] + tails).ravel()
+        every_size = (every_size[:, None] + sum(layer.shape) * np.arange(9)).ravel()
+    best = np.min(every_loss[every_size <= source.adapter_parameters / ratio])
+    assert lost <= 1.05 * best  # one threshold leaves room at the end that other ranks might use
     size = sum(np.linalg.norm(formed(layer)) ** 2 for layer in source.layers)
     assert cut.relative_error == pytest.approx(np.sqrt(lost / size), rel=1e-6)
 
@@ -102,7 +103,7 @@ def test_what_rounding_moves_is_recorded(tmp_path):
         for layer, rank in zip(cut.layers, cut.ranks, strict=True)
         if 0 < rank < layer.rank
     ]
-    assert len(moved) == 3  # the fourth is written as it is
+    assert 0 < len(moved) < sum(rank > 0 for rank in cut.ranks)  # others are written as they are
     assert json.loads(back.metadata["lsrdecomp"])["rounding"] == pytest.approx(np.linalg.norm(moved), rel=1e-9)
 
 
