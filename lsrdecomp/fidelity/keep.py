@@ -30,8 +30,8 @@ CLOSE = 1.08
 MOST_PLACED, LITTLE_LESS, LITTLE_MORE = 2, 1.3, 1.05
 """Forms measured at most to find where training begins, and by which factors one may lose less or more than is wanted:
 one that loses much more would be trained for nothing."""
-WORTH_TRAINING = 1.2
-"""Times smaller that a form must promise to be before it is trained."""
+WORTH_TRAINING = 1.5
+"""Times smaller that a second form must promise to be before it is trained: that takes as long as all before."""
 SMALLEST = 4096.0
 """Times smaller than the LoRA: no smaller form is looked for."""
 LARGEST = 6.0
