@@ -86,21 +86,27 @@ def opened(row):
 
 
 def one_command(name):
-    return next(row for row in record("one_command")["rows"] if row["name"] == name)
+    return by_seed(name)[0]
+
+
+def by_seed(name):
+    rows = (row for row in record("one_command")["rows"] if row["name"] == name)
+    return sorted(rows, key=lambda row: row["seed"])
 
 
 def in_readme():
     suite = Suite()
-    demo, distilled = one_command("demo keep .8"), one_command("smollm2 keep .95 distil 60")
+    demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")
     yield (
         f"{len(demo['tried'])} forms were measured. It keeps {percent(demo['kept'], 1)} ± "
         f"{percent(demo['standard_error'], 1)} % of what the adapter does (divergence {demo['kl']:.4f} of "
         f"{demo['effect']:.3f} nats per example; likeliest answer the same for {percent(demo['agreement'])} %)"
     )
     yield f"→ {opened(demo):.1f} kB (each with a head of {demo['head_bytes'] / 1000:.1f} kB)"
-    yield f"With `--keep {distilled['options'][1]} --distil {distilled['options'][3]}` it also trains"
-    lora = suite.record["loras"][0]["file_bytes"] / 1e6
-    yield f"from {lora:.1f} MB to [{distilled['weight_bytes'] / 1000:.1f} kB of weights]"
+    (options,) = {tuple(row["options"]) for row in distilled}
+    yield f"With `--keep {options[1]} --distil {options[3]}` it also trains"
+    lora, sizes = suite.record["loras"][0]["file_bytes"] / 1e6, [row["weight_bytes"] / 1000 for row in distilled]
+    yield f"from {lora:.1f} MB to [{min(sizes):.1f} to {max(sizes):.1f} kB of weights]"
     assert suite.mean("LSR", 19.2, "exact", task="arithmetic") == 0.0
     yield (
         f"LSR forms that keep {percent(suite.mean('LSR', 19.2, task='arithmetic'))} % of the gain got no answer "
@@ -217,7 +223,8 @@ def in_language_models():
         f"file of {mean('LSR, distilled', 96, 'file_bytes', task='arithmetic') / 1000:.0f} kB, where before it got "
         f"none; truncated SVD of that size, distilled as well, {percent(mean('SVD, K-FAC, distilled', 96, **sums))} %"
     )
-    problems = record("exact_answers")["rows"]
+    exact = record("exact_answers")["rows"]
+    problems = [row for row in exact if row["task"] == "arithmetic"]
     lora, *forms = (row["exact"] for row in problems)
     yield f"gets {percent(lora)} % of {problems[0]['problems']} new problems right"
     compressed, distilled, own = forms[::2], forms[1:4:2], forms[4]
@@ -230,6 +237,9 @@ def in_language_models():
     yield (
         f"in half of the steps 1/96 gets {percent(own)} % right, in {seconds[1] / seconds[0]:.1f} times the processor"
     )
+    (extraction,) = (row for row in exact if (row["task"], row["form"]) == ("extraction", "LoRA"))
+    assert extraction["exact"] == 0.0
+    yield f"a LoRA of extraction gets none of {extraction['problems']} answers right to the last token"
     # E2E, r = 16 on all linear layers
     big = {"lora": "r16-all"}
     files = {(row["parameters"], row["file_bytes"]) for row in suite.record["loras"] if row["lora"] == "r16-all"}
@@ -311,7 +321,41 @@ def in_small_adapters():
     yield f"lose up to {short(lost, 3)} by it"
 
 
+def listed(texts):
+    *first, last = texts
+    return f"{', '.join(first)} and {last}"
+
+
+def column(rows, name):
+    return [row[name] for row in rows]
+
+
 def in_compress_a_lora():
+    # How far to trust it
+    promises = record("promise")
+    for task in promises["prompted"].values():
+        draws = [draw["apart"] for draw in task["draws"]]
+        near = [abs(draw["fresh"] - draw["promised"]) for draw in draws]
+        apart = [hypot(draw["error"], draw["fresh_error"]) for draw in draws]
+        yield (
+            f"by {task['choosing']} prompts and promised on {task['promising']} of {task['texts']}: "
+            f"{sum(a <= 2 * b for a, b in zip(near, apart, strict=True))} of {len(draws)}"
+        )
+    # Smaller, for more time
+    rows = by_seed("smollm2 keep .95 distil 60")
+    yield (
+        f"weight files of {listed(f'{size:,}' for size in column(rows, 'weight_bytes'))} bytes, "
+        f"{listed(f'{1000 * opened(row):,.0f}' for row in rows)} with the config"
+    )
+    shares = zip(column(rows, "kept"), column(rows, "standard_error"), strict=True)
+    yield f"keep {listed(f'{percent(kept, 1)} ± {percent(error, 1)}' for kept, error in shares)} %"
+    yield f"after {listed(f'{seconds / 60:.1f}' for seconds in column(rows, 'cpu_seconds'))} minutes"
+    (large,) = by_seed("smollm2 r = 16 keep .94 distil 60")
+    yield (
+        f"made one of {large['weight_bytes']:,} bytes, {1000 * opened(large):,.0f} with the config, that keeps "
+        f"{percent(large['kept'], 1)} ± {percent(large['standard_error'], 1)} %, after {large['cpu_seconds'] / 60:.1f} "
+        f"minutes"
+    )
     # A LoRA file smaller, as it came
     sdxl, wan = record("resize")["rows"]
     assert (sdxl["layers"], wan["layers"], sdxl["rank"], wan["rank"]) == (1500, 1500, 64, 64)
