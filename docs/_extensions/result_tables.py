@@ -356,7 +356,7 @@ PARTS = {
 
 def one_command(results: dict[str, Any]) -> Table:
     """Processor seconds by part, memory, bytes and the promise of each command as it is typed."""
-    head = ("", *(f"{row['name'].partition(' keep ')[0]}, {' '.join(row['options'])}" for row in results["rows"]))
+    head = ("", *(f"{row['name'].partition(' keep ')[0]}, `{' '.join(row['options'])}`" for row in results["rows"]))
     columns = []
     for row in results["rows"]:
         seconds = dict.fromkeys([*PARTS, "the rest"], 0.0)
