@@ -76,7 +76,8 @@ def warn_of_growth(checkpoint: Checkpoint, written: Path) -> None:
     before, after = (path.stat().st_size for path in (checkpoint.weights, written))
     if after > before:
         text = f"WARNING: the weight file has {after:,} bytes, its source {before:,}"
-        tables.say(f"{text}: allow a larger error, or store in {checkpoint.storage} or coarser (--storage)")
+        small = checkpoint.storage if checkpoint.storage in ("float16", "bfloat16") else "float16"
+        tables.say(f"{text}: ask for a smaller size, or for smaller numbers (--storage {small})")
 
 
 def quoted(path: object) -> str:

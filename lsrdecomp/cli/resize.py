@@ -119,11 +119,12 @@ def _shown(cut: Truncation, path: Path | None, json: Path | None) -> dict[str, o
         return facts | {"curve": points}
     record = loads(read_header(path).metadata["lsrdecomp"])
     moved = float(record["rounding"]) / float(record["norm"]) * (1.0 - cut.relative_error**2) ** 0.5
+    rounding = f", which rounding moves by {moved:.1g} at most" if moved else ""
     left = sum(rank == 0 for rank in cut.ranks)
     tables.show(
         json,
         f"Wrote {path}: {cut.parameters:,} of {whole:,} parameters, {path.stat().st_size:,} of "
         f"{cut.source.weights.stat().st_size:,} bytes, ranks up to {max(cut.ranks)}, {left} of {len(cut.ranks)} layers "
-        f"left out; relative error {cut.relative_error:.4f}, which rounding moves by {moved:.1g} at most.",
+        f"left out; relative error {cut.relative_error:.4f}{rounding}.",
     )
     return facts | {"file": str(path), "rounding": moved}

@@ -15,7 +15,7 @@ from typing import Unpack
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
+from lsrdecomp.checkpoints import Checkpoint, RankRule, rank_rule, same_form, write_pairs
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
 from lsrdecomp.compression.layers import Layer, open_layers
@@ -69,8 +69,9 @@ class Truncation:
 
     def curve(self) -> Iterator[tuple[float, int, float]]:
         """(ratio, parameters, relative error) of the whole adapter at other sizes."""
+        rule = rank_rule(self.source)
         for ratio in RATIOS:
-            ranks = _ranks_within(self.layers, self.sigma, self.source.adapter_parameters / ratio)
+            ranks = _ranks_within(self.layers, self.sigma, self.source.adapter_parameters / ratio, rule)
             if any(ranks):
                 other = replace(self, ranks=ranks)
                 yield ratio, other.parameters, other.relative_error
@@ -148,38 +149,75 @@ def truncate(
         singular_values.append(to_numpy(layer.gauge[1]))
         read.add()
     # Truncate 2: the rank of each layer, by a tolerance of its own or by one threshold over all of them.
-    sigma = tuple(singular_values)
+    sigma, rule = tuple(singular_values), rank_rule(checkpoint)
     if plan.rtol is not None:
-        ranks = tuple(_rank_for(values, plan.rtol) for values in sigma)
+        ranks = _ranks_for(sigma, plan.rtol, rule)
     else:
         whole = checkpoint.adapter_parameters
         most = whole / plan.ratio if plan.ratio else plan.parameters or _room(checkpoint, plan, storage)
-        ranks = _ranks_within(layers, sigma, most)
+        ranks = _ranks_within(layers, sigma, most, rule)
     if plan.max_rank is not None:
         ranks = tuple(min(rank, plan.max_rank) for rank in ranks)
     if not any(ranks):
-        raise BudgetError("nothing of the adapter fits into this budget; allow more")
+        text = "nothing of the adapter fits into this budget; allow more"
+        if rule.least:
+            every = sum(sum(layer.shape) for layer in layers)
+            text += f": a file of {checkpoint.format} has every layer, {every:,} parameters at rank 1"
+        raise BudgetError(text + ", or store smaller numbers (--bytes, with --storage float16)")
     return Truncation(checkpoint, plan, layers, sigma, ranks, storage)
 
 
-def _rank_for(sigma: Array, rtol: float) -> int:
-    """The least rank within a relative error."""
-    tails = tail_norms(sigma)
-    return next(rank for rank, tail in enumerate(tails) if tail <= rtol * tails[0])
-
-
-def _ranks_within(layers: Sequence[Layer], sigma: Sequence[Array], most: float) -> tuple[int, ...]:
-    """Components in the order of what each removes a parameter, for as long as they fit."""
-    sizes = [sum(layer.shape) for layer in layers]
-    gains = [values**2 / size for values, size in zip(sigma, sizes, strict=True)]
-    owners, slopes = np.repeat(np.arange(len(gains)), [len(gain) for gain in gains]), np.concatenate(gains)
-    ranks, used = [0] * len(layers), 0
-    for component in np.argsort(-slopes, kind="stable"):
-        i = int(owners[component])
-        if slopes[component] > 0.0 and used + sizes[i] <= most:
-            ranks[i] += 1
-            used += sizes[i]
+def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int, ...]:
+    """The least ranks within a relative error of each layer."""
+    ranks = [
+        max(rule.least, next(i for i, lost in enumerate(tails) if lost <= rtol * tails[0]))
+        for tails in map(tail_norms, sigma)
+    ]
+    for group in [range(len(ranks))] if rule.common else rule.groups:
+        for i in group:
+            ranks[i] = max(ranks[i] for i in group)
     return tuple(ranks)
+
+
+def _ranks_within(layers: Sequence[Layer], sigma: Sequence[Array], most: float, rule: RankRule) -> tuple[int, ...]:
+    """Components in the order of what each removes a parameter, for as long as they fit; none if the least does not."""
+    squares = [[sigma[i] ** 2 for i in group] for group in rule.groups]
+    gains = [np.sum([np.pad(s, (0, max(map(len, group)) - len(s))) for s in group], axis=0) for group in squares]
+    sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
+    if not rule.common:
+        chosen = _fill(gains, sizes, most, rule.least)
+    else:  # of one rank for all that is written, the one with which most is kept
+        depths = range(1, max(map(len, gains)) + 1)
+        fills = [
+            [
+                rank * count
+                for count in _fill(
+                    [gain[:rank].sum(keepdims=True) for gain in gains], [rank * size for size in sizes], most
+                )
+            ]
+            for rank in depths
+        ]
+        chosen = max(fills, key=lambda ranks: sum(gain[:rank].sum() for gain, rank in zip(gains, ranks, strict=True)))
+    ranks = [0] * len(layers)
+    for group, rank in zip(rule.groups, chosen, strict=True):
+        for i in group:
+            ranks[i] = rank
+    return tuple(ranks)
+
+
+def _fill(gains: Sequence[Array], sizes: Sequence[int], most: float, least: int = 0) -> list[int]:
+    """How many components of each group fit, those first that remove most a parameter; ``gains`` fall in each."""
+    counts, used = [least] * len(gains), least * sum(sizes)
+    if used > most:
+        return [0] * len(gains)
+    slopes = [gain[least:] / size for gain, size in zip(gains, sizes, strict=True)]
+    owners, steepness = np.repeat(np.arange(len(gains)), list(map(len, slopes))), np.concatenate(slopes)
+    for component in np.argsort(-steepness, kind="stable"):
+        i = int(owners[component])
+        if steepness[component] > 0.0 and used + sizes[i] <= most:
+            counts[i] += 1
+            used += sizes[i]
+    return counts
 
 
 def _room(checkpoint: Checkpoint, plan: CompressionPlan, storage: str | None) -> float:

@@ -123,6 +123,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     if exported and len(chain) == 1 and source.source_sha256 in origins:  # an export of the source itself
         recorded_total = recorded_total or 0.0
     dropped = {name for entry in chain if isinstance(entry.get("dropped"), list) for name in map(str, entry["dropped"])}
+    whole = "sha256" in record  # of all tensors as they were written: what is not among them was left out then
     # 2. Every layer of the source: what is there in its place, or that it was left out on purpose.
     names = _source_names(source, written, record)
     check_layers(written, source, names)
@@ -130,7 +131,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
     checks, size, lost = [], 0.0, 0.0
     measured = Counter(on_step, "measuring", len(source.layers), "layers")
     for layer in source.layers:
-        pair, left_out = layer_pair(source, layer), layer.name not in present and layer.name in dropped
+        pair, left_out = layer_pair(source, layer), layer.name not in present and (whole or layer.name in dropped)
         error, parameters = pair.norm, 0
         if not left_out:
             other = present.get(layer.name) or written.layer(layer.name)
@@ -142,7 +143,7 @@ def verify(source: Checkpoint, written: Checkpoint, *, on_step: OnStep | None = 
         measured.add()
     # 3. Files and tensors that are not what was written.
     changed = changed_files(written.weights.parent)
-    altered = "sha256" in record and record["sha256"] != data_sha256(written.weights)
+    altered = whole and record["sha256"] != data_sha256(written.weights)
     moved = record.get("rounding")
     return Verification(
         tuple(checks),

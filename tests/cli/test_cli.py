@@ -251,4 +251,4 @@ def test_a_file_that_became_larger_than_its_source_is_warned_of(tmp_path):
     large = lsr("compress", source, "--separation-rank", "16", "--storage", "float32", "--out", tmp_path / "large")
     assert large.returncode == 0, large.stderr
     assert "WARNING: the weight file has" in " ".join(large.stderr.split())
-    assert "store in float16 or coarser" in " ".join(large.stderr.split())
+    assert "smaller numbers (--storage float16)" in " ".join(large.stderr.split())

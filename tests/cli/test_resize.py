@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_files import directory
 from console import lsr
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from lsrdecomp import compress
@@ -134,7 +135,7 @@ def test_a_file_that_became_larger_is_warned_of(tmp_path):
     arguments = ("compress", "style.safetensors", "--ratio", 1.2, "--storage", "float32", "--out", "o.safetensors")
     done = lsr(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "store in float16 or coarser" in " ".join(done.stderr.split())
+    assert "smaller numbers (--storage float16)" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(("word", "right"), [("params", "parameters"), ("ration", "ratio")])
@@ -146,6 +147,95 @@ def test_a_misspelt_goal_of_a_program_is_told_the_right_word(tmp_path, word, rig
         compress(source, **{word: 2})
     with pytest.raises(BudgetError, match="a plan was given, and ratio beside it"):
         truncate(source, CompressionPlan(ratio=2), ratio=3)
+
+
+HALVES = {
+    "cloneofsimo": ("unet:{}:up", "unet:{}:down"),
+    "torchtune": ("layers.{}.attn.q_proj.lora_b.weight", "layers.{}.attn.q_proj.lora_a.weight"),
+    "diffusers": ("unet.mid_block.{}.to_q.lora_B.weight", "unet.mid_block.{}.to_q.lora_A.weight"),
+}
+
+
+def put_layers(path, form, rank=4):
+    """Five layers of unequal size and decay."""
+    rng, tensors = np.random.default_rng(3), {}
+    for i in range(5):
+        up, down = (key.format(i) for key in HALVES[form])
+        tensors[up] = (rng.standard_normal((24 + 8 * i, rank)) * 0.5 ** (i * np.arange(rank) / 2)).astype(np.float32)
+        tensors[down] = rng.standard_normal((rank, 32)).astype(np.float32)
+    save_file(tensors, path)
+    return open_checkpoint(path, alpha=4.0 if form == "torchtune" else None)
+
+
+def stacked_experts(folder):
+    """Four experts of one stack of rank 2, and a layer beside it."""
+    rng = np.random.default_rng(4)
+    experts, layer = (f"base_model.model.layers.0.{name}" for name in ("mlp.experts", "self_attn.q_proj"))
+    tensors = {f"{experts}.lora_A.weight": rng.standard_normal((8, 16)), f"{layer}.lora_A.weight": rng.random((2, 16))}
+    tensors |= {f"{experts}.lora_B.weight": rng.standard_normal((12, 8)), f"{layer}.lora_B.weight": rng.random((16, 2))}
+    fields = {"target_parameters": ["mlp.experts.down_proj"], "target_modules": ["q_proj"], "r": 2}
+    tensors = {key: array.astype(np.float32) for key, array in tensors.items()}
+    return open_checkpoint(directory(folder / "experts", tensors, **fields))
+
+
+@pytest.mark.parametrize("goal", [{"ratio": 1.4}, {"ratio": 2.5}, {"rtol": 0.3}])
+@pytest.mark.parametrize("form", [*HALVES, "experts"])
+def test_the_parameters_of_a_cut_are_those_in_the_file(tmp_path, form, goal):
+    source = stacked_experts(tmp_path) if form == "experts" else put_layers(tmp_path / "style.safetensors", form)
+    cut = truncate(source, **goal)
+    path = cut.save(tmp_path / ("small" if form == "experts" else "small.safetensors"))
+    back = open_checkpoint(path, alpha=4.0 if form == "torchtune" else None)
+    assert cut.parameters == back.adapter_parameters
+    assert cut.parameters <= source.adapter_parameters / goal.get("ratio", 1)
+    assert verify(source, back).relative_error == pytest.approx(cut.relative_error, rel=1e-5)
+
+
+def test_verify_knows_the_layers_that_a_cut_left_out(tmp_path):
+    source = put_layers(tmp_path / "style.safetensors", "diffusers")
+    cut = truncate(source, ratio=8)
+    assert 0 in cut.ranks
+    check = verify(source, open_checkpoint(cut.save(tmp_path / "small.safetensors")))
+    assert check.passed
+    assert check.recorded
+    tensors = load_file(tmp_path / "small.safetensors")
+    with safe_open(tmp_path / "small.safetensors", "np") as stored:
+        metadata = stored.metadata()
+    for key in HALVES["diffusers"]:
+        del tensors[key.format(cut.ranks.index(1))]
+    save_file(tensors, tmp_path / "lost.safetensors", metadata=metadata)
+    assert not verify(
+        source, open_checkpoint(tmp_path / "lost.safetensors")
+    ).passed  # one that is lost is no such layer
+
+
+@pytest.mark.parametrize("ratio", [1.2, 2, 5, 9])
+def test_one_rank_for_all_layers_is_the_best_of_those_that_fit(tmp_path, ratio):
+    source = put_layers(tmp_path / "style.safetensors", "torchtune")
+    ranks = truncate(source, ratio=ratio).ranks
+    assert len(set(ranks) - {0}) == 1
+    squares = [np.linalg.svd(formed(layer), compute_uv=False) ** 2 for layer in source.layers]
+    sizes = [sum(layer.shape) for layer in source.layers]
+    every = [np.array(kept) * rank for rank in range(1, 5) for kept in np.ndindex(*(2,) * 5)]
+    fitting = [chosen for chosen in every if np.dot(chosen, sizes) <= source.adapter_parameters / ratio]
+    kept = [
+        sum(layer[:rank].sum() for layer, rank in zip(squares, chosen, strict=True)) for chosen in (*fitting, ranks)
+    ]
+    assert kept[-1] >= 0.9 * max(kept)  # layers are taken in the order of their gain, not by trying all sets
+
+
+def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
+    source = put_layers(tmp_path / "style.safetensors", "cloneofsimo", rank=2)
+    assert truncate(source, ratio=1.9).ranks.count(1) >= 4
+    done = lsr("compress", "style.safetensors", "--ratio", 2.1, "--out", "small.safetensors", cwd=tmp_path)
+    assert done.returncode != 0
+    text = "a file of cloneofsimo has every layer, 360 parameters at rank 1"
+    assert text in " ".join(done.stderr.split())
+    assert not (tmp_path / "small.safetensors").exists()
+    done = lsr(
+        *("compress", "style.safetensors", "--bytes", 3600, "--storage", "float16", "--out", "small.safetensors"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,36 @@ def same_form(like: Checkpoint) -> str:
         raise UnsupportedError("is a pickled list without keys; write lora instead", path=like.path)
     has_config = like.format == "mlx" and (like.weights.parent / CONFIG).is_file()
     return "directory" if has_config or like.format == "peft-lora" else "file"
+
+
+@dataclass(frozen=True)
+class RankRule:
+    """What the readers of a format ask of the ranks of its layers."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Layers, by their index, that have one rank in common: experts of one stack; otherwise each is alone."""
+    least: int
+    """1 where every layer must be in the file, since its reader counts them (cloneofsimo)."""
+    common: bool
+    """Whether all layers that are in the file have one rank, by which one alpha outside of it is divided."""
+
+
+def rank_rule(like: Checkpoint) -> RankRule:
+    """What must hold of ranks for `write_pairs` to write no zeros in place of what is left out.
+
+    Parameters
+    ----------
+    like : Checkpoint
+
+    Returns
+    -------
+    RankRule
+    """
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for index, layer in enumerate(like.layers):
+        groups[layer.up.name if isinstance(layer, LoraLayer) else layer.name].append(index)
+    common = like.format in ("loralib", "torchtune") and like.config.get("lora_alpha") is not None
+    return RankRule(tuple(map(tuple, groups.values())), int(like.format == "cloneofsimo"), common)
 
 
 def write_pairs(
@@ -175,14 +207,16 @@ def _add_named(writer: PairWriter, names: str, layers: Pairs, storage: str) -> N
 
 def _add_same(writer: PairWriter, like: Checkpoint, layers: Pairs, storage: str | None) -> None:
     """The pairs of all layers under the keys that ``like`` has for them."""
-    layers, rank = _with_missing(like, layers), None
-    alpha = like.config.get("lora_alpha") if like.format in ("loralib", "torchtune") else None
-    if alpha is not None:  # of one rank for all layers
+    rule, rank, scale_of_all = rank_rule(like), None, 1.0
+    if rule.least:
+        layers = _with_missing(like, layers)
+    if rule.common:
         layers = list(layers)
         rank = max(down.shape[0] for _, _, down in layers)
+        scale_of_all = like.config["lora_alpha"] / rank
     for name, up, down in layers:
         layer: LoraLayer = like.layer(name)
-        scale = 1.0 if alpha is None else alpha / (rank or 1)
+        scale = scale_of_all
         if layer.alpha is not None:
             scale = scalar(layer.alpha) / down.shape[0]
             writer.add(layer.alpha.name, layer.alpha.read())
@@ -198,10 +232,9 @@ def _with_missing(like: Checkpoint, layers: Pairs) -> Iterator[tuple[str, Array,
     for name, up, down in layers:
         names.add(name)
         yield name, up, down
-    if like.format == "cloneofsimo":
-        for layer in like.layers:
-            if layer.name not in names:
-                yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
+    for layer in like.layers:
+        if layer.name not in names:
+            yield layer.name, np.zeros((layer.out_features, 1)), np.zeros((1, layer.in_features))
 
 
 def _metadata(like: Checkpoint, writer: PairWriter) -> dict[str, str]:
