@@ -21,6 +21,8 @@ from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
 Factors = Sequence[Array]
+DEFAULTS = {"bias": "none", "modules_to_save": None, "task_type": None, "base_model_name_or_path": None}
+"""What PEFT takes for a field that is absent; so it does of inference_mode, which it sets as it loads."""
 
 
 def write_lsr(
@@ -101,7 +103,7 @@ def write_lsr(
             raise CheckpointError("no layers to write", path=out)
         for key, tensor in source.extras.items():
             writer.add(key, tensor.read())
-        writer.write(part / WEIGHTS, {"format": "pt"})
+        writer.write(part / WEIGHTS, {})
         config = _config(source, entries)
         text = json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False)  # its bytes count
         (part / CONFIG).write_text(f"{text}\n", encoding="utf-8")
@@ -125,13 +127,16 @@ def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[st
     kinds = {layer.name: (layer.kind, layer.kernel) for layer in others}
     names, targets = set(source_layers), source.config.get("target_modules")
     rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
+    exact = targets is None or names != set(entries)  # then the index says which modules, else the source's words do
+    fields = carried_fields(source.config, names, set(source.extras), source, "lsr_only") | {"target_modules": targets}
+    left_out = {"inference_mode", *(name for name, value in DEFAULTS.items() if fields[name] == value)}
+    left_out |= {"target_modules"} if exact else set()
     return {
-        **carried_fields(source.config, names, set(source.extras), source, "lsr_only"),
-        "target_modules": targets,  # as in the source; where that is not what is held, the index says so
+        **{name: value for name, value in fields.items() if name not in left_out},
         "peft_type": "LSR",
         "r": rank,
         "lsr_alpha": rank,
-        FIELD: index_text(entries, kinds, exact=targets is None or names != set(entries)),
+        FIELD: index_text(entries, kinds, exact=exact),
     }
 
 
