@@ -154,7 +154,7 @@ def search_layers(
         tasks = [
             task
             for indices in groups.values()
-            for task in table.tasks(indices, _grid(table, indices, limit, coarse=table.refines_grid))
+            for task in table.runner.tasks(indices, _grid(table, indices, limit, coarse=table.refines_grid))
         ]
     table.solve(tasks, "solving shapes")
     return table
@@ -178,7 +178,7 @@ def _shapes_of_another(table: SearchTable, groups: Mapping[tuple[object, ...], S
             for request in requests[table.layers[i].name]:
                 if request.shape.inner_rank <= table.layers[i].rank:
                     sharing.setdefault((kind, request), []).append(i)
-    return [task for (_, request), indices in sharing.items() for task in table.tasks(indices, [request])]
+    return [task for (_, request), indices in sharing.items() for task in table.runner.tasks(indices, [request])]
 
 
 def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
@@ -244,7 +244,7 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     for (_, rank, power), indices in groups.items():
         first, search = table.layers[indices[0]], table.search
         most = min(STRIDE ** (power + 1), first.parameters / 2)
-        tasks += table.tasks(indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most))
+        tasks += table.runner.tasks(indices, fine_grid(first.shape, rank, search.orders, search.inner_rank, most))
     table.solve(tasks, "solving more shapes")
     return bool(tasks)
 
@@ -266,13 +266,13 @@ def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> 
     # 5.2 One term more for all of their layers, neighbouring shapes for a few.
     terms = [task for _, indices in largest for task in _more_terms(table, chosen, indices)]
     trials = [task for group, indices in largest for task in _trials(table, group, chosen, indices)]
-    counter = table.counter([*terms, *trials], "trying neighbours")
-    for task, answers in table.answers(terms, counter):
+    counter = table.runner.counter([*terms, *trials], "trying neighbours")
+    for task, answers in table.runner.answers(terms, counter):
         table.add(task, answers)
     # 5.3 What a trial gains: in the loss, plus what its parameters would have removed elsewhere.
     before: dict[Group, float] = defaultdict(float)
     gains: dict[Group, dict[Configuration, float]] = defaultdict(lambda: defaultdict(float))
-    for task, answers in table.answers(trials, counter):
+    for task, answers in table.runner.answers(trials, counter):
         now = [chosen[i].product for i in task.indices]
         group = table.layers[task.indices[0]].kind, now[0].shape
         worth = [product.squared_error + rate * product.parameters for product in now]
@@ -287,7 +287,7 @@ def try_neighbours(table: SearchTable, chosen: Sequence[Entry], rate: float) -> 
     for group, gain_of in gains.items():
         for (shape, ranks), gain in sorted(gain_of.items(), key=lambda pair: -pair[1])[:ADOPTED]:
             if gain > PAYS * before[group]:
-                adopted += table.tasks(groups[group], [Request(shape, terms_around(ranks))])
+                adopted += table.runner.tasks(groups[group], [Request(shape, terms_around(ranks))])
     table.solve(adopted, "solving neighbours")
     return bool(terms or adopted)
 
@@ -304,7 +304,7 @@ def _more_terms(table: SearchTable, chosen: Sequence[Entry], indices: Sequence[i
     tasks: list[Task] = []
     for (_, fresh), members in same.items():
         starts = {i: chosen[i].product.product() for i in members}
-        tasks += table.tasks(members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts)
+        tasks += table.runner.tasks(members, [Request(chosen[members[0]].product.shape, fresh)], starts=starts)
     return tasks
 
 
@@ -320,7 +320,7 @@ def _trials(table: SearchTable, group: Group, chosen: Sequence[Entry], indices: 
         if (kind, other, terms) not in table.tried and other not in solved:
             table.tried.add((kind, other, terms))
             requests.append(Request(other, (terms,)))
-    return table.tasks(few, requests)
+    return table.runner.tasks(few, requests)
 
 
 def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
@@ -348,7 +348,7 @@ def exchange_shapes(table: SearchTable, chosen: Sequence[Entry]) -> None:
     tasks = [
         task
         for ((_, shape), terms), indices in lacking.items()
-        for task in table.tasks(indices, [Request(shape, terms)])
+        for task in table.runner.tasks(indices, [Request(shape, terms)])
     ]
     table.solve(tasks, "exchanging shapes")
 
@@ -362,22 +362,22 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
     products = [entry.product for entry in chosen if entry.is_lsr]
     indices = [i for i, entry in enumerate(chosen) if entry.is_lsr and not entry.product.refined]
     least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products)) if together else 0.0
-    counter = Counter(table.resources.on_step, "refining", len(indices), "layers")
+    counter = Counter(table.runner.resources.on_step, "refining", len(indices), "layers")
     standing = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
     for swept in range(0, table.search.sweeps, PORTION):
         # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands.
         left = table.search.sweeps - swept
-        alone = Effort(left, left, REFINED, 1, least, table.resources.device)
+        alone = Effort(left, left, REFINED, 1, least, table.runner.resources.device)
         some = replace(alone, sweeps=min(PORTION, left), cold_sweeps=min(PORTION, left))
         same: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
         for i in standing:
             same[table.layers[i].kind, chosen[i].product.configuration].append(i)
         starts, tasks = {i: product for i, (product, _) in standing.items()}, []
         for (_, (shape, ranks)), members in same.items():
-            parts = table.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=some)
+            parts = table.runner.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=some)
             tasks += [part if len(part.indices) > 1 else replace(part, effort=alone) for part in parts]
         before, standing = standing, {}
-        for task, answers in table.answers(tasks, Counter(None, "", 0, "")):
+        for task, answers in table.runner.answers(tasks):
             for position, i in enumerate(task.indices):
                 product = product_of(answers[0].factors_of(position))
                 loss = float(answers[0].errors[position]) ** 2

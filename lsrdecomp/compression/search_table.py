@@ -8,14 +8,13 @@ References
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 
 import numpy as np
 
-from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.candidates import (
     Candidate,
     Drop,
@@ -29,11 +28,10 @@ from lsrdecomp.compression.candidates import (
     unrotated_candidates,
     water_filled_candidates,
 )
-from lsrdecomp.compression.layers import Layer, SpillCache, batches
+from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, Resources, Search
-from lsrdecomp.compression.shapes import Request
-from lsrdecomp.compression.solve import Answer, Effort, Factors, Task, product_of, run, worker_pool
+from lsrdecomp.compression.solve import Answer, Factors, Task, TaskRunner, product_of
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
 from lsrdecomp.kronecker.separated import SeparatedProduct
@@ -65,10 +63,6 @@ class Entry:
     @property
     def is_lsr(self) -> bool:
         return isinstance(self.exact, Lsr)
-
-    def replace(self, exact: Candidate, **made: Materialized) -> None:
-        """Another candidate stands here now."""
-        self.exact, self.priced, self.made = exact, {}, made
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +128,8 @@ class SearchTable:
         By layer.
     whole_norm : list of bool
         By layer, whether errors in the table are those of the whole norm, not of its leading coordinates.
+    runner : TaskRunner
+        Of these layers.
     tried : set
         Shapes that were tried on a few layers of a size.
     refines_grid : bool
@@ -144,7 +140,7 @@ class SearchTable:
         self, layers: Sequence[Layer], search: Search, storages: Sequence[str], cache: SpillCache, resources: Resources
     ) -> None:
         self.layers, self.search, self.storages, self.cache = layers, search, tuple(storages), cache
-        self.resources, self._pool = resources, worker_pool(resources.workers)
+        self.runner = TaskRunner(layers, resources)
         self.parameters = sum(layer.parameters for layer in layers)
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
@@ -274,50 +270,10 @@ class SearchTable:
 
     # -- solving -------------------------------------------------------------------------------------------------------
 
-    def tasks(
-        self,
-        indices: Sequence[int],
-        requests: Sequence[Request],
-        *,
-        starts: Mapping[int, SeparatedProduct] | None = None,
-        effort: Effort | None = None,
-    ) -> list[Task]:
-        """The same requests for any number of layers of one kind, in parts that fit in memory together.
-
-        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
-        Targets and norms are read when a task is run.
-        """
-        effort, tasks = effort or Effort(device=self.resources.device), []
-        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
-        for span in batches([self.layers[i] for i in ordered], leading=True):
-            part = tuple(ordered[span])
-            begun = None if starts is None else [starts[i] for i in part]
-            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], effort))
-        return tasks
-
     def solve(self, tasks: Sequence[Task], stage: str) -> None:
         """Candidates of all tasks into the table, counted as a stage of the run."""
-        for task, answers in self.answers(tasks, self.counter(tasks, stage)):
+        for task, answers in self.runner.answers(tasks, self.runner.counter(tasks, stage)):
             self.add(task, answers)
-
-    def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
-        """Counts the layers and shapes of tasks."""
-        return Counter(self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes")
-
-    def answers(self, tasks: Sequence[Task], counter: Counter) -> Iterator[tuple[Task, list[Answer]]]:
-        """Answers to tasks as they come, counted."""
-
-        def done(task: Task) -> None:
-            counter.add(task.size)
-
-        loaded = (self._loaded(task) for task in tasks)
-        workers, journal = self.resources.workers, self.resources.journal
-        yield from run(loaded, workers=workers, pool=self._pool, journal=journal, on_done=done)
-
-    def _loaded(self, task: Task) -> Task:
-        layers = [self.layers[i] for i in task.indices]
-        norms = [layer.leading for layer in layers if not layer.is_frobenius]
-        return replace(task, targets=[layer.pair for layer in layers], weights=norms or None)
 
     def add(self, task: Task, answers: Sequence[Answer]) -> None:
         """Candidates of the layers of a task, but those that one of no more parameters beats."""
@@ -341,7 +297,7 @@ class SearchTable:
 
         In one floating type that is the error of its factors as they will be written, so that they are measured once.
         """
-        layer, storage = self.layers[i], self.storages[0]
+        layer, storage, made = self.layers[i], self.storages[0], {}
         refined = replace(
             entry.product,
             parameters=product.parameters,
@@ -350,10 +306,11 @@ class SearchTable:
             refined=True,
         )
         if len(self.storages) > 1 or storage in INTEGER_BITS:
-            entry.replace(replace(refined, squared_error=layer.squared_error(product)))
-            return
-        made = materialize(layer, replace(refined, storage=storage), self.cache)
-        entry.replace(replace(refined, squared_error=made.candidate.squared_error), **{storage: made})
+            loss = layer.squared_error(product)
+        else:
+            made[storage] = materialize(layer, replace(refined, storage=storage), self.cache)
+            loss = made[storage].candidate.squared_error
+        entry.exact, entry.priced, entry.made = replace(refined, squared_error=loss), {}, made
 
 
 def _made(factors: Callable[[], Factors]) -> SeparatedProduct:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed
-from lsrdecomp.checkpoints.journal import Journal, Result, content_key
+from lsrdecomp.checkpoints.journal import Result, content_key
+from lsrdecomp.checkpoints.progress import Counter
+from lsrdecomp.compression.layers import Layer, batches
+from lsrdecomp.compression.settings import Resources
 from lsrdecomp.compression.shapes import Ranks, Request, clipped
 from lsrdecomp.errors import LsrError, needs
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
@@ -99,61 +102,83 @@ IDLE = 60
 """Seconds after which a worker without work ends."""
 
 
-def worker_pool(workers: int) -> Any:
-    """Processes of one thread each, which start with the first task and end with the pool; None for a single one.
+class TaskRunner:
+    """Makes tasks of layers and solves them, here or in processes of one thread each, which end with the runner.
 
     Raises `LsrError` if several workers are asked for and joblib is missing.
     """
-    if workers == 1:
-        return None
-    with needs("a pool of workers", "fleet"):
-        from joblib.externals.loky import ProcessPoolExecutor
-    return ProcessPoolExecutor(workers, timeout=IDLE, env={f"{library}_NUM_THREADS": "1" for library in THREADS})
 
+    def __init__(self, layers: Sequence[Layer], resources: Resources) -> None:
+        self.layers, self.resources, self._pool = layers, resources, None
+        if resources.workers > 1:
+            with needs("a pool of workers", "fleet"):
+                from joblib.externals.loky import ProcessPoolExecutor
+            threads = {f"{library}_NUM_THREADS": "1" for library in THREADS}
+            self._pool = ProcessPoolExecutor(resources.workers, timeout=IDLE, env=threads)
 
-def run(
-    tasks: Iterable[Task],
-    *,
-    workers: int = 1,
-    pool: Any = None,
-    journal: Journal | None = None,
-    on_done: Callable[[Task], Any] | None = None,
-) -> Iterator[tuple[Task, list[Answer]]]:
-    """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
+    def tasks(
+        self,
+        indices: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        starts: Mapping[int, SeparatedProduct] | None = None,
+        effort: Effort | None = None,
+    ) -> list[Task]:
+        """The same requests for any number of layers of one kind, in parts that fit in memory together.
 
-    ``pool`` is the `worker_pool` of as many ``workers``, or None to solve in this process: a worker that is free takes
-    the next task, whatever the others do. Raises `LsrError` if one of them is killed.
-    """
+        Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
+        Targets and norms are read when a task is run.
+        """
+        effort, tasks = effort or Effort(device=self.resources.device), []
+        ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
+        for span in batches([self.layers[i] for i in ordered], leading=True):
+            part = tuple(ordered[span])
+            begun = None if starts is None else [starts[i] for i in part]
+            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], effort))
+        return tasks
 
-    def begun(task: Task) -> tuple[Task, str, Callable[[], list[Answer]]]:
-        """A task, the key its answers are to be kept under (empty where they are), and how they are had."""
+    def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
+        """Counts the layers and shapes of tasks."""
+        return Counter(self.resources.on_step, stage, sum(task.size for task in tasks), "layers × shapes")
+
+    def answers(self, tasks: Iterable[Task], counter: Counter | None = None) -> Iterator[tuple[Task, list[Answer]]]:
+        """Answers to all tasks in their order, on which the table depends; what the journal has is not solved again.
+
+        A worker that is free takes the next task, whatever the others do. Raises `LsrError` if one of them is killed.
+        """
+        journal, ahead = self.resources.journal, deque[Any]()
+        left, most = iter(tasks), 1 if self._pool is None else AHEAD * self.resources.workers
+        try:
+            while True:
+                ahead.extend(self._begun(task) for task in islice(left, most - len(ahead)))
+                if not ahead:
+                    return
+                task, key, answers_of = ahead.popleft()
+                answers = answers_of()
+                if journal is not None and key:
+                    arrays, facts = _packed(answers)
+                    journal.put(key, arrays, facts=facts)
+                if counter is not None:
+                    counter.add(task.size)
+                yield task, answers
+        except BrokenExecutor as error:
+            text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
+            raise LsrError(f"{text}: what was solved is used again") from error
+        except BaseException:
+            if self._pool is not None:
+                self._pool.shutdown(kill_workers=True)
+            raise
+
+    def _begun(self, task: Task) -> tuple[Task, str, Callable[[], list[Answer]]]:
+        """A task with its numbers, the key its answers are kept under (empty where they are), and how they are had."""
+        layers, journal = [self.layers[i] for i in task.indices], self.resources.journal
+        norms = [layer.leading for layer in layers if not layer.is_frobenius]
+        task = replace(task, targets=[layer.pair for layer in layers], weights=norms or None)
         key = "" if journal is None else task_key(task)
         stored = None if journal is None else journal.get(key)
         if stored is not None:
             return task, "", partial(_unpacked, stored)
-        return task, key, partial(solve, task) if pool is None else pool.submit(solve, task).result
-
-    left, most, ahead = iter(tasks), 1 if pool is None else AHEAD * workers, deque[Any]()
-    try:
-        while True:
-            ahead.extend(begun(task) for task in islice(left, most - len(ahead)))
-            if not ahead:
-                return
-            task, key, answers_of = ahead.popleft()
-            answers = answers_of()
-            if journal is not None and key:
-                arrays, facts = _packed(answers)
-                journal.put(key, arrays, facts=facts)
-            if on_done is not None:
-                on_done(task)
-            yield task, answers
-    except BrokenExecutor as error:
-        text = "a worker was ended from outside, most often for want of memory; take fewer and start again"
-        raise LsrError(f"{text}: what was solved is used again") from error
-    except BaseException:
-        if pool is not None:
-            pool.shutdown(kill_workers=True)
-        raise
+        return task, key, partial(solve, task) if self._pool is None else self._pool.submit(solve, task).result
 
 
 def solve(task: Task) -> list[Answer]:

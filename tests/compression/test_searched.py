@@ -310,7 +310,7 @@ def test_neighbours_are_one_step_away() -> None:
 def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers: list[Layer]) -> None:
     searched = search_layers(layers, [smaller(layers, 4.0)], search=LONG)
     table, shape = searched, ProductShape((3, 8), (1, 1), (4, 9))  # not on the grid
-    table.solve(table.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
+    table.solve(table.runner.tasks([0], [solve.Request(shape, ((1, 1), (2, 2)))]), "solving")
 
     def asked() -> list[set[tuple[int, int]]]:
         entries = [[entry.exact for entry in row] for row in table.rows]
@@ -321,7 +321,7 @@ def test_what_was_chosen_for_some_is_solved_for_the_others_of_their_size(layers:
     even = next(one for one in table.rows[1] if isinstance(one.exact, Lsr) and one.exact.ranks == (2, 2))
     left_out = table.rows[2][0]
     steps: list[Step] = []
-    table.resources = Resources(on_step=steps.append)
+    table.runner.resources = Resources(on_step=steps.append)
     exchange_shapes(table, [found[0], even, left_out])
     assert (2, 2) in asked()[1]
     assert asked()[2] == set()  # of no parameters, so nothing is near its size
@@ -339,20 +339,23 @@ class Ended:
 
 def test_a_worker_that_is_killed_is_one_clear_error(layers: list[Layer]) -> None:
     requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
-    targets = [layer.pair for layer in layers]
-    sound = solve.Task((0, 1, 2), targets, None, requests, solve.Effort())
-    answers = list(solve.run([sound, sound], workers=2, pool=solve.worker_pool(2)))
-    assert [answer[0].errors.shape for _, answer in answers] == [(COUNT,), (COUNT,)]
-    ended = solve.Task((0,), [Ended()], None, requests, solve.Effort())
+    of_layers = [*layers, Layer("ended", layers[0].shape, 1, Ended)]  # type: ignore[arg-type]
+
+    def solved(*indices: Sequence[int]) -> list[solve.Answer]:
+        runner = solve.TaskRunner(of_layers, Resources(workers=2))
+        tasks = [task for each in indices for task in runner.tasks(each, requests)]
+        return [answer for _, answers in runner.answers(tasks) for answer in answers]
+
+    answers = solved(range(COUNT), range(COUNT))
+    assert [answer.errors.shape for answer in answers] == [(COUNT,), (COUNT,)]
     with pytest.raises(LsrError, match=r"a worker was ended from outside.*take fewer"):
-        list(solve.run([sound, ended, sound], workers=2, pool=solve.worker_pool(2)))
-    again = list(solve.run([sound], workers=2, pool=solve.worker_pool(2)))
-    assert again[0][1][0].errors.tolist() == answers[0][1][0].errors.tolist()
+        solved(range(COUNT), [COUNT], range(COUNT))
+    assert solved(range(COUNT))[0].errors.tolist() == answers[0].errors.tolist()
 
 
 def test_workers_of_a_search_leave_those_of_joblib_alone(layers: list[Layer]) -> None:
     joblib = pytest.importorskip("joblib", reason="several workers need joblib")
     requests = [solve.Request(ProductShape((4, 6), (1, 1), (6, 6)), ((1, 1),))]
-    task = solve.Task((0,), [layers[0].pair], None, requests, solve.Effort())
-    assert len(list(solve.run([task], workers=2, pool=solve.worker_pool(2)))) == 1
+    runner = solve.TaskRunner(layers, Resources(workers=2))
+    assert len(list(runner.answers(runner.tasks([0], requests)))) == 1
     assert joblib.Parallel(n_jobs=2)(joblib.delayed(math.sqrt)(x) for x in (1.0, 4.0)) == [1.0, 2.0]
