@@ -288,7 +288,7 @@ def at_given_terms(
     for (_, shape), indices in groups.items():
         for part in batches([layers[i] for i in indices]):
             some = [layers[i] for i in indices[part]]
-            weights = None if some[0].norms.is_frobenius else [layer.norms for layer in some]
+            weights = None if some[0].is_frobenius else [layer.norms for layer in some]
             solved = solver.solve_batch([layer.pair for layer in some], shape, (terms, terms), weights=weights)
             for i, solution in zip(indices[part], solved, strict=True):
                 candidate: Lsr | Keep = lsr_candidate(solution, cache)

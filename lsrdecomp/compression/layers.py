@@ -82,7 +82,7 @@ class Layer:
     ) -> None:
         self.name, self.shape, self.rank, self.is_frobenius = name, shape, rank, read_norms is None
         self._read_pair = read_pair
-        self._read_norms = read_norms or _in_memory(NormWeights.frobenius(shape))
+        self._read_norms = read_norms or partial(NormWeights.frobenius, shape)
         self._cache = cache
         self._gauge: Callable[[], tuple[Array, Array, Array]] | None = None
         self._leading: Callable[[], NormWeights] | None = None
@@ -129,11 +129,11 @@ class Layer:
     @cached_property
     def squared_norm(self) -> float:
         """‖G^½ ΔW C^½‖_F²: the loss of dropping the layer."""
-        return self.pair.norm**2 if self.norms.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
+        return self.pair.norm**2 if self.is_frobenius else weighted_norm(self.pair, self.norms) ** 2
 
     def squared_error(self, form: SeparatedProduct | SeparatedMatrix) -> float:
         """‖G^½ (ΔW − M̂) C^½‖_F², from a formed residual."""
-        if self.norms.is_frobenius:
+        if self.is_frobenius:
             return self.pair.residual_norm(form) ** 2
         return weighted_residual_norm(self.pair, form, self.norms) ** 2
 
@@ -274,16 +274,6 @@ def layer_product(layer: Any) -> SeparatedProduct:
     return SeparatedProduct(
         SeparatedMatrix.from_factors([left[0] * layer.scale, *left[1:]]), SeparatedMatrix.from_factors(right)
     )
-
-
-def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Factors with the weights folded in, at least one term a side: a zero matrix is written as one zero term."""
-    sides = []
-    for side, folded in zip((product.left, product.right), product.folded(), strict=True):
-        if side.separation_rank == 0:
-            folded = tuple(np.zeros((1, *factor.shape[1:])) for factor in folded)
-        sides.append(folded)
-    return sides[0], sides[1]
 
 
 # -- what waits, and where --------------------------------------------------------------------------------------------

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lsrdecomp import markup
 from lsrdecomp.checkpoints import Checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.writing import provenance
 from lsrdecomp.compression.candidates import Materialized
-from lsrdecomp.compression.layers import Layer, stored_factors
+from lsrdecomp.compression.layers import Layer
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.precision import precision
@@ -269,6 +271,16 @@ def report_layer(
         storage=storage,
         met=met,
     )
+
+
+def stored_factors(product: SeparatedProduct) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Factors with the weights folded in, at least one term a side: a zero matrix is written as one zero term."""
+    sides = []
+    for side, folded in zip((product.left, product.right), product.folded(), strict=True):
+        if side.separation_rank == 0:
+            folded = tuple(np.zeros((1, *factor.shape[1:])) for factor in folded)
+        sides.append(folded)
+    return sides[0], sides[1]
 
 
 def totals(

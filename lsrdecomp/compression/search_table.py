@@ -33,7 +33,7 @@ from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.solve import Answer, Factors, Task, TaskRunner, product_of
 from lsrdecomp.errors import BudgetError
-from lsrdecomp.formats.allocation import Choice, Options, total_loss, within_cost, within_loss
+from lsrdecomp.formats.allocation import Options, total_loss, within_cost, within_loss
 from lsrdecomp.kronecker.separated import SeparatedProduct
 
 PLAIN = (Drop, LowRank, Keep)
@@ -73,9 +73,6 @@ class Draw:
     trusted: bool = False  # whether only errors in the whole norm count
     expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
 
-    def allows(self, candidate: Candidate) -> bool:
-        return isinstance(candidate, Drop) or self.budget.allowed is None or self.budget.allowed(candidate)
-
     def as_refined(self, candidate: Candidate) -> Candidate:
         """The candidate at the loss that it has once it is refined."""
         if self.expected_refinement == 1.0 or not isinstance(candidate, Lsr) or candidate.refined:
@@ -85,15 +82,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Candidates of every layer in their storages, which of them it takes, and the error of truncated SVD alone."""
+    """Candidates of every layer in their storages, the one that it takes, and the error of truncated SVD alone."""
 
     rows: list[list[tuple[Entry, Candidate]]]
-    choice: Choice
+    chosen: list[tuple[Entry, Candidate]]
     low_rank_error: float | None
-
-    @property
-    def chosen(self) -> list[tuple[Entry, Candidate]]:
-        return [row[k] for row, k in zip(self.rows, self.choice, strict=True)]
 
     @property
     def entries(self) -> list[Entry]:
@@ -168,8 +161,8 @@ class SearchTable:
     def candidates(self, i: int, draw: Draw) -> Iterator[tuple[Entry, Candidate]]:
         """Candidates of a layer in their storages, those that a draw may take and no cheaper one beats."""
         integers = any(storage in INTEGER_BITS for storage in self.storages)
-        measured = draw.budget.bounds_error
-        for entry in self._worth_trying(i, draw, near_hull=integers):
+        entries, measured = self._worth_trying(i, draw, near_hull=integers), draw.budget.bounds_error
+        for entry in entries:
             if measured not in entry.priced:
                 entry.priced[measured] = [
                     priced_as(self.layers[i], entry.exact, storage, measured=measured)
@@ -177,11 +170,11 @@ class SearchTable:
                     if storage not in INTEGER_BITS or isinstance(entry.exact, Lsr | Drop)
                 ]
             for candidate in entry.priced[measured]:
-                if draw.allows(candidate):
+                if draw.budget.allows(candidate):
                     yield entry, draw.as_refined(candidate)
         if integers:
             coded = self._coded_low_rank(i, draw.budget)
-            yield from ((entry, entry.exact) for entry in coded if draw.allows(entry.exact))
+            yield from ((entry, entry.exact) for entry in coded if draw.budget.allows(entry.exact))
 
     def _worth_trying(self, i: int, draw: Draw, near_hull: bool) -> list[Entry]:
         """A row without products that a cheaper one beats; for integers only those near the hull."""
@@ -233,7 +226,8 @@ class SearchTable:
         budget = draw.budget
         if budget.layer_rtol is not None:
             each = zip(self.layers, candidates, strict=True)
-            return Allocation(rows, [_within_tolerance(layer, row, budget.layer_rtol) for layer, row in each], None)
+            choice = [_within_tolerance(layer, row, budget.layer_rtol) for layer, row in each]
+            return Allocation(rows, [row[k] for row, k in zip(rows, choice, strict=True)], None)
         # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
         cost = attrgetter("bytes" if budget.counts_bytes else "parameters")
         options = [Options.of([cost(c) for c in row], [c.squared_error for c in row]) for row in candidates]
@@ -241,14 +235,16 @@ class SearchTable:
         plain = [[k for k, c in enumerate(row) if isinstance(c, PLAIN)] for row in candidates]
         narrow = [Options(o.costs[k], o.losses[k]) for o, k in zip(options, plain, strict=True)]
         starts, low_rank_error = [], None
+        within, most = (within_loss, budget.squared_error or 0.0) if budget.cost is None else (within_cost, budget.cost)
         try:
-            starts = [[row[k] for row, k in zip(plain, _within(narrow, budget, []), strict=True)]]
+            starts = [[row[k] for row, k in zip(plain, within(narrow, most), strict=True)]]
             size = math.fsum(layer.squared_norm for layer in self.layers)
             low_rank_error = math.sqrt(total_loss(options, starts[0]) / size) if size > 0.0 else 0.0
         except BudgetError:
             pass  # plain low rank cannot meet it; the whole family may
         # Allocation 3: all candidates, with the answer of 2 among the starts.
-        return Allocation(rows, _within(options, budget, starts), low_rank_error)
+        choice = within(options, most, starts)
+        return Allocation(rows, [row[k] for row, k in zip(rows, choice, strict=True)], low_rank_error)
 
     def expected_error(self, draw: Draw) -> float:
         """Squared relative error of what a draw takes, as priced: nothing is made or refined.
@@ -316,12 +312,6 @@ class SearchTable:
 def _made(factors: Callable[[], Factors]) -> SeparatedProduct:
     """Most of what is solved is never chosen: products are made of those that are."""
     return product_of(factors())
-
-
-def _within(options: Sequence[Options], budget: Budget, starts: Sequence[Choice]) -> Choice:
-    if budget.cost is not None:
-        return within_cost(options, budget.cost, starts)
-    return within_loss(options, budget.squared_error or 0.0, starts)
 
 
 def _within_tolerance(layer: Layer, candidates: Sequence[Candidate], rtol: float) -> int:

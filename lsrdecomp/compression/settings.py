@@ -149,12 +149,16 @@ class Budget:
     bytes: float | None = None  # of the factors of all layers as stored
     squared_error: float | None = None  # Σ‖ΔW − ΔŴ‖² over the layers, in their norm
     layer_rtol: float | None = None  # ‖ΔW − ΔŴ‖ / ‖ΔW‖ of every layer on its own
-    allowed: Callable[[Candidate], bool] | None = None  # what may be taken; absent, all. Dropping a layer always may
+    allowed: Callable[[Candidate], bool] | None = None  # what may be taken; absent, all
 
     @property
     def cost(self) -> float | None:
         """The most that may be spent; None if the error is bounded instead."""
         return self.parameters if self.bytes is None else self.bytes
+
+    def allows(self, candidate: Candidate) -> bool:
+        """Whether a candidate may be taken; dropping a layer always may."""
+        return self.allowed is None or not candidate.parameters or self.allowed(candidate)
 
     @property
     def counts_bytes(self) -> bool:

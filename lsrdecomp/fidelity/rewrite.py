@@ -14,9 +14,9 @@ from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import dequantized, stored_product
-from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of, stored_factors
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of
 from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
-from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, to_json, totals
+from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, stored_factors, to_json, totals
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity

@@ -22,7 +22,8 @@ from lsrdecomp.compression.candidates import Layer
 from lsrdecomp.compression.compress import at_given_terms, search_adapter
 from lsrdecomp.compression.curves import adapter_curves
 from lsrdecomp.compression.export import export_lora
-from lsrdecomp.compression.layers import layer_pair, layer_product, stored_factors
+from lsrdecomp.compression.layers import layer_pair, layer_product
+from lsrdecomp.compression.result import stored_factors
 from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
