@@ -341,6 +341,9 @@ def in_compress_a_lora():
             f"by {task['choosing']} prompts and promised on {task['promising']} of {task['texts']}: "
             f"{sum(a <= 2 * b for a, b in zip(near, apart, strict=True))} of {len(draws)}"
         )
+    every = [draw["apart"] for task in promises["prompted"].values() for draw in task["draws"]]
+    low = sum(draw["promised"] < draw["fresh"] for draw in every)
+    yield f"Of the {len(every)} promises {low} were too low and {len(every) - low} too high"
     # Smaller, for more time
     rows = by_seed("smollm2 keep .95 distil 60")
     yield (

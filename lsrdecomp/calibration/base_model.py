@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +125,11 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     """The plain base for adapters of the task of ``adapter``; arguments and errors as `load_base`."""
     adapter = Path(adapter)
     if not (adapter / "adapter_config.json").is_file():
-        text = "has no adapter_config.json, so it is no adapter of PEFT; calibration is for adapters of text models"
-        raise CheckpointError(text, path=adapter)
+        text = (
+            "has no adapter_config.json, so it is no adapter of PEFT, and bases are run for PEFT's of text models only"
+        )
+        way_out = f"make a LoRA file smaller without one: lsrdecomp compress {shlex.quote(str(adapter))} --ratio 4"
+        raise CheckpointError(f"{text}; {way_out} --out small.safetensors", path=adapter)
     # 1. The task, from the adapter's own config: it says which class of model reads the base's files.
     try:
         config = PeftConfig.from_pretrained(str(adapter))

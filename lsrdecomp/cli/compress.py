@@ -192,7 +192,8 @@ def _plans(
     settings = MeasuredSettings(**of_base)
     ratios = chosen.pop("ratio", [None])
     if base is None and (settings.keep is not None or data is not None or settings.distil):
-        raise LsrError("--keep, --data and --distil measure the model's answers: give --base with them")
+        text = "--keep, --data and --distil measure a text model's answers: name it by --base, and texts by --data"
+        raise LsrError(f"{text}; without one, as for image models, ask for a size, such as --ratio 4")
     if base is not None and data is None:
         raise LsrError("what is kept is measured on texts of the task: give --data FILE with --base")
     if base is not None and len(ratios) > 1:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN = (
     "Truncated SVD, one threshold over all layers: without a base it is closeness of numbers that is kept, and low "
-    "rank is hard to beat there. With a base and prompts (--base, --data; a directory as --out) LSR is smaller."
+    "rank is hard to beat there. Bases are run for PEFT adapters of text models only."
 )
 
 

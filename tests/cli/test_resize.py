@@ -238,6 +238,19 @@ def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_an_image_lora_is_not_sent_to_a_base_that_is_not_run(tmp_path):
+    put(tmp_path / "style.safetensors")
+    (tmp_path / "texts.txt").write_text("a text\n")
+    done = lsr("compress", "style.safetensors", "--keep", 0.9, "--out", "small", cwd=tmp_path)
+    assert "as for image models, ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
+    with_base = ("--base", "b", "--data", "texts.txt")
+    pytest.importorskip("torch")
+    done = lsr("compress", "style.safetensors", "--keep", 0.9, *with_base, "--out", "small", cwd=tmp_path)
+    assert "compress style.safetensors --ratio 4 --out small.safetensors" in " ".join(done.stderr.split())
+    done = lsr("compress", "style.safetensors", "--ratio", 4, "--out", "small.safetensors", cwd=tmp_path)
+    assert "--base" not in done.stdout
+
+
 def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
     put(tmp_path / "style.safetensors")
     (tmp_path / "texts.txt").write_text("a text\n")
