@@ -240,7 +240,7 @@ def test_a_file_that_must_have_every_layer_is_not_asked_for_fewer(tmp_path):
 
 def test_an_image_lora_is_not_sent_to_a_base_that_is_not_run(tmp_path):
     put(tmp_path / "style.safetensors")
-    (tmp_path / "texts.txt").write_text("a text\n")
+    (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(40)))
     done = lsr("compress", "style.safetensors", "--keep", 0.9, "--out", "small", cwd=tmp_path)
     assert "as for image models, ask for a size, such as --ratio 4" in " ".join(done.stderr.split())
     with_base = ("--base", "b", "--data", "texts.txt")
