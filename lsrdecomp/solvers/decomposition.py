@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lsrdecomp import markup
-from lsrdecomp.arrays import Array, is_complex
+from lsrdecomp.arrays import Array, is_complex, to_numpy
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.precision import PRECISIONS, unit_roundoff
@@ -142,7 +142,7 @@ class Decomposition(SeparatedMatrix):
     def __str__(self) -> str:
         """A table of the terms, with error, γ and bytes."""
         rows, columns = self.shape
-        weights, size = [float(value) for value in self.weights], self.target_norm or 1.0
+        weights, size = to_numpy(self.weights).tolist(), self.target_norm or 1.0
         lines = [(f"{k}", f"{value:.4g}", f"{value / size:.2e}") for k, value in enumerate(weights, 1)]
         table = "\n".join(f"{k:>6}  {value:>11}  {share:>9}" for k, value, share in markup.shortened(lines))
         return (

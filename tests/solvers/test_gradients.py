@@ -96,3 +96,11 @@ def test_below_the_terms_of_an_exact_sum_gradients_agree_with_finite_differences
     torch.sum(torch.tensor(weights) * formed).backward()
     slope = float(torch.sum(given.grad * torch.tensor(direction)))
     assert slope == pytest.approx(along(matrix, direction, weights), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_answer_with_a_graph_is_printed_without_a_warning(problem):
+    answer = decompose(torch.tensor(problem[0], requires_grad=True), SHAPE, rank=RANK)
+    assert answer.approximation.weights.requires_grad
+    assert str(answer).startswith("80 × 96 as 3 × [10×8 ⊗ 8×12]")
+    assert "3 terms" in repr(answer)
