@@ -60,7 +60,10 @@ def open_bundle(path: str | PathLike[str], name: str | None = None, max_memory: 
     path = Path(path)
     target = path / name if name is not None else path
     if not target.exists() and not target.is_symlink():
-        raise CheckpointError("no such file or directory", path=target)
+        text, hub = "no such file or directory", re.fullmatch(r"[\w.-]+/([\w.-]+)", path.as_posix())
+        if hub is not None and not path.parent.exists():
+            text += f"; from the Hugging Face hub it comes by: hf download {path.as_posix()} --local-dir {hub[1]}"
+        raise CheckpointError(text, path=target)
     # Find 1: a file, with the config beside it only if PEFT would take that for its own.
     if not target.is_dir():
         if target.suffix in (".json", ".md", ".txt", ".toml", ".yaml"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -31,7 +30,7 @@ from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import next_command, warn_of_growth, warn_of_wreck
 from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS, CompressionPlan
-from lsrdecomp.errors import BudgetError, CheckpointError, LsrError
+from lsrdecomp.errors import BudgetError, LsrError
 from lsrdecomp.fidelity.settings import MeasuredSettings
 
 if TYPE_CHECKING:
@@ -134,7 +133,6 @@ def compress(
         raise typer.BadParameter("name the directory to write, or ask for a --dry-run", param_hint="--out")
     if len(plans) > 1 and (report is not None or str(json) == "-"):
         raise typer.BadParameter("several ratios have no common report; ask for one at a time", param_hint="--ratio")
-    _refuse_hub_name(adapter)
     # 2. LoRA files that are to come back as they came: truncated SVD without a model, and that is all.
     open_adapter = partial(checkpoints.open_checkpoint, alpha=alpha, max_memory=max_memory)
     cut = partial(resize.resize, plans=plans, storage=storage, force=force, dry_run=dry_run, quiet=quiet)
@@ -310,15 +308,6 @@ def _write_figures(results: list[Any], json: Path | None) -> None:
         tables.write_json([result.to_json() for result in results], json)
     elif str(json) == "-" or not results[0].met:
         tables.write_json(results[0].to_json(), json)
-
-
-def _refuse_hub_name(adapter: Path) -> None:
-    text = adapter.as_posix()
-    if not adapter.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise CheckpointError(
-            f"no such directory; from the Hugging Face hub it comes by: hf download {text} --local-dir {adapter.name}",
-            path=adapter,
-        )
 
 
 def _counts_tokens(metadata: Any) -> bool:

@@ -72,10 +72,13 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
 
 def test_a_name_on_the_hub_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = lsr("compress", "someone/adapter", "--ratio", "8", "--out", "out")
-    assert done.returncode == 2
-    assert "hf download someone/adapter --local-dir adapter" in done.stderr
+    for verb in (("compress", "someone/adapter", "--ratio", "8", "--out", "out"), ("inspect", "someone/adapter")):
+        done = lsr(*verb)
+        assert done.returncode == 2
+        assert "hf download someone/adapter --local-dir adapter" in done.stderr
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "adapters").mkdir()
+    assert "hf download" not in lsr("inspect", "adapters/style").stderr  # a directory here, and a word misspelt
 
 
 def test_a_rank_bound_holds_in_what_is_written(tmp_path: Path) -> None:
