@@ -219,10 +219,10 @@ def _outputs(out: Path | None, plans: Sequence[CompressionPlan]) -> list[Path | 
     return [out.with_name(f"{out.name}-{plan.ratio:g}") for plan in plans]
 
 
-def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
+def _show(result: Compression, json: Path | None, *, wide: bool, each: bool, unit: str) -> None:
     tables.show(json, layers_table(result.layers, result.totals, each=each), wide=wide)
     if result.met:
-        tables.show(json, "", *tables.summary(result, unit))
+        tables.show(json, "", *result.sentences(unit))
         return
     total, plan = result.totals, result.plan
     tables.say(
@@ -232,7 +232,7 @@ def _show(result: Any, json: Path | None, *, wide: bool, each: bool, unit: str) 
 
 
 def _write(
-    result: Any,
+    result: Compression,
     output: Path | None,
     *,
     report: Path | None,
@@ -261,15 +261,14 @@ def _write(
     warn_of_wreck(result, output)
 
 
-def _promise(result: Any) -> Iterator[str]:
+def _promise(result: Compression) -> Iterator[str]:
     """The promise, if there is one."""
-    promise, tried = getattr(result, "promise", None), getattr(result, "tried", ())
-    if promise is not None:
-        forms = f"{_tried(tried)} " if len(tried) > 1 else ""
-        yield f"{forms}It {promise.sentence()}."
-        if getattr(result, "truncated_svd", None) is not None:
+    if result.promise is not None:
+        forms = f"{_tried(result.tried)} " if len(result.tried) > 1 else ""
+        yield f"{forms}It {result.promise.sentence()}."
+        if result.truncated_svd is not None:
             yield f"Truncated SVD in bits, on the same texts: {result.truncated_svd}."
-        for each in getattr(result, "differing", ()):
+        for each in result.differing:
             yield f"\n  {each.question}\n  LoRA: {each.lora}\n  form: {each.form}"
 
 
@@ -288,9 +287,9 @@ def _tried(tried: Sequence[Measurement]) -> str:
     return f"{words}: {', '.join(map(str, trained))}."
 
 
-def _kept_too_little(results: Sequence[Any], distilled: bool) -> bool:
+def _kept_too_little(results: Sequence[Compression], distilled: bool) -> bool:
     """Say so where less than half is kept; whether that is a failure: not where the size was asked for by ratio."""
-    little = [result for result in results if getattr(result, "promise", None) is not None and result.promise.little]
+    little = [result for result in results if result.promise is not None and result.promise.little]
     for result in little:
         more = "more room" if distilled else "--distil 200"
         tables.say(
@@ -300,7 +299,7 @@ def _kept_too_little(results: Sequence[Any], distilled: bool) -> bool:
     return any(result.plan.ratio is None for result in little)
 
 
-def _write_figures(results: list[Any], json: Path | None) -> None:
+def _write_figures(results: Sequence[Compression], json: Path | None) -> None:
     """What no directory stands for: standard output, a missed tolerance, several ratios."""
     if json is None:
         return

@@ -20,7 +20,6 @@ from lsrdecomp.cli.sheet import Column, Sheet
 if TYPE_CHECKING:
     from lsrdecomp.analysis import ErrorCurve
     from lsrdecomp.checkpoints import Checkpoint
-    from lsrdecomp.compression import Compression
     from lsrdecomp.fleet import Outcome
 
 PLAIN_WIDTH = 130
@@ -101,39 +100,6 @@ def files(texts: Mapping[Path, str]) -> Iterator[dict[Path, Path]]:
                 file.flush()
                 os.fsync(file.fileno())  # a full disk shows itself now
         yield waiting
-
-
-def summary(result: Compression, unit: str = "example") -> Iterator[str]:
-    """The compression in sentences one can act on; ``unit`` is what a network answers once for.
-
-    A divergence is estimated where none was measured. Of a form that was trained since, errors of its numbers say
-    nothing any more.
-    """
-    total = result.totals
-    extra = (
-        f"; {total.extra_parameters:,} numbers of other modules are kept as they are" if total.extra_parameters else ""
-    )
-    dropped = f" {total.dropped} of {total.layers} layers left out." if total.dropped else ""
-    yield (
-        f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer{extra}."
-        f"{dropped}"
-    )
-    promise = getattr(result, "promise", None)
-    if promise is not None and promise.distilled:
-        return
-    yield (
-        f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
-        "how close the numbers are."
-    )
-    if total.functional_error is not None:
-        words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
-        if promise is None:  # nothing was measured
-            of_all = "" if total.effect is None else f"of {total.effect:.3g} "
-            how = ", to second order and often several times too low" if total.effect is None else ""
-            words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
-        yield words
-    if total.low_rank_error is not None:
-        yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
 
 
 def curve_table(curves: Sequence[ErrorCurve], reference: int) -> Sheet:

@@ -12,7 +12,7 @@ from typing import Any
 from lsrdecomp.analysis import ErrorCurve
 from lsrdecomp.checkpoints.names import common_prefix
 from lsrdecomp.checkpoints.writing import installed_version
-from lsrdecomp.compression.result import Compression, LayerReport, Totals
+from lsrdecomp.compression.result import Compression, LayerReport
 from lsrdecomp.compression.svg_curves import Line, svg_curves, svg_shares
 
 
@@ -57,12 +57,12 @@ def html_report(
     page = Environment(autoescape=True, trim_blocks=True).from_string(_asset("report.html.jinja"))
     return page.render(
         name=Path(str(source.path)).name,
-        sentence=_sentence(total),
-        promise=_promise(compression),
+        sentences=[*compression.sentences(unit), total.verdict],
+        promise=compression.promise,
         tiles=_tiles(compression, unit),
         shares=shares,
-        truncated_svd=getattr(compression, "truncated_svd", None),
-        differing=getattr(compression, "differing", ()),
+        truncated_svd=compression.truncated_svd,
+        differing=compression.differing,
         svg=svg_curves(curves, here, total.parameters_before) if curves and not shares else "",
         columns=_columns(total.functional_error is not None),
         layers=compression.layers,
@@ -76,23 +76,9 @@ def html_report(
     )
 
 
-def _sentence(total: Totals) -> str:
-    functional = "" if total.functional_error is None else f" ({total.functional_error:.3g} in the Fisher norm)"
-    return (
-        f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.2f} times fewer, at "
-        f"relative Frobenius error {total.relative_error:.3g}{functional} over all layers. {total.verdict}"
-    )
-
-
-def _promise(compression: Compression) -> str:
-    """What is kept, of a result that was measured on its base."""
-    promise = getattr(compression, "promise", None)
-    return "" if promise is None else f"It {promise.sentence()}."
-
-
 def _shares(compression: Compression) -> str:
     """The picture of what the measured forms kept; none of a result that was not measured."""
-    promise, tried = getattr(compression, "promise", None), getattr(compression, "tried", ())
+    promise, tried, rival = compression.promise, compression.tried, compression.truncated_svd
     if promise is None:
         return ""
     lines = [
@@ -102,14 +88,13 @@ def _shares(compression: Compression) -> str:
         )
         for label, share in (("untrained", "kept"), ("trained", "distilled"))
     ]
-    rival = getattr(compression, "truncated_svd", None)
     if rival is not None:
         lines.append(Line("truncated SVD in bits", [(float(rival.bytes), rival.kept)]))
     return svg_shares(lines, (promise.bytes_after, promise.kept))
 
 
 def _tiles(compression: Compression, unit: str) -> list[tuple[str, str]]:
-    total, promise = compression.totals, getattr(compression, "promise", None)
+    total, promise = compression.totals, compression.promise
     kinds = Counter(layer.structure for layer in compression.layers)
     tiles = [*total.facts, ("structures", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))]
     if promise is not None:

@@ -49,6 +49,11 @@ class Compression:
     chosen: tuple[Materialized, ...] = field(repr=False)
     low_rank_error: float | None = None  # of the best truncated SVD for the same budget, in the plan's norm
     effect: float | None = None  # KL(LoRA ‖ no adapter) in nats an answer, where the statistics are of this LoRA
+    # Of one that was measured on its base: what it keeps, and what was measured beside it.
+    promise: Any = None
+    tried: tuple[Any, ...] = ()
+    differing: tuple[Any, ...] = ()
+    truncated_svd: Any = None
 
     @property
     def totals(self) -> Totals:
@@ -83,6 +88,35 @@ class Compression:
             f"   relative error {self.error:.3g} in the {norm} norm{svd}{missed}\n"
             "   not on disk before save(directory)"
         )
+
+    def sentences(self, unit: str = "example") -> Iterator[str]:
+        """What one can act on; ``unit`` is what a network answers once for.
+
+        A divergence is estimated where none was measured. Of a form that was trained since, errors of its numbers say
+        nothing any more.
+        """
+        total = self.totals
+        extra = f"; {total.extra_parameters:,} numbers of other modules are kept as they are"
+        dropped = f" {total.dropped} of {total.layers} layers left out." if total.dropped else ""
+        yield (
+            f"{total.parameters:,} parameters instead of {total.parameters_before:,}, {total.ratio:.3g} times fewer"
+            f"{extra if total.extra_parameters else ''}.{dropped}"
+        )
+        if self.promise is not None and self.promise.distilled:
+            return
+        yield (
+            f"Relative Frobenius error {total.relative_error:.3g} over all layers, measured on what is written: "
+            "how close the numbers are."
+        )
+        if total.functional_error is not None:
+            words = f"Relative error in the Fisher norm {total.functional_error:.3g}: how close the answers are."
+            if self.promise is None:  # nothing was measured
+                of_all = "" if total.effect is None else f"of {total.effect:.3g} "
+                how = ", to second order and often several times too low" if total.effect is None else ""
+                words += f" Estimated divergence from the LoRA's answers: {total.kl:.3g} {of_all}nats per {unit}{how}."
+            yield words
+        if total.low_rank_error is not None:
+            yield f"Truncated SVD at the same budget and in the same norm: {total.low_rank_error:.3g}."
 
     def _repr_html_(self) -> str:
         """The same for a notebook."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -313,14 +313,16 @@ def _measured(
         alike=len(answered) - len(differing),
     )
     return MeasuredCompression(
-        **{field.name: getattr(best.compression, field.name) for field in fields(Compression)},
-        promise=fidelity,
-        written=written,
-        facts=best.facts,
-        _folder=folder,
-        tried=forms.measurements,
-        differing=tuple(differing[: settings.examples]),
-        truncated_svd=rival,
+        **vars(best.compression)
+        | {
+            "promise": fidelity,
+            "written": written,
+            "facts": best.facts,
+            "_folder": folder,
+            "tried": forms.measurements,
+            "differing": tuple(differing[: settings.examples]),
+            "truncated_svd": rival,
+        }
     )
 
 

@@ -22,7 +22,6 @@ from lsrdecomp.calibration import distil  # noqa: E402
 from lsrdecomp.calibration.distil import Distillation  # noqa: E402
 from lsrdecomp.checkpoints import Journal  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
-from lsrdecomp.cli.tables import summary  # noqa: E402
 from lsrdecomp.compression import verify  # noqa: E402
 from lsrdecomp.fidelity import compress as compress_module  # noqa: E402
 from lsrdecomp.fidelity import evaluate, forms  # noqa: E402
@@ -108,7 +107,7 @@ def test_the_better_of_untrained_and_trained_is_promised(folder, quarter, left, 
     for record in (False, True):
         facts = json.loads((done.save(tmp_path / str(record), record=record) / "compression.json").read_text())
         assert ("layers" in facts) == record
-    errors = [line for line in summary(done) if "error" in line]
+    errors = [line for line in done.sentences() if "error" in line]
     assert bool(errors) == (not done.promise.distilled)
 
 
