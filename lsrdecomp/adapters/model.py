@@ -15,6 +15,7 @@ from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.layer import LsrLayer, LsrLinear
 from lsrdecomp.adapters.parameters import ParamWrapper
 from lsrdecomp.adapters.register import register
+from lsrdecomp.adapters.transformers_loading import teach_transformers
 from lsrdecomp.adapters.tuner import KroneckerTuner
 
 
@@ -164,3 +165,4 @@ class LsrModel(KroneckerTuner):
 
 
 register("lsr", LsrConfig, LsrModel)
+teach_transformers()
