@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from lsrdecomp.calibration.covariance import Covariance, Spectrum
 from lsrdecomp.calibration.fisher import CalibrationError, Pairs
-
-State = dict[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class LayerSums:
         self.output = Covariance(m, max_full=max_full, rank=rank, seed=seed, device=device)
         self.input = Covariance(n, max_full=max_full, rank=rank, seed=seed, device=device)
         self.squared_inputs = torch.zeros((), dtype=torch.float64, device=device)
-        self.tokens = 0
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
 
     @staticmethod
     def memory(size: tuple[int, int], max_full: int, rank: int) -> int:
@@ -51,26 +48,20 @@ class LayerSums:
         self.input.add(x.flatten(0, 1), (g @ g.mT @ x).flatten(0, 1))
         self.output.add(g.flatten(0, 1), (x @ x.mT @ g).flatten(0, 1))
         self.squared_inputs += x[used].double().square().sum()
-        self.tokens += int(used.sum())
+        self.tokens += used.sum()
 
-    def state(self) -> State:
-        """What to save so that the sums can go on in another process."""
-        both = {"output": self.output.state(), "input": self.input.state()}
-        parts = {f"{side}.{part}": value for side, state in both.items() for part, value in state.items()}
-        return parts | {"squared_inputs": self.squared_inputs.cpu().numpy(), "tokens": np.array(self.tokens)}
-
-    def load(self, state: State) -> None:
-        """Go on from a saved state."""
-        for side, covariance in (("output", self.output), ("input", self.input)):
-            covariance.load({part: state[f"{side}.{part}"] for part in ("total", "trace")})
-        self.squared_inputs.copy_(torch.from_numpy(np.asarray(state["squared_inputs"])))
-        self.tokens = int(state["tokens"])
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is added up, by name: what to save, and to fill so that the sums go on in another process."""
+        sides = {"output": self.output, "input": self.input}
+        parts = {f"{side}.{part}": getattr(sums, part) for side, sums in sides.items() for part in ("total", "trace")}
+        return parts | {"squared_inputs": self.squared_inputs, "tokens": self.tokens}
 
     def spectra(self, answers: int) -> tuple[Spectrum, Spectrum, float]:
         """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product."""
         # Both sums have the trace Σ‖W‖². C takes the mean squared length of an input, G what is left of the product.
         into, out = self.input.spectrum(), self.output.spectrum()
-        fisher, length = out.trace / answers, float(self.squared_inputs) / self.tokens
+        fisher, length = out.trace / answers, float(self.squared_inputs) / int(self.tokens)
         if not (fisher > 0 and length > 0):
             return _scaled(into, 0.0), _scaled(out, 0.0), 0.0
         return _scaled(into, length / into.trace), _scaled(out, fisher / length / out.trace), fisher

@@ -215,7 +215,7 @@ def _add_sums(
 
 def _share_sums(sums: dict[str, LayerSums]) -> None:
     """An expert that no token was sent to has no gradient: it counts like the least used of its stack."""
-    reached = {name: each.tokens for name, each in sums.items() if each.tokens}
+    reached = {name: int(each.tokens) for name, each in sums.items() if each.tokens}
     idle = [name for name in sums if name not in reached]
     for name in idle:
         like = least_reached(name, reached)

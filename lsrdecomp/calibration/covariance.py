@@ -57,15 +57,6 @@ class Covariance:
         self.total += rows.T @ (partners if self.full else partners @ self._block)
         self.trace += (rows * partners).double().sum()
 
-    def state(self) -> dict[str, NDArray[np.generic]]:
-        """What to save so that the sum can go on in another process."""
-        return {"total": self.total.cpu().numpy(), "trace": self.trace.cpu().numpy()}
-
-    def load(self, state: dict[str, NDArray[np.generic]]) -> None:
-        """Go on from a saved state of the same size and settings."""
-        for part, value in (("total", self.total), ("trace", self.trace)):
-            value.copy_(torch.from_numpy(np.asarray(state[part])))
-
     def spectrum(self) -> Spectrum:
         """The ``rank`` largest eigenpairs of the sum and an isotropic rest."""
         trace = float(self.trace)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lsrdecomp.calibration.accumulators import Counts, LayerSums
@@ -36,8 +37,8 @@ def check_unfinished(out: Path) -> None:
 
 def save_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums], counts: Counts) -> None:
     """Keep the sums of an unfinished run."""
-    arrays = {f"{name}.{part}": value for name, sums in layers.items() for part, value in sums.state().items()}
-    journal.put(key, arrays, facts=asdict(counts))
+    tensors = {f"{name}.{part}": tensor for name, sums in layers.items() for part, tensor in sums.tensors.items()}
+    journal.put(key, {name: tensor.cpu().numpy() for name, tensor in tensors.items()}, facts=asdict(counts))
 
 
 def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Counts:
@@ -46,7 +47,8 @@ def load_sums(journal: Journal, key: str, layers: Mapping[str, LayerSums]) -> Co
     if result is None:
         return Counts()
     for name, sums in layers.items():
-        sums.load({part: result.arrays[f"{name}.{part}"].read() for part in sums.state()})
+        for part, tensor in sums.tensors.items():
+            tensor.copy_(torch.from_numpy(np.asarray(result.arrays[f"{name}.{part}"].read())))
     return Counts(**result.facts)
 
 
@@ -64,7 +66,7 @@ def leading_eigenpairs(layers: Mapping[str, LayerSums], answers: int) -> tuple[d
                 )
         shape = [len(out.vectors), len(into.vectors)]
         ranks = [out.values.size, into.values.size]
-        about[name] = {"shape": shape, "ranks": ranks, "tokens": sums.tokens, "fisher_trace": fisher}
+        about[name] = {"shape": shape, "ranks": ranks, "tokens": int(sums.tokens), "fisher_trace": fisher}
     return tensors, about
 
 

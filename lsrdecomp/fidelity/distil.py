@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
@@ -120,7 +119,6 @@ def distil(
     with needs("distillation", "peft"):
         from accelerate import PartialState
 
-        from lsrdecomp.calibration.distil import distil_factors
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
         from lsrdecomp.fidelity.forms import distil_form
     # 1. Open: the adapter, its LoRA, and the base with the LoRA on it.
@@ -142,22 +140,17 @@ def distil(
     with Journal.beside(out, reads_only=not team.is_main_process) as journal, TemporaryDirectory() as folder:
         # 2. and 3. Fit and materialize: training, then the files with the new numbers.
         evaluator.say("measuring")
-        train = partial(
-            distil_factors,
-            lessons=evaluator.lessons(chosen.steps, chosen.micro),
-            rate=chosen.rate,
-            seed=chosen.seed,
-            journal=journal,
-            key=content_key(evaluator.key, compressed.source_sha256, chosen.steps, chosen.rate),
-        )
         form = distil_form(
             evaluator,
             directory,
             source,
             Path(folder) / "made",
-            train,
+            evaluator.lessons(chosen.steps, chosen.micro),
             steps=chosen.steps,
             before=evaluator.measure(directory),
+            rate=chosen.rate,
+            journal=journal,
+            key=content_key(evaluator.key, compressed.source_sha256, chosen.steps, chosen.rate),
             statistics=statistics,
         )
         # 4. Report: what the better files keep, written with them.

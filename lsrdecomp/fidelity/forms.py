@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +164,17 @@ class CompressedFormCache:
             trained = DistilledForm(form.path, out, before, after, Distillation(**measured.facts["training"]))
         else:
             shutil.rmtree(out, ignore_errors=True)  # a kill came between writing and measuring
-            train = partial(
-                distil_factors,
-                lessons=self.lessons,
-                seed=self.evaluator.settings.seed,
-                enough=enough,
-                journal=self.journal,
-                key=content_key("training", form.path.name, self.steps),
-            )
             trained = distil_form(
                 self.evaluator,
                 form.path,
                 self.source,
                 out,
-                train,
+                self.lessons,
                 steps=self.steps,
                 before=form.behaviour,
+                enough=enough,
+                journal=self.journal,
+                key=content_key("training", form.path.name, self.steps),
                 statistics=self.statistics,
                 words=words,
             )
@@ -199,23 +193,37 @@ def distil_form(
     form: Path,
     source: Checkpoint,
     out: Path,
-    train: Callable[..., Distillation],
+    lessons: Lessons,
     *,
     steps: int,
     before: Behaviour,
+    rate: float | None = None,
+    enough: float = math.inf,
+    journal: Journal | None = None,
+    key: str = "",
     statistics: StatisticsByLayer | None = None,
     words: str = "",
 ) -> DistilledForm:
     """Distil the directory ``form`` on an open base and write what came of it to ``out``; see `lsrdecomp.distil`.
 
-    ``train`` is `distil_factors` with its lessons and settings; ``before`` is what the form keeps as it is; ``words``
-    go before those on each part of the work.
+    ``steps`` to ``key`` are as for `distil_factors`; ``before`` is what the form keeps as it is; ``words`` go before
+    those on each part of the work.
     """
     # 1. Training.
     student = evaluator.base.adapted(form)
     stage = f"{words}distilling, at most {steps} steps of {evaluator.size} examples"
     evaluator.say(stage)
-    training = train(student, steps=steps, on_step=lambda step: evaluator.say(stage, step.done, step.total, step.unit))
+    training = distil_factors(
+        student,
+        lessons,
+        steps=steps,
+        rate=rate,
+        seed=evaluator.settings.seed,
+        enough=enough,
+        journal=journal,
+        key=key,
+        on_step=lambda step: evaluator.say(stage, step.done, step.total, step.unit),
+    )
     # 2. What the new numbers keep as written: rounded as the old ones were.
     evaluator.say(f"{words}writing and measuring again")
     rewrite(out, form, source, products_of(student), statistics=statistics)

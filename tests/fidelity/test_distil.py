@@ -8,7 +8,6 @@ import random
 import shutil
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -214,10 +213,8 @@ def test_training_ends_when_enough_is_kept_and_the_lora_answers_each_lesson_once
     before = evaluator.measure(classifier / "lsr")
 
     def train(name, **settings):
-        learn = partial(distil_factors, lessons=lessons, rate=0.03, **settings)
-        return distil_form(
-            evaluator, classifier / "lsr", lora, tmp_path / name, learn, steps=24, before=before
-        ).training
+        settings |= {"steps": 24, "before": before, "rate": 0.03}
+        return distil_form(evaluator, classifier / "lsr", lora, tmp_path / name, lessons, **settings).training
 
     first, again, short = train("first"), train("again"), train("short", enough=-1.0)
     assert len(lessons.answered) > 1
