@@ -14,6 +14,7 @@ import json
 import math
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -23,13 +24,13 @@ from benchmarks import RESULTS
 from benchmarks.lab.fit import FittedLayer, fit_layers, make_layers
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression.candidates import LowRank
 from lsrdecomp.compression.layers import layer_pair
 from lsrdecomp.compression.quantize import INTEGER_BITS, quantized_product, refitted_product
-from lsrdecomp.compression.settings import CompressionPlan, Search
+from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.kronecker.separated import SeparatedProduct
 
 RATIOS = (96.0, 48.0, 19.2, 4.36)
-SEARCH = Search(low_rank=False)
 
 
 def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
@@ -65,14 +66,15 @@ def main() -> None:
     rows = []
     for ratio in RATIOS:
         begun = time.process_time()
-        fit = fit_layers(layers, CompressionPlan(ratio=ratio).budget(layers), search=SEARCH)
+        budget = CompressionPlan(ratio=ratio).budget(layers)
+        fit = fit_layers(layers, replace(budget, allowed=lambda candidate: not isinstance(candidate, LowRank)))
         searching = time.process_time() - begun
         for storage in INTEGER_BITS:
             figures = {"ratio": ratio, "parameters": fit.parameters, "seconds_searching": searching}
             rows.append(figures | row(fit.layers, storage))
             print(json.dumps(rows[-1]), flush=True)
     versions = {"python": platform.python_version()} | {name: version(name) for name in ("lsrdecomp", "numpy", "scipy")}
-    record = {"adapter": options.adapter.name, "layers": len(layers), "seed": SEARCH.seed, "rows": rows}
+    record = {"adapter": options.adapter.name, "layers": len(layers), "rows": rows}
     options.out.write_text(json.dumps(record | {"versions": versions}, indent=1) + "\n")
 
 

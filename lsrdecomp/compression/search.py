@@ -140,9 +140,7 @@ def search_layers(
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
-        plain = [drop(layer), keep(layer)]
-        if table.search.low_rank:
-            plain += low_rank_candidates(layer, limit)
+        plain = [drop(layer), keep(layer), *low_rank_candidates(layer, limit)]
         table.rows[i] = [Entry(candidate) for candidate in plain]
         if layer.squared_norm > 0.0 and min(layer.shape) > 1:
             groups.setdefault(layer.kind, []).append(i)
@@ -232,7 +230,7 @@ def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
     #     where ΔW is near an LSR product of any shape, the coarse grid is nearer too.
     groups: dict[tuple[tuple[object, ...], int, int], list[int]] = {}
     for i, (layer, size) in enumerate(zip(table.layers, sizes, strict=True)):
-        if layer.is_frobenius and table.search.low_rank and table.products(i) and table.low_rank_wins(i):
+        if layer.is_frobenius and table.products(i) and table.low_rank_wins(i):
             continue
         if size > 0 and layer.squared_norm > 0.0 and min(layer.shape) > 1:
             power = round(math.log(size, STRIDE))

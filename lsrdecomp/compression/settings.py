@@ -212,8 +212,6 @@ class Search:
         Largest inner rank that is tried; the rank of the layer bounds it too.
     sweeps : int
         Sweeps at most of the joint least squares that refine what a budget chose.
-    low_rank : bool
-        Whether truncated SVD competes.
     shapes : Mapping of layer name to configuration, optional
         What the layers of another adapter became: these shapes, and the commonest ones for each size of layer, are
         solved for in place of the grid and its neighbours; see `Search.like`.
@@ -228,7 +226,6 @@ class Search:
     orders: tuple[int, ...] = (2, 3)
     inner_rank: int = 8
     sweeps: int = 40
-    low_rank: bool = True
     shapes: Mapping[str, Configuration] = field(default_factory=dict)
 
     @classmethod
