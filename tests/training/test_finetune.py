@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
 from lsrdecomp.training.tasks import TASKS  # noqa: E402
-from lsrdecomp.training.trainer import WholeBatches, judging_arguments, rates  # noqa: E402
+from lsrdecomp.training.trainer import TaskTrainer, WholeBatches, judging_arguments, rates  # noqa: E402
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -305,6 +306,22 @@ def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_
         coarse = finetune(settings.replace(precision=precision), tmp_path / precision)
         assert coarse.losses[0][1] == pytest.approx(record.losses[0][1], rel=0.1)
         assert coarse.losses != record.losses
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "loss"),
+    [
+        ([[1.0], [3.0]], [0.0, 0.0], (1.0 + 9.0) / 2),
+        ([[0.0], [math.log(3.0)], [0.0], [0.0]], [1, 0], (math.log(4 / 3) + math.log(2.0)) / 2),
+        ([[0.0, math.log(3.0)], [0.0, 0.0]], [1, 0], (math.log(4 / 3) + math.log(2.0)) / 2),
+    ],
+    ids=["scores", "choices", "classes"],
+)
+def test_the_loss_is_the_mean_over_the_examples(logits, labels, loss):
+    trainer = TaskTrainer.__new__(TaskTrainer)
+    trainer.regression = isinstance(labels[0], float)
+    answers = SimpleNamespace(logits=torch.tensor(logits))
+    assert float(trainer.compute_loss(lambda: answers, {"labels": torch.tensor(labels)})) == pytest.approx(loss)
 
 
 def rows(directory, name, lines):
