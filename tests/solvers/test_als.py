@@ -1,7 +1,7 @@
 """Alternating least squares with a penalty: array libraries, numbers of factors, goals, statuses, bad input."""
 
 import math
-from functools import reduce
+from functools import cache, reduce
 
 import numpy as np
 import problems
@@ -116,14 +116,19 @@ def test_exact_terms_are_found(d, kind):
     assert solution.status is Status.rank_reached
 
 
-def test_every_library_finds_the_same(xp):
+@cache
+def found_by_numpy():
     matrix = exact(THREE, 2, 5).to_matrix()
+    return matrix, ALS(storage="float64").solve(Dense(matrix), THREE, rank=2).approximation.weights
+
+
+def test_every_library_finds_the_same(xp):
+    matrix, weights = found_by_numpy()
     target = Dense(xp.asarray(matrix))
     solution = ALS(storage="float64").solve(target, THREE, rank=2)
     assert type(solution.approximation.factors[0]) is type(target.matrix)
     assert target.residual_norm(solution.approximation) <= 1e-12 * target.norm
-    again = ALS(storage="float64").solve(Dense(matrix), THREE, rank=2)
-    np.testing.assert_allclose(to_numpy(solution.approximation.weights), again.approximation.weights, rtol=1e-8)
+    np.testing.assert_allclose(to_numpy(solution.approximation.weights), weights, rtol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["float32", "complex64"])
@@ -144,15 +149,12 @@ def test_with_two_factors_it_agrees_with_the_svd():
     assert math.isclose(error, np.linalg.norm(sigma[3:]), rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
-def test_the_scale_of_the_matrix_does_not_matter(scale):
-    unit = problems.hilbert(24)
+def test_the_scale_of_the_matrix_does_not_matter():
+    """Squares leave the range of double precision at the outer two."""
     shape = KroneckerShape(((2, 2), (3, 3), (4, 4)))
-    relative = [
-        Dense(unit * s).residual_norm(ALS().solve(Dense(unit * s), shape, rank=3).approximation) / Dense(unit * s).norm
-        for s in (1.0, scale)
-    ]
-    assert math.isclose(*relative, rel_tol=1e-6)
+    targets = [Dense(problems.hilbert(24) * scale) for scale in (1.0, 1e-300, 1e300)]
+    relative = [t.residual_norm(ALS().solve(t, shape, rank=3).approximation) / t.norm for t in targets]
+    assert relative[1:] == pytest.approx(relative[:1] * 2, rel=1e-6)
 
 
 def test_a_tolerance_takes_few_terms_and_keeps_it():

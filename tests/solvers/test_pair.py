@@ -70,7 +70,7 @@ def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g:
         return (roots[0] @ (matrix - formed[0] @ formed[1]) @ roots[1].T).ravel()
 
     rng = np.random.default_rng(5)
-    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-14, ftol=1e-14) for _ in range(4)]
+    fits = [least_squares(residual, rng.standard_normal(sum(counts)), xtol=1e-10, ftol=1e-10) for _ in range(4)]
     return min(float(np.linalg.norm(fit.fun)) for fit in fits)
 
 
@@ -90,9 +90,9 @@ def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType,
     shape = CUBE if xp.__name__.endswith("numpy") else SMALL  # the other libraries on the cheaper one
     target = low_rank(rng, shape, 5, xp)
     weights = None if kind == "frobenius" else norms(rng, shape, kind, xp)
-    solution = JointALS(sweeps=12, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
+    solution = JointALS(sweeps=6, tolerance=0.0).solve(target, shape, (3, 4), weights=weights)
     steering = [solution.start_error, *(sweep.relative_error for sweep in solution.sweeps)]
-    assert len(solution.sweeps) == 12
+    assert len(solution.sweeps) == 6
     assert np.all(np.diff(steering) <= 1e-12)
     assert solution.relative_error < solution.start_error
     assert solution.relative_error == pytest.approx(steering[-1], rel=1e-9)
@@ -104,7 +104,7 @@ def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType,
     if shape is CUBE:
         return
     twin = _on_numpy(target, weights)
-    reference = JointALS(sweeps=12, tolerance=0.0).solve(twin[0], shape, (3, 4), weights=twin[1])
+    reference = JointALS(sweeps=6, tolerance=0.0).solve(twin[0], shape, (3, 4), weights=twin[1])
     assert solution.relative_error == pytest.approx(reference.relative_error, rel=1e-9)
 
 
@@ -139,7 +139,7 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
-    solver = JointALS(sweeps=3, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
+    solver = JointALS(sweeps=2, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
     formed = solver.solve(target, shape, (2, 3), weights=weights)
     for largest in ("LARGEST_BLOCK", "LARGEST_SPECTRAL"):
         monkeypatch.setattr(f"lsrdecomp.solvers.pair.normal_equations.{largest}", 0)
@@ -233,7 +233,7 @@ def test_a_penalty_on_the_weights_lowers_them(rng: np.random.Generator) -> None:
     target = low_rank(rng, CUBE, 4)
     for weights in (None, norms(rng, CUBE, "low rank")):
         free, held = (
-            JointALS(sweeps=60, ridge=ridge, tolerance=0.0).solve(target, CUBE, 3, weights=weights)
+            JointALS(sweeps=20, ridge=ridge, tolerance=0.0).solve(target, CUBE, 3, weights=weights)
             for ridge in (0.0, 0.1)
         )
         assert _sizes(held) < _sizes(free)
@@ -297,7 +297,7 @@ def test_contradictions_are_named(rng: np.random.Generator) -> None:
 
 def test_single_precision_comes_to_the_same_place(rng: np.random.Generator, xp: ModuleType) -> None:
     shape = ProductShape((16, 8), (2, 2), (12, 10))
-    targets = [low_rank(rng, shape, 4, xp) for _ in range(3)]
+    targets = [low_rank(rng, shape, 4, xp) for _ in range(2)]
     exact, quick = (
         JointALS(tolerance=1e-6, single=single).solve_batch(targets, shape, (4, 4)) for single in (False, True)
     )

@@ -35,7 +35,7 @@ def norm_of(rng: np.random.Generator, shape: ProductShape, kind: str) -> NormWei
 @pytest.mark.parametrize(("bits", "shape"), [(3, SMALL), (4, CUBE)])
 def test_solving_takes_back_most_of_what_rounding_loses(bits: int, shape: ProductShape, kind: str) -> None:
     lost = []
-    for seed in range(4):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         target, weights = low_rank(rng, shape, 4), norm_of(rng, shape, kind)
         found = JointALS(sweeps=10).solve(target, shape, (3, 3), weights=weights)
