@@ -111,8 +111,7 @@ def test_the_grid_of_shapes_tiles_the_matrix_and_fits_the_limit() -> None:
     assert shape_grid((M, N), RANK, (2, 3), RANK, 1) == []
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ranks", [0.5, 1.0, 1.5, 3.0])
+@pytest.mark.parametrize(("ranks", "weighted"), [(0.5, False), (0.5, True), (1.0, False), (1.5, True), (3.0, False)])
 def test_never_worse_than_the_best_truncated_svd_at_the_same_budget_and_norm(
     weighted: bool, ranks: float, rng: np.random.Generator
 ) -> None:
@@ -158,11 +157,9 @@ def _check_errors(fit: Fit) -> None:
 
 def test_an_error_budget_is_kept_on_what_is_stored(rng: np.random.Generator) -> None:
     some = layers(rng, True)
-    for rtol in (0.2, 0.5):
-        fit = fit_layers(some, error_budget(some, rtol), search=SEARCH, storages=("float16",))
-        assert fit.relative_error <= rtol
-        smallest = next(p for p in range(0, 12 * (M + N), M + N) if _best_truncation(some, p) <= rtol)
-        assert fit.parameters <= smallest
+    fit = fit_layers(some, error_budget(some, 0.2), search=SEARCH, storages=("float16",))
+    assert fit.relative_error <= 0.2
+    assert fit.parameters <= next(p for p in range(0, 12 * (M + N), M + N) if _best_truncation(some, p) <= 0.2)
     kl = 0.5 * 0.3**2 * sum(layer.squared_norm for layer in some)
     assert fit_layers(some, CompressionPlan(kl=kl).budget(some), search=SEARCH).relative_error <= 0.3
 

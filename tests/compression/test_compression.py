@@ -1,6 +1,7 @@
 """Compression of one layer and of a checkpoint: tolerances hold as written, and plain SVD is never lost to."""
 
 import json
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -39,14 +40,23 @@ def demo():
     return open_checkpoint(DEMO)
 
 
+PICKED = re.compile(r"\.layer\.3\.attention\.self\.(query|value)\.")
+
+
+@pytest.fixture(scope="module")
+def two_terms(demo, tmp_path_factory):
+    """The demo with a separation rank of two, as written; not to be changed."""
+    return compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path_factory.mktemp("two") / "out")
+
+
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """The four layers of the demo's first block, and its head."""
+    """Two layers of the demo's first block, and its head."""
     folder = tmp_path_factory.mktemp("few") / "adapter"
     shutil.copytree(DEMO, folder)
     weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
-    save_file({name: t for name, t in tensors.items() if "lora" not in name or ".layer.3." in name}, weights)
+    save_file({name: t for name, t in tensors.items() if "lora" not in name or PICKED.search(name)}, weights)
     return open_checkpoint(folder)
 
 
@@ -79,7 +89,7 @@ def of_bytes(size):
     return CompressionPlan(bytes=size, storage="auto")
 
 
-SIZES = (3680, 4800, 9000, 20_000)
+SIZES = (3500, 4100, 10_000)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +122,8 @@ def test_statistics_change_what_is_kept(few):
         direction = rng.standard_normal((layer.in_features, 1))
         seen = Dense(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
         weights[layer.name] = NormWeights(Dense((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen)
-    plain = compress(few, CompressionPlan(ratio=30), search=QUICK)
-    ours = compress(few, CompressionPlan(ratio=30), statistics=weights, search=QUICK)
+    plain = compress(few, CompressionPlan(ratio=15), search=QUICK)
+    ours = compress(few, CompressionPlan(ratio=15), statistics=weights, search=QUICK)
     assert ours.totals.functional_error <= ours.low_rank_error * (1 + 1e-9)
     assert ours.totals.functional_error < 0.2 < plain.totals.relative_error
     assert ours.layers[1].functional_error < 0.1
@@ -121,7 +131,7 @@ def test_statistics_change_what_is_kept(few):
         0.5 * sum((x.functional_norm * x.functional_error) ** 2 for x in ours.layers), rel=1e-12
     )
     with pytest.raises(BudgetError, match="no statistics for this layer"):
-        compress(few, CompressionPlan(ratio=30), statistics={}, search=QUICK)
+        compress(few, CompressionPlan(ratio=15), statistics={}, search=QUICK)
     with pytest.raises(BudgetError, match="calibrate first"):
         compress(few, CompressionPlan(kl=0.1))
 
@@ -196,9 +206,9 @@ def test_other_tensors_are_carried_along_bit_for_bit(demo, tmp_path):
 
 
 @pytest.mark.parametrize("place", [-1, -3000, -12_000, 200, 1500])
-def test_any_flipped_bit_is_noticed(demo, tmp_path, place):
-    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
-    assert verify(demo, open_checkpoint(out)).passed
+def test_any_flipped_bit_is_noticed(demo, two_terms, tmp_path, place):
+    assert verify(demo, open_checkpoint(two_terms)).passed
+    out = shutil.copytree(two_terms, tmp_path / "out")
     weights = out / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
     content[place] ^= 1
@@ -209,9 +219,8 @@ def test_any_flipped_bit_is_noticed(demo, tmp_path, place):
         assert place > 0  # a header that cannot be read any more
 
 
-def test_another_source_is_noticed_also_through_an_export(demo, tmp_path):
-    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
-    exported = open_checkpoint(export_lora(open_checkpoint(out), tmp_path / "lora"))
+def test_another_source_is_noticed_also_through_an_export(demo, two_terms, tmp_path):
+    exported = open_checkpoint(export_lora(open_checkpoint(two_terms), tmp_path / "lora"))
     assert verify(demo, exported).source_matches
     other = open_checkpoint(compress(exported, CompressionPlan(separation_rank=2)).save(tmp_path / "again"))
     assert verify(exported, other).passed
@@ -219,8 +228,8 @@ def test_another_source_is_noticed_also_through_an_export(demo, tmp_path):
     assert (check.source_matches, check.passed) == (False, False)
 
 
-def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
-    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+def test_a_changed_head_is_noticed_without_any_record(demo, two_terms, tmp_path):
+    out = shutil.copytree(two_terms, tmp_path / "out")
     (out / "SHA256SUMS").unlink()
     weights = out / "adapter_model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -229,15 +238,12 @@ def test_a_changed_head_is_noticed_without_any_record(demo, tmp_path):
     assert len(verify(demo, open_checkpoint(out)).changed_tensors) == 1
 
 
-@pytest.mark.parametrize(("to", "profile"), [("lora", "peft"), ("lora", "server"), ("lora", "lorax")])
-def test_export_is_exact(demo, tmp_path, to, profile):
-    written = open_checkpoint(compress(demo, CompressionPlan(separation_rank=4)).save(tmp_path / "lsr"))
-    out = tmp_path / ("lora" if to == "lora" else "lora.safetensors")
-    exported = open_checkpoint(export_lora(written, out, to=to, profile=profile))
-    names = {layer.name.replace(".", "_"): layer for layer in exported.layers}
+@pytest.mark.parametrize("profile", ["peft", "server", "lorax"])
+def test_export_is_exact(two_terms, tmp_path, profile):
+    written = open_checkpoint(two_terms)
+    exported = open_checkpoint(export_lora(written, tmp_path / "lora", profile=profile))
     for layer in written.layers:
-        (other,) = [value for key, value in names.items() if key.endswith(layer.name.replace(".", "_"))]
-        close(layer_product(other).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
+        close(layer_product(exported.layer(layer.name)).to_matrix(), layer_product(layer).to_matrix(), dtype="float32")
     if profile == "lorax":
         assert {layer.rank for layer in exported.layers} == {8}
     if profile == "server":
@@ -266,10 +272,9 @@ def test_a_format_that_cannot_hold_these_layers_is_refused(demo, tmp_path, to):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_lsr_adapter_is_not_compressed_twice(demo, tmp_path):
-    out = compress(demo, CompressionPlan(separation_rank=2)).save(tmp_path / "out")
+def test_an_lsr_adapter_is_not_compressed_twice(two_terms):
     with pytest.raises(CheckpointError, match="is an LSR layer already"):
-        compress(open_checkpoint(out), CompressionPlan(rtol=0.5))
+        compress(open_checkpoint(two_terms), CompressionPlan(rtol=0.5))
 
 
 def test_zero_layers_become_zero_terms_or_nothing():

@@ -38,7 +38,7 @@ def killed_after(puts: int, *order: object) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = {
-        name: value for i in range(6) for name, value in pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
+        name: value for i in range(4) for name, value in pair(f"l.{i}.q", *SIZES[i % len(SIZES)], r=4, seed=i).items()
     }
     return directory(tmp_path_factory.mktemp("source") / "in", tensors, r=4)
 
