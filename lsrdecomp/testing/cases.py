@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypedDict
 
@@ -131,6 +132,22 @@ def _entries(shape: tuple[int, int], complex_values: bool) -> st.SearchStrategy[
     return integers | matrices(shape, scale=1.0, complex_values=complex_values)
 
 
+@dataclass(frozen=True)
+class Corner:
+    """A check of given arrays, of which nothing is drawn but whether they are complex."""
+
+    name: str
+    check: Callable[..., None]
+    arrays: Sequence[tuple[np.ndarray, str | None]]
+
+    def __call__(self, d: Cases) -> None:
+        try:
+            self.check(*(d.array(values, dtype) for values, dtype in self.arrays))
+        except IdentityError as error:
+            error.identity = f"{self.name}, {error.identity.partition(', ')[2]}"
+            raise
+
+
 Trial = tuple[str, Callable[[Cases], None]]
 """A name, and what draws a case and checks it."""
 
@@ -147,21 +164,14 @@ def trials(
     ``corners`` names shapes of arrays: sides that are equal, long or empty. Arrays of the first of them also carry NaN,
     entries that a coarser type loses, and, where there are two, arrays of two element types.
     """
-    first = on_corners or identities.checks[0][0]
+    first = partial(on_corners or identities.checks[0][0], function)
 
     def on_drawn(check: Callable[..., None], cases: Any, d: Cases) -> None:
         check(function, *(d.matrices(*cases.split()) if isinstance(cases, str) else cases(d)))
 
-    def on_corner(name: str, arrays: Sequence[tuple[np.ndarray, str | None]], d: Cases) -> None:
-        try:
-            first(function, *(d.array(values, dtype) for values, dtype in arrays))
-        except IdentityError as error:
-            error.identity = f"{name}, {error.identity.partition(', ')[2]}"
-            raise
-
     drawn = [(check.__name__.replace("_", " "), partial(on_drawn, check, cases)) for check, cases in identities.checks]
     fixed = _corner_arrays(corners, options) if corners else {}
-    return [*drawn, *((name, partial(on_corner, name, arrays)) for name, arrays in fixed.items())]
+    return [*drawn, *((name, Corner(name, first, arrays)) for name, arrays in fixed.items())]
 
 
 def _corner_arrays(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lsrdecomp.arrays import Namespace
 from lsrdecomp.testing.agreement import IdentityError, shown
-from lsrdecomp.testing.cases import Cases, Trial
+from lsrdecomp.testing.cases import Cases, Corner, Trial
 
 EXAMPLES = 25
 """Cases drawn for each identity."""
@@ -72,7 +72,9 @@ def try_identities(
     failures: list[IdentityError] = []
     for name, check in trials:
         # Only the first failure is shown with its case, so only that case is made small.
-        failure = _first_failure(name, partial(on_case, check), max_examples, shrink=not failures)
+        failure = _first_failure(
+            name, partial(on_case, check), max_examples, isinstance(check, Corner), shrink=not failures
+        )
         if failure is not None:
             failures.append(failure)
     if failures:
@@ -82,11 +84,19 @@ def try_identities(
         raise IdentityError(first.identity, first.message + more, gap=first.gap, cause=first.cause) from first.cause
 
 
+def _given(value: bool, strategy: Any) -> bool:
+    return value
+
+
 def _first_failure(
-    name: str, on_case: Callable[[Callable[[Any], Any]], None], max_examples: int, shrink: bool
+    name: str, on_case: Callable[[Callable[[Any], Any]], None], max_examples: int, is_corner: bool, shrink: bool
 ) -> IdentityError | None:
+    # Hypothesis reads and tokenizes the source of what it runs, decorators included, twice for each identity.
+    def every_case(data: st.DataObject) -> None:
+        on_case(data.draw)
+
     # Cases must not depend on an earlier run or the machine's speed: no database, no deadline.
-    @settings(
+    chosen = settings(
         max_examples=max_examples,
         deadline=None,
         derandomize=True,
@@ -96,12 +106,12 @@ def _first_failure(
         report_multiple_bugs=False,
         phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
     )
-    @given(data=st.data())
-    def every_case(data: st.DataObject) -> None:
-        on_case(data.draw)
-
     try:
-        every_case()
+        if is_corner:
+            for is_complex in (False, True):
+                on_case(partial(_given, is_complex))
+        else:
+            chosen(given(data=st.data())(every_case))()
     except IdentityError as error:
         return IdentityError(error.identity, error.message, gap=error.gap, cause=error.cause)
     except _Raised as error:

@@ -6,7 +6,10 @@ from safetensors.numpy import save_file
 
 from lsrdecomp.serving import check_served
 
-SIZES = {"unet.mid_block.attentions.0.proj": (6, 4), "text_encoder.text_model.encoder.layers.0.self_attn.q_proj": (4, 4)}
+SIZES = {
+    "unet.mid_block.attentions.0.proj": (6, 4),
+    "text_encoder.text_model.encoder.layers.0.self_attn.q_proj": (4, 4),
+}
 
 
 @pytest.fixture(scope="module")
