@@ -54,7 +54,7 @@ def without_float64_the_error_says_how_to_have_it(jax):
 
 
 def its_kronecker_product_passes_the_laws(jax):
-    check_kron(jax.numpy.kron, xp=jax.numpy, dtype="float32", max_examples=1)
+    check_kron(jax.numpy.kron, xp=jax.numpy, dtype="float32", complex_values=False, max_examples=1)
 
 
 CHECKS = (

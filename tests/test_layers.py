@@ -4,6 +4,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules of ours that a file imports, wherever in the file it does so."""
     found = set()

@@ -30,17 +30,22 @@ def tried(make):
         return "–"
 
 
-def base(folder, form):
+BASES = TemporaryDirectory(prefix="lsrdecomp-bases-")
+
+
+@cache
+def base(of_experts):
     """A language model whose only block has the layer that the language formats here adapt, or two such experts."""
+    folder = Path(BASES.name) / str(of_experts)
     sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes)
-    if "experts" in form:
+    if of_experts:
         experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64, "head_dim": 32}
         config = transformers.Qwen3MoeConfig(**sizes, **experts)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
-    word_tokenizer().save_pretrained(folder / "base")
-    return folder / "base"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @cache
@@ -62,7 +67,7 @@ def row(form):
             return check.passed and check.recorded and {layer.dtype for layer in made.layers} == {"float16"}
 
         def measured():
-            if list(load_base(base(folder, form), written).modules) != [layer.name for layer in source.layers]:
+            if list(load_base(base("experts" in form), written).modules) != [layer.name for layer in source.layers]:
                 raise CalibrationError("its layers are no Linear layers of the base")
             return True
 
