@@ -14,7 +14,7 @@ from typing import Any
 from peft import PeftConfig
 from peft.utils import load_peft_weights
 from transformers.integrations.peft import PeftAdapterMixin
-from transformers.utils import find_adapter_config_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from lsrdecomp.adapters.tuner import unpacked
 
@@ -54,6 +54,6 @@ def _read(source: str, options: dict[str, Any]) -> dict[str, Any]:
         kind = json.load(text).get("peft_type")
     if kind != "LSR":
         return {}
-    config: Any = PeftConfig.from_pretrained(source, **options)  # type: ignore[no-untyped-call]
+    config: Any = PeftConfig.from_pretrained(source, **options)
     tensors = unpacked(load_peft_weights(source, device="cpu", **options), config.layers)
     return {"peft_config": config, "adapter_state_dict": tensors}

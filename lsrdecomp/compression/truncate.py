@@ -174,8 +174,9 @@ def _ranks_for(sigma: Sequence[Array], rtol: float, rule: RankRule) -> tuple[int
         for tails in map(tail_norms, sigma)
     ]
     for group in [range(len(ranks))] if rule.common else rule.groups:
+        most = max(ranks[i] for i in group)
         for i in group:
-            ranks[i] = max(ranks[i] for i in group)
+            ranks[i] = most
     return tuple(ranks)
 
 
@@ -184,20 +185,11 @@ def _ranks_within(layers: Sequence[Layer], sigma: Sequence[Array], most: float, 
     squares = [[sigma[i] ** 2 for i in group] for group in rule.groups]
     gains = [np.sum([np.pad(s, (0, max(map(len, group)) - len(s))) for s in group], axis=0) for group in squares]
     sizes = [sum(sum(layers[i].shape) for i in group) for group in rule.groups]
-    if not rule.common:
+    if rule.common:  # the rank with which most is kept
+        fills = [_fill_with(rank, gains, sizes, most) for rank in range(1, max(map(len, gains)) + 1)]
+        chosen = max(fills, key=lambda fill: sum(float(gain[:r].sum()) for gain, r in zip(gains, fill, strict=True)))
+    else:
         chosen = _fill(gains, sizes, most, rule.least)
-    else:  # of one rank for all that is written, the one with which most is kept
-        depths = range(1, max(map(len, gains)) + 1)
-        fills = [
-            [
-                rank * count
-                for count in _fill(
-                    [gain[:rank].sum(keepdims=True) for gain in gains], [rank * size for size in sizes], most
-                )
-            ]
-            for rank in depths
-        ]
-        chosen = max(fills, key=lambda ranks: sum(gain[:rank].sum() for gain, rank in zip(gains, ranks, strict=True)))
     ranks = [0] * len(layers)
     for group, rank in zip(rule.groups, chosen, strict=True):
         for i in group:
@@ -218,6 +210,12 @@ def _fill(gains: Sequence[Array], sizes: Sequence[int], most: float, least: int 
             counts[i] += 1
             used += sizes[i]
     return counts
+
+
+def _fill_with(rank: int, gains: Sequence[Array], sizes: Sequence[int], most: float) -> list[int]:
+    """``rank`` for the groups that fit with it, and none for the others."""
+    kept = [gain[:rank].sum(keepdims=True) for gain in gains]
+    return [rank * count for count in _fill(kept, [rank * size for size in sizes], most)]
 
 
 def _room(checkpoint: Checkpoint, plan: CompressionPlan, storage: str | None) -> float:
