@@ -75,7 +75,8 @@ class KroneckerFactors(nn.Module):
         if any(type(factor) is not nn.Parameter or factor.device.type != "cpu" for factor in factors):
             return expand(factors)
         copies, matrix = _latest.get(self, ([], None))
-        if matrix is None or not all(map(_equal, copies, factors)):
+        pairs = zip(copies, factors, strict=False)
+        if matrix is None or not all(copy.dtype == now.dtype and torch.equal(copy, now) for copy, now in pairs):
             matrix = expand(factors)
             _latest[self] = [factor.clone() for factor in factors], matrix
         return matrix
@@ -104,10 +105,6 @@ class KroneckerFactors(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape}, separation_rank={self.separation_rank}"
-
-
-def _equal(copy: Tensor, factor: Tensor) -> bool:
-    return copy.dtype == factor.dtype and torch.equal(copy, factor)
 
 
 def zero_factor(shape: KroneckerShape) -> int:

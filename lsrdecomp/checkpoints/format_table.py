@@ -22,7 +22,7 @@ from lsrdecomp.checkpoints.format import CONFIG, PREFIX, Bundle, Format, open_bu
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import lsr
 from lsrdecomp.checkpoints.readers.layouts import LAYOUTS
-from lsrdecomp.checkpoints.records import Checkpoint, LoraLayer, LsrLayer
+from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import DTYPES, Array, TensorWriter
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, UnsupportedError
@@ -125,17 +125,14 @@ def _refuse_adapter_names(keys: Iterable[str], way_out: str, path: Path | None =
 
 
 def _check_memory(checkpoint: Checkpoint, most: int) -> None:
-    sizes = [(layer.name, _numbers(layer), 8) for layer in checkpoint.layers]
+    # Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a huge layer.
+    layers = [(x.name, max(x.parameters, x.rank * (x.out_features + x.in_features))) for x in checkpoint.layers]
+    sizes = [(name, numbers, 8) for name, numbers in layers]
     sizes += [(key, tensor.parameters, DTYPES[tensor.dtype].itemsize) for key, tensor in checkpoint.extras.items()]
     for name, numbers, width in sizes:
         if numbers * width > most:
             text = f"its {numbers} numbers take {numbers * width} bytes, above the {most} allowed; {WAY_OUT}"
             raise CheckpointError(text, path=checkpoint.weights, tensor=name)
-
-
-def _numbers(layer: LoraLayer | LsrLayer) -> int:
-    """Of the factors or of the LoRA they expand to, whichever are more: a small file can imply a huge layer."""
-    return max(layer.parameters, layer.rank * (layer.out_features + layer.in_features))
 
 
 # -- adapters in the memory of a program: saved to a temporary directory and read there --------------------------------

@@ -38,10 +38,6 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
     def became(layer: LayerReport) -> Hashable:
         return kind_of(layer.name), layer.rows, layer.columns, layer.structure, layer.shape, layer.separation_ranks
 
-    def terms(layer: LayerReport) -> str:
-        left, right = layer.separation_ranks
-        return "" if layer.structure == "drop" else f"{left}" if left == right else f"{left}+{right}"
-
     def error(group: list[LayerReport]) -> str:
         missed = "" if all(layer.met for layer in group) else " !"
         return f"{_together(group, lambda x: x.norm, lambda x: x.relative_error):.3g}{missed}"
@@ -56,7 +52,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         Column("rank", 8): lambda group: _range([layer.source_rank for layer in group]),
         Column("structure", 1, "left"): lambda group: group[0].structure,
         Column("shape", 7, "left"): lambda group: group[0].shape,
-        Column("terms", 5): lambda group: terms(group[0]),
+        Column("terms", 5): lambda group: group[0].terms,
         Column("parameters"): lambda group: f"{sum(layer.parameters for layer in group):,}",
         Column("of", 4): lambda group: f"{sum(layer.parameters_before for layer in group):,}",
         Column("storage", 3, "left"): lambda group: "/".join(sorted({x.storage for x in group if x.parameters})),

@@ -244,7 +244,8 @@ class SearchedAdapter:
                 if sizes:
                     raise _too_few(size, sizes) from error
                 raise
-            sizes.append(_file_size(result))
+            with TemporaryDirectory() as folder:
+                sizes.append(bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS))
             # Fill 2: the answer lies between what made a file that fits and what made one that does not.
             if sizes[-1] <= size:
                 low = max(low, allowed)
@@ -310,12 +311,6 @@ def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
         least = f"heads, header and config alone take {fixed:,} bytes"
         raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
     return size - fixed
-
-
-def _file_size(result: Compression) -> int:
-    """Bytes of the files that open it, by writing them."""
-    with TemporaryDirectory() as folder:
-        return bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
 
 
 def _too_few(size: int, sizes: Sequence[int]) -> BudgetError:

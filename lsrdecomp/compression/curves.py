@@ -62,17 +62,12 @@ def adapter_curves(checkpoint: Checkpoint, *, on_step: OnStep | None = None) -> 
     for layer in checkpoint.layers:
         pair = layer_pair(checkpoint, layer)
         norms.append(pair.norm)
-        low_rank.append(_low_rank(pair))
+        low_rank.append({k: (k * sum(pair.shape), tail) for k, tail in enumerate(tail_norms(pair.svd[1]))})
         factorwise.append(_factorwise(pair))
         measured.add()
     # Curves 2: all layers cut alike; errors add up as squares.
     norm = math.hypot(*norms)
     return _summed("truncated SVD", low_rank, norm), _summed("LSR, side by side", factorwise, norm)
-
-
-def _low_rank(pair: LowRank) -> Points:
-    tails, step = tail_norms(pair.svd[1]), sum(pair.shape)
-    return {k: (k * step, tail) for k, tail in enumerate(tails)}
 
 
 def _factorwise(pair: LowRank) -> Points:

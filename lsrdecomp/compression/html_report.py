@@ -115,10 +115,6 @@ class Column:
 
 
 def _columns(functional: bool) -> list[Column]:
-    def terms(layer: LayerReport) -> str:
-        left, right = layer.separation_ranks
-        return f"{left}" if left == right else f"{left} + {right}"
-
     def percent(layer: LayerReport) -> float:
         return 100.0 * layer.parameters / layer.parameters_before if layer.parameters_before else 0.0
 
@@ -128,7 +124,7 @@ def _columns(functional: bool) -> list[Column]:
         Column("rank", "wide", lambda x: x.source_rank, lambda x: f"{x.source_rank}"),
         Column("structure", "text wide", lambda x: x.structure, lambda x: x.structure),
         Column("sizes", "text wide", lambda x: x.shape, lambda x: x.shape),
-        Column("terms", "wide", lambda x: sum(x.separation_ranks), terms),
+        Column("terms", "wide", lambda x: sum(x.separation_ranks), lambda x: x.terms),
         Column("parameters", "", lambda x: x.parameters, lambda x: f"{x.parameters:,}"),
         Column("of LoRA", "wide", percent, lambda x: f"{percent(x):.0f} %"),
         Column(

@@ -188,6 +188,12 @@ class LayerReport:
         """The relative error in the norm that the plan speaks of."""
         return self.relative_error if self.functional_error is None else self.functional_error
 
+    @property
+    def terms(self) -> str:
+        """Of the out side and of the in side, where they differ; nothing for a layer left out."""
+        left, right = self.separation_ranks
+        return "" if self.structure == "drop" else f"{left}" if left == right else f"{left}+{right}"
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
