@@ -4,7 +4,8 @@ Each line of a file is an object with one of
 
 - ``prompt`` and ``completion``: what is given, and what is to follow;
 - ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]``, written
-  out by the tokenizer's chat template; what the assistant says is what is to follow;
+  out by the tokenizer's chat template; what the assistant says is what is to follow. It may be parted in two lists,
+  ``prompt`` and ``completion``;
 - ``text``: all of it is to follow.
 
 ``references``, a list of texts, may say beside any of these what else would be right::
@@ -93,8 +94,9 @@ def read_jsonl(file: str | Path) -> list[PromptExample]:
     Parameters
     ----------
     file : str or path
-        In UTF-8. A line has the texts "prompt" and "completion", or "text", or a conversation as "messages"; and where
-        there are other right answers, a list of them as "references".
+        In UTF-8. A line has the texts "prompt" and "completion", or "text", or a conversation as "messages" or as lists
+        of them under "prompt" and "completion"; and where there are other right answers, a list of them as
+        "references".
 
     Returns
     -------
@@ -140,6 +142,8 @@ def _example(line: str, where: str) -> PromptExample:
     references = row.get("references", [])
     if not isinstance(references, list) or not all(isinstance(text, str) and text.strip() for text in references):
         raise DataError(f'{where}: "references" must be a list of texts that are not empty')
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+        row["messages"] = row["prompt"] + row["completion"]
     if "messages" in row:
         return PromptExample("", "", where, _conversation(row["messages"], where), tuple(references))
     fields = ("prompt", "completion") if "prompt" in row or "completion" in row else ("text",)

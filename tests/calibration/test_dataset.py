@@ -74,6 +74,8 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     given = "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> assistant"
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
+    parted = {"prompt": SPOKEN[:-1], "completion": SPOKEN[-1:]}  # as TRL's conversational datasets have it
+    assert read_jsonl(file(tmp_path, parted)) == [example]
 
 
 def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
@@ -92,6 +94,7 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
         ({"prompt": "one", "completion": 3}, 'line 2: "completion" is no text; give'),
         ({"prompt": "one", "completion": " \n"}, 'line 2: "completion" is empty, .* fill it or remove the line'),
         ({"text": ""}, 'line 2: "text" is empty'),
+        ({"prompt": SPOKEN, "completion": "x"}, 'line 2: "prompt" is no text'),
         ({"messages": []}, "line 2: no message is of the assistant"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "line 2: a message of the assistant is empty"),
         ({"messages": ["hello"]}, 'line 2: "messages" must be a list of objects'),
