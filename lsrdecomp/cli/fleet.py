@@ -20,7 +20,7 @@ from lsrdecomp.errors import LsrError
 def fleet(
     indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
     outdir: Annotated[Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")],
-    plan: Annotated[Path, typer.Option(help="TOML file with a table [compress]: the options of compress.")],
+    plan: Annotated[Path, typer.Option(help="TOML file: a line [compress], then its options, as ratio = 48.")],
     workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
     calibrated: Annotated[
         Path | None,
@@ -79,7 +79,7 @@ def read_plan(path: Path) -> compression.CompressionPlan:
     """A plan from the table [compress] of a TOML file; a misspelt key is named with those that exist."""
     table = read_toml(path).get("compress")
     if not isinstance(table, dict):
-        raise LsrError(f"{path}: has no table [compress]")
+        raise LsrError(f"{path}: has no table [compress]: a line [compress], then options of compress, as ratio = 48")
     try:
         return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:
