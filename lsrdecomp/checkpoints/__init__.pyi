@@ -16,8 +16,6 @@ from .writers.gguf import GgufBase as GgufBase
 from .writers.gguf import read_base as read_base
 from .writers.gguf import write_gguf as write_gguf
 from .writers.lsr import write_lsr as write_lsr
-from .writers.pairs import RankRule as RankRule
-from .writers.pairs import rank_rule as rank_rule
 from .writers.pairs import same_form as same_form
 from .writers.pairs import write_pairs as write_pairs
 from .writers.peft import write_lora as write_lora

@@ -15,9 +15,10 @@ from typing import Unpack
 import numpy as np
 
 from lsrdecomp.arrays import tail_norms, to_numpy
-from lsrdecomp.checkpoints import Checkpoint, RankRule, rank_rule, same_form, write_pairs
+from lsrdecomp.checkpoints import Checkpoint, same_form, write_pairs
 from lsrdecomp.checkpoints.progress import Counter, OnStep
 from lsrdecomp.checkpoints.tensors import DTYPES, Array
+from lsrdecomp.checkpoints.writers.pairs import RankRule, rank_rule
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError

@@ -74,16 +74,7 @@ class RankRule:
 
 
 def rank_rule(like: Checkpoint) -> RankRule:
-    """What must hold of ranks for `write_pairs` to write no zeros in place of what is left out.
-
-    Parameters
-    ----------
-    like : Checkpoint
-
-    Returns
-    -------
-    RankRule
-    """
+    """What must hold of ranks for `write_pairs` to write no zeros in place of what is left out."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for index, layer in enumerate(like.layers):
         groups[layer.up.name if isinstance(layer, LoraLayer) else layer.name].append(index)
