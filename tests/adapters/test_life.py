@@ -14,6 +14,9 @@ from transformers import Trainer, TrainingArguments
 
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.adapters.errors import AdapterNameError
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.errors import CheckpointError, ShapeError
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
@@ -245,3 +248,24 @@ def test_low_memory_loading_is_the_same(tmp_path):
     expected = logits(PeftModel.from_pretrained(tiny_bert(), tmp_path))
     model = PeftModel.from_pretrained(tiny_bert(), tmp_path, low_cpu_mem_usage=True)
     assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_saved_is_packed_into_a_fraction(tmp_path, rslora):
+    config = LsrConfig(r=4, separation_rank=3, lsr_alpha=3, use_rslora=rslora, init_weights=False, **TARGETS)
+    model = trained(config)
+    model.save_pretrained(tmp_path / "saved")
+    pack_lsr(open_checkpoint(tmp_path / "saved"), tmp_path / "packed")
+    assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "packed")), logits(model))
+    saved, packed = (bytes_to_open(tmp_path / name / "adapter_model.safetensors") for name in ("saved", "packed"))
+    numbers = 4 * open_checkpoint(tmp_path / "saved").adapter_parameters
+    assert packed - numbers < 0.2 * (saved - numbers)
+    assert "shape_pattern" not in json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
+
+
+def test_packed_modules_named_in_full_are_in_the_index_alone(tmp_path):
+    model = trained(LsrConfig(r=4, init_weights=False, target_modules=[QUERY, DOWN]))
+    model.save_pretrained(tmp_path / "saved")
+    pack_lsr(open_checkpoint(tmp_path / "saved"), tmp_path / "packed")
+    assert "target_modules" not in json.loads((tmp_path / "packed" / "adapter_config.json").read_text())
+    assert same(logits(PeftModel.from_pretrained(tiny_bert(), tmp_path / "packed")), logits(model))

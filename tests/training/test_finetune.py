@@ -16,24 +16,27 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytest.importorskip("trl")
 pytest.importorskip("sklearn")
 
 import processes  # noqa: E402
+from adapters_support import tiny_bert, token_batch  # noqa: E402
 from console import lsr  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 from transformers import Trainer  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
+from lsrdecomp.adapters import LsrConfig  # noqa: E402
 from lsrdecomp.calibration.dataset import Example  # noqa: E402
 from lsrdecomp.checkpoints import open_checkpoint  # noqa: E402
+from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
 from lsrdecomp.training.dataset import Collator, judge  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
-from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
+from lsrdecomp.training.finetune import evaluate, finetune, save_adapter  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
 from lsrdecomp.training.record import read_record  # noqa: E402
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError  # noqa: E402
@@ -95,9 +98,9 @@ def test_the_record_says_how_a_run_went(finished):
     assert [step for step, _ in record.losses] == [6, 12, 18, 24]
     tensors = load_file(out / "adapter" / WEIGHTS)
     head = [name for name in tensors if "classifier" in name]
-    sizes = {name: tensor.size for name, tensor in tensors.items()}
-    assert record.head_parameters == sum(sizes[name] for name in head) == 650
-    assert record.adapter_parameters == sum(sizes.values()) - 650 == 4 * 2 * 4 * (8 * 2 + 8 * 2)
+    assert record.head_parameters == sum(tensors[name].size for name in head) == 650
+    assert sorted(set(tensors) - set(head)) == [NUMBERS]  # float32, all layers packed
+    assert record.adapter_parameters == tensors[NUMBERS].size / 4 == 4 * 2 * 4 * (8 * 2 + 8 * 2)
     assert record.adapter_bytes == 4 * record.adapter_parameters
     assert record.file_bytes == (out / "adapter" / WEIGHTS).stat().st_size
     assert record.versions["torch"] == torch.__version__
@@ -456,3 +459,17 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_training(common, tmp
         finetune(common, tmp_path / "run", on_step=steps.append)
     assert not steps
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_that_cannot_be_packed_is_saved_as_peft_does(tmp_path, dora):
+    settings = {"target_modules": ["query"], "init_weights": False, "use_dora": dora}
+    model = peft.get_peft_model(tiny_bert(), LsrConfig(r=4, separation_rank=2, **settings))
+    save_adapter(model, tmp_path, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    stored = list(load_file(tmp_path / "adapter" / WEIGHTS))
+    assert any(key.endswith("lsr_magnitude_vector") for key in stored) if dora else stored == [NUMBERS]
+    again = peft.PeftModel.from_pretrained(tiny_bert(), tmp_path / "adapter")
+    with torch.no_grad():
+        answers = [each.eval()(**token_batch()).logits for each in (model, again)]
+    assert torch.allclose(*answers, atol=1e-6)

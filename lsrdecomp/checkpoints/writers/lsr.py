@@ -114,6 +114,33 @@ def write_lsr(
     return out
 
 
+def pack_lsr(source: Checkpoint, out_dir: str | Path, *, force: bool = False) -> Path:
+    """Write an LSR directory that PEFT saved, tensor by tensor and with four patterns a layer, as `write_lsr` does.
+
+    Its scale is folded into the first factors, so that ΔW is the same but for their rounding.
+
+    Parameters
+    ----------
+    source : Checkpoint
+        Of the format "lsr".
+    out_dir : str or Path
+        A directory to make; must not exist, unless ``force``.
+
+    Returns
+    -------
+    Path
+        ``out_dir``.
+
+    Raises
+    ------
+    CheckpointError, UnsupportedError
+        As `write_lsr`.
+    """
+    loaded = ((layer, *layer.load()) for layer in source.layers)
+    layers = ((layer.name, (layer.scale * left[0], *left[1:]), right) for layer, left, right in loaded)
+    return write_lsr(out_dir, source=source, layers=layers, storage=source.storage, force=force)
+
+
 def check_carries(source: Checkpoint) -> None:
     """Raise `UnsupportedError` for an adapter that trains single token embeddings."""
     if source.config.get("trainable_token_indices"):
@@ -127,7 +154,8 @@ def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[st
     kinds = {layer.name: (layer.kind, layer.kernel) for layer in others}
     names, targets = set(source_layers), source.config.get("target_modules")
     rank = most_common({name: parse(*entry).shape.inner_rank for name, entry in entries.items()})
-    exact = targets is None or names != set(entries)  # then the index says which modules, else the source's words do
+    # Which modules are meant the source's words say, or the index where they name others, none, or each in full.
+    exact = targets is None or names != set(entries) or (isinstance(targets, list) and names == set(targets))
     fields = carried_fields(source.config, names, set(source.extras), source, "lsr_only") | {"target_modules": targets}
     left_out = {"inference_mode", *(name for name, value in DEFAULTS.items() if fields[name] == value)}
     left_out |= {"target_modules"} if exact else set()
