@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import reduce
 
 import numpy as np
-import scipy.linalg
+from scipy.linalg import lapack
 
 from lsrdecomp.solvers.cp.mttkrp import assemble, products
 from lsrdecomp.solvers.cp.terms import CPTerms
@@ -90,7 +91,7 @@ def _accepted_steps(
         for _attempt in range(12):
             factor = _factor(normal, damping * diagonal)
             if factor is not None:
-                step = scipy.linalg.cho_solve(factor, gradient, check_finite=False)
+                step = _solve(factor, gradient)
                 tried = _moved(columns, step + _acceleration(factor, residual, columns, step))
                 new_residual, new_objective = _objective(core, tried, ridge)
                 if new_objective < objective:
@@ -119,7 +120,11 @@ def _objective(core: np.ndarray, columns: tuple[np.ndarray, ...], ridge: float) 
 
 def _squares(columns: tuple[np.ndarray, ...]) -> np.ndarray:
     """λ_k², from columns of any length."""
-    return np.asarray(np.prod([np.sum(np.abs(c) ** 2, axis=0) for c in columns], axis=0))
+    return _product(np.sum(np.abs(c) ** 2, axis=0) for c in columns)
+
+
+def _product(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return reduce(np.multiply, arrays, np.ones(()))
 
 
 def _gradient(
@@ -129,7 +134,7 @@ def _gradient(
     lengths = [np.real(np.diag(g)) for g in grams]
     parts = []
     for mode, product in enumerate(products(residual, columns)):
-        others = np.prod([q for m, q in enumerate(lengths) if m != mode], axis=0)
+        others = _product(q for m, q in enumerate(lengths) if m != mode)
         parts.append((product - ridge * columns[mode] * others).ravel())
     return np.concatenate(parts)
 
@@ -142,27 +147,30 @@ def _normal_matrix(
     normal = np.zeros((offsets[-1], offsets[-1]), dtype=columns[0].dtype)
     for i in range(d):
         p = columns[i].shape[0]
-        block = coupling * np.prod([g for m, g in enumerate(grams) if m != i], axis=0)
+        block = coupling * _product(g for m, g in enumerate(grams) if m != i)
         rows = normal[offsets[i] : offsets[i + 1], offsets[i] : offsets[i + 1]].reshape(p, s, p, s)
         rows[np.arange(p), :, np.arange(p), :] = block
         for j in range(i + 1, d):
-            rest = [g for m, g in enumerate(grams) if m not in (i, j)]
-            shared = coupling * np.prod(rest, axis=0) if rest else coupling
+            shared = coupling * _product(g for m, g in enumerate(grams) if m not in (i, j))
             left = columns[i][:, None, :] * shared  # (a, k, l)
-            block = np.einsum("akl,bk->akbl", left, columns[j].conj())
+            block = left[:, :, None, :] * columns[j].conj().T[:, :, None]  # (a, k, b, l)
             normal[offsets[i] : offsets[i + 1], offsets[j] : offsets[j + 1]] = block.reshape(p * s, -1)
     return normal
 
 
-def _factor(normal: np.ndarray, damping: np.ndarray) -> tuple[np.ndarray, bool] | None:
-    """Cholesky factor of JᴴJ + damping, or None where that matrix is not positive definite."""
+def _factor(normal: np.ndarray, damping: np.ndarray) -> np.ndarray | None:
+    """Upper Cholesky factor of JᴴJ + damping, or None where that matrix is not positive definite."""
     damped = normal.copy()
     damped[np.diag_indices_from(damped)] += damping
-    try:
-        factor, lower = scipy.linalg.cho_factor(damped, lower=False, overwrite_a=True, check_finite=False)
-    except scipy.linalg.LinAlgError:
-        return None
-    return factor, lower
+    # LAPACK itself: on cores of a few dozen unknowns the checks of cho_factor and cho_solve take longer than the work.
+    potrf = lapack.zpotrf if np.iscomplexobj(damped) else lapack.dpotrf
+    factor, failed = potrf(damped, lower=False, clean=False)
+    return None if failed else factor
+
+
+def _solve(factor: np.ndarray, right: np.ndarray) -> np.ndarray:
+    potrs = lapack.zpotrs if np.iscomplexobj(factor) else lapack.dpotrs
+    return np.asarray(potrs(factor, right, lower=False)[0])
 
 
 def _moved(columns: tuple[np.ndarray, ...], step: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -174,7 +182,7 @@ def _moved(columns: tuple[np.ndarray, ...], step: np.ndarray) -> tuple[np.ndarra
 
 
 def _acceleration(
-    factor: tuple[np.ndarray, bool], residual: np.ndarray, columns: tuple[np.ndarray, ...], step: np.ndarray
+    factor: np.ndarray, residual: np.ndarray, columns: tuple[np.ndarray, ...], step: np.ndarray
 ) -> np.ndarray:
     """Second-order part of the step, −½(JᴴJ + damping)⁻¹Jᴴr″ [2]_: cancelling terms lie in a curved valley."""
     h = 0.1
@@ -183,6 +191,6 @@ def _acceleration(
     ahead, behind = assemble(_moved(columns, h * step), weights), assemble(_moved(columns, -h * step), weights)
     curvature = (ahead + behind - 2.0 * base) / h**2
     gradient = np.concatenate([product.ravel() for product in products(curvature, columns)])
-    second = -0.5 * scipy.linalg.cho_solve(factor, gradient, check_finite=False)
+    second = -0.5 * _solve(factor, gradient)
     limit = 0.75 * float(np.linalg.norm(step))
     return np.asarray(second * min(1.0, limit / max(float(np.linalg.norm(second)), 1e-300)))
