@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: matrices are smal
 
 import numpy as np
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import of the hub: no test needs a network
@@ -20,6 +23,9 @@ os.environ.setdefault("LSRDECOMP_CACHE", str(Path(__file__).resolve().parents[1]
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("default")
+
+# Typer makes all verbs and their options at each call, 70 ms of which a command line in its own process has only one.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 gc.disable()  # what modules hold is never garbage: it is looked for among the rest, once all are imported
 

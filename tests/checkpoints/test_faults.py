@@ -100,7 +100,12 @@ def test_any_bytes_give_our_error_where_the_library_gives_its_own(tmp_path_facto
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.floats(allow_nan=False) | st.text(max_size=5) | st.just(2**70),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.floats(allow_nan=False)
+    | st.text("aZ0._*( \n\0é漢", max_size=5)
+    | st.just(2**70),
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["q", ".*", "(", "out", "inner"]), inner)
     ),

@@ -204,10 +204,11 @@ def test_a_killed_run_goes_on_and_ends_as_an_uninterrupted_one(common, tmp_path)
 
 def test_early_stopping_keeps_the_best_and_never_looks_at_dev(common, tmp_path):
     settings = common.replace(patience=2, evaluate_every=2, steps=10, learning_rate=0.05, validation=0.2, log_every=0)
+    settings = settings.replace(train_examples=200)
     first = finetune(settings, tmp_path / "first")
     other = finetune(settings.replace(dev_examples=20), tmp_path / "other")
-    assert first.train_examples == 480
-    assert first.validation.examples == 120
+    assert first.train_examples == 160
+    assert first.validation.examples == 40
     assert first.best_step == other.best_step
     assert first.best_step <= first.steps - 2 * 2 or first.steps == 10
     assert first.validation == other.validation
