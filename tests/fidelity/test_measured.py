@@ -184,7 +184,7 @@ def kill(*given, **named):
 def test_a_killed_search_goes_on_and_repeats_no_training(folder, tmp_path, monkeypatch):
     out, trainings, saved = tmp_path / "out", [], []
     plain, save, end = forms.distil_form, distil._save, Evaluator.fidelity
-    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 12, "storage": "float32", **SETTINGS}
+    settings = {"base": folder / "base", "data": TEXTS, "keep": 0.9, "distil": 24, "storage": "float32", **SETTINGS}
     monkeypatch.setattr("lsrdecomp.fidelity.keep.SURE", 100.0)  # no training ends because it brought enough
     monkeypatch.setattr(forms, "distil_form", lambda *given, **named: (trainings.append(1), plain(*given, **named))[1])
     monkeypatch.setattr(distil, "_save", lambda *given: (save(*given), saved.append(given[-1].step)))
