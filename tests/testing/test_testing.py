@@ -273,6 +273,18 @@ def test_faults_in_corner_cases_are_found(planted, identity):
     assert identity in str(caught.value)
 
 
+def test_corner_cases_are_tried_in_real_and_in_complex_numbers_whatever_is_drawn():
+    types = set()
+
+    def noting(a, b):
+        if not a.size:  # of no drawn case
+            types.add(a.dtype.name)
+        return np.kron(a, b)
+
+    check_kron(noting, max_examples=1)
+    assert types == {"float64", "complex128"}
+
+
 def test_a_fault_in_sparse_results_is_found():
     with pytest.raises(IdentityError, match="definition"):
         check_kron(lambda a, b: sparse.kron(sparse.csr_array(b), sparse.csr_array(a)), max_examples=3)
