@@ -85,7 +85,7 @@ def case(width: int, tokens: int, device: torch.device, dtype: torch.dtype, roun
                         call(model, x)
                     times[name].append(seconds(lambda model=model, call=call: call(model, x), device, repeats))
             if number == 0:  # it warms up, and says how often to repeat short calls: for 5 ms at least
-                repeats = max(1, min(200, round(0.005 / times["LoRA"][0])))
+                repeats = max(1, min(200, round(0.005 / max(times["LoRA"][0], 1e-9))))
         least = {name: min(each[1:]) for name, each in times.items()}
         row[way] = {"seconds": least, "ratio": {name: round(least[name] / least["LoRA"], 3) for name in models}}
     return row
