@@ -266,6 +266,14 @@ def in_language_models():
 
 def in_small_adapters():
     rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
+    on_sums = {
+        (row["method"], row["budget"]): short(row["kept"], 3)
+        for row in sorted(record("rivals")["rows"], key=lambda row: row["kept"])
+        if row["task"] == "sums"
+    }
+    yield f"all three keep {' or '.join(sorted({kept for (_, size), kept in on_sums.items() if size == 3000}))} in 3 kB"
+    tiny = {method: kept for (method, size), kept in on_sums.items() if size == 1000}
+    yield f"Uni-LoRA keeps {tiny['Uni-LoRA']}, cores {tiny['Fisher core']}, LSR {tiny['LSR']}"
     best = best_rivals()
 
     def means(method, budget, seeds):
