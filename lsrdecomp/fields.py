@@ -227,10 +227,9 @@ class Settings:
             If a key is unknown, one that is needed is missing, or a value is impossible.
         """
         settings = cls.named({**cls.usual(values), **values})
-        needed = [name for name, field in cls.fields.items() if field.default is dataclasses.MISSING]
-        missing = [name for name in needed if name not in settings]
-        if missing:
-            raise cls.error(f"{' and '.join(missing)} must be given")
+        for name, field in cls.fields.items():
+            if field.default is dataclasses.MISSING and name not in settings:
+                raise cls.error(f"{name} must be given: {field.help}")
         return cls(**settings)
 
     def replace(self, **changes: Any) -> Self:

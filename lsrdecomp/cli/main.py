@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 
 from lsrdecomp.errors import LsrError
 
@@ -13,6 +14,8 @@ STOPPED = 130
 
 def run() -> None:
     """Exit codes: 0 done, 1 a budget was missed or a check failed, 2 unusable input, 130 stopped by Ctrl-C."""
+    if isinstance(sys.stdout, TextIOWrapper):  # "⊗" is not in every encoding, such as that of a pipe on Windows
+        sys.stdout.reconfigure(errors="replace")
     try:
         from lsrdecomp.cli.app import app  # a second or two, in which Ctrl-C is no traceback either
 

@@ -83,7 +83,11 @@ def _check(paths: dict[str, Path], outputs: dict[str, Output], inputs: tuple[Pat
             if name < other and path.resolve() == second.resolve():
                 raise CheckpointError(f"two outputs (--{name} and --{other}) are the same file", path=path)
             # A directory appears as a whole, so that nothing can be written into it before or after.
-            if name != other and outputs[other] is NEW_DIRECTORY and second.resolve() in path.resolve().parents:
+            if (
+                name != other
+                and outputs[other] in (NEW_DIRECTORY, UNKNOWN)
+                and second.resolve() in path.resolve().parents
+            ):
                 raise CheckpointError(f"the output lies inside another, --{other} {second}; choose another", path=path)
 
 

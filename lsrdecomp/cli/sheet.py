@@ -52,6 +52,9 @@ class Sheet:
     def laid_out(self, width: int) -> Table:
         """The table at a width: the columns that fit, every number whole."""
         shown = self._kept(width)
+        room = width + GAP - sum(self._width(index) + GAP for index in shown if not self.columns[index].name)
+        names = max(1, sum(self.columns[index].name for index in shown))
+        most = max(LEAST_NAME, (room - GAP * names) // names)
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, GAP, 0, 0))
         for index in shown:
             column = self.columns[index]
@@ -60,11 +63,10 @@ class Sheet:
                 justify=column.justify,
                 no_wrap=not column.prose,
                 overflow="fold" if column.prose else "crop",
-                min_width=None if column.prose else self._width(index, column.name),
+                min_width=None
+                if column.prose
+                else min(self._width(index, column.name), most if column.name else width),
             )
-        room = width + GAP - sum(self._width(index) + GAP for index in shown if not self.columns[index].name)
-        names = max(1, sum(self.columns[index].name for index in shown))
-        most = max(LEAST_NAME, (room - GAP * names) // names)
         for row in self.rows:
             table.add_row(*(self._cell(row, index, most) for index in shown))
         if self.total is not None:

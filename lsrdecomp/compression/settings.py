@@ -75,6 +75,10 @@ class CompressionPlan(Settings):
             raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
         if self.ratio is not None and self.ratio <= 1.0:
             raise BudgetError(f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48")
+        if self.rtol is not None and self.rtol >= 1.0:
+            raise BudgetError(
+                f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; ask for less"
+            )
         if self.max_rank is not None and (self.max_rank < 1 or self.separation_rank is not None):
             raise BudgetError(
                 "max_rank is a positive number and goes with goals that choose their shapes, not with separation_rank"
@@ -91,6 +95,7 @@ class CompressionPlan(Settings):
             floats = [name for name in PRECISIONS if name != "tf32"]
             if type_name(self.storage) not in floats:
                 raise BudgetError(f"storage must be one of {', '.join([*floats, *STORAGES])}, got {self.storage!r}")
+            object.__setattr__(self, "storage", type_name(self.storage))
 
     @property
     def storages(self) -> tuple[str, ...]:

@@ -146,3 +146,12 @@ def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeyp
     monkeypatch.undo()
     commands.compress(source, separation_rank=1, **outputs)
     assert all(path.exists() for path in outputs.values())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_what_standard_output_cannot_encode_is_no_traceback(encoding):
+    """A pipe on Windows has an old code page, which lacks ⊗; the locale C without Python's UTF-8 mode lacks all."""
+    command = [sys.executable, "-m", "lsrdecomp", "inspect", DEMO]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"12 layers" in done.stdout

@@ -70,6 +70,14 @@ def test_a_long_name_loses_its_middle_and_nothing_else():
     assert re.search(r"transformer.*….*q_proj", text)
 
 
+def test_where_little_room_is_left_the_name_is_shortened_and_no_digit_lost():
+    columns = (Column("layer", justify="left", name=True), Column("rank"), Column("parameters"), Column("error", 1))
+    text = printed(Sheet(columns, [("10.attention.self.query", "16", "1,536", "0.0625")]), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert "1,536" in text
+    assert "parameters" in text
+
+
 def test_layers_of_a_group_count_as_one():
     """Relative errors combine through the norms, parameters add up, and a layer that misses its tolerance shows."""
     layers = [

@@ -329,12 +329,18 @@ def test_curves_start_at_one_and_end_at_zero(demo):
         ({"rtol": 0.1, "inner_shape": (2, 2)}, BudgetError),
         ({"ratio": 0}, BudgetError),
         ({"bytes": -5}, BudgetError),
+        ({"rtol": 1.0}, BudgetError),
         ({"rtol": 0.1, "storage": "float12"}, BudgetError),
     ],
 )
 def test_plans_that_make_no_sense_are_refused(plan, error):
     with pytest.raises(error):
         CompressionPlan(**plan)
+
+
+def test_a_storage_may_be_called_as_people_call_it(demo):
+    result = compress(demo, CompressionPlan(ratio=48, storage="fp16"), search=QUICK)
+    assert {layer.storage for layer in result.layers if layer.parameters} == {"float16"}
 
 
 def test_every_published_peft_adapter_compresses_and_verifies(shared, tmp_path):
