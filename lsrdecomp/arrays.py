@@ -82,7 +82,9 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
         return array
     xp = namespace(array) if kind != "object" and not kind.startswith(("str", "bytes", "void")) else None
     if xp is None:
-        raise PrecisionError(f"{name}: elements of type {kind} have no arithmetic; pass a numeric array")
+        raise PrecisionError(
+            f"{name}: elements of type {kind} have no arithmetic; pass numbers, as numpy.asarray({name}, float)"
+        )
     if kind.startswith(("int", "uint", "bool", "long")):
         return xp.astype(array, xp.float64)
     if kind.startswith(("float", "bfloat")):

@@ -85,7 +85,9 @@ class Action(Terms):
             return self._image(x)
         inner = self.kronecker_shape.columns, x.kronecker_shape.rows
         if inner[0] != inner[1]:
-            raise ShapeError(f"inner sizes differ: columns split {inner[0]}, rows split {inner[1]}")
+            raise ShapeError(
+                f"inner sizes differ: columns split {inner[0]}, rows split {inner[1]}; form one by to_matrix()"
+            )
         return self._every_pair(x, lambda a, b: a @ b)
 
     def __rmatmul__(self, x: Any) -> Array:

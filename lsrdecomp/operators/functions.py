@@ -12,7 +12,7 @@ from lsrdecomp.operators.diagonal import along, diagonalize
 from lsrdecomp.operators.host import check_sides, detached, host, wide
 
 
-def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
+def expm_multiply(matrix: SeparatedMatrix, x: Any, t: complex = 1.0) -> Array:
     """exp(t A) x, never forming A.
 
     Kronecker sums by exp(A ⊕ B) = exp(A) ⊗ exp(B), commuting Hermitian factors by their eigenvalues, other sums by
@@ -22,7 +22,8 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
     ----------
     matrix : SeparatedMatrix, shape (n, n)
     x : array, shape (n,) or (n, b)
-    t : float
+    t : float or complex
+        Such as ``-1j`` times the time, where A is a Hamiltonian; the result is then complex.
 
     Returns
     -------
@@ -62,7 +63,7 @@ def expm_multiply(matrix: SeparatedMatrix, x: Any, t: float = 1.0) -> Array:
         operator = terms.to_linear_operator() * t
         trace = complex(terms.trace()) * t if is_complex(terms.factors[0]) else float(terms.trace()) * t
         image = scipy.sparse.linalg.expm_multiply(operator, values, traceA=trace)
-    return like(image, wide(x, matrix))
+    return like(image, wide(x, 1j * matrix if np.iscomplexobj(t) else matrix))
 
 
 def _kronecker_sum(matrix: SeparatedMatrix) -> list[np.ndarray] | None:

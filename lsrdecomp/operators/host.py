@@ -7,9 +7,17 @@ from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 
 
+def check_separated(matrix: SeparatedMatrix) -> SeparatedMatrix:
+    """The matrix; `MatrixError` for an array or sparse matrix, which is to be decomposed first."""
+    if not isinstance(matrix, SeparatedMatrix):
+        words = "make one of it by lsrdecomp.decompose(matrix, shape, rtol=1e-12)"
+        raise MatrixError(f"expected a sum of Kronecker products, got a {type(matrix).__name__}: {words}")
+    return matrix
+
+
 def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
     """Raise `ShapeError` unless a square matrix and a right-hand side fit."""
-    rows, columns = matrix.shape
+    rows, columns = check_separated(matrix).shape
     if rows != columns:
         raise ShapeError(f"a {rows}×{columns} matrix: solving needs a square one; SciPy's lsmr takes it as it is")
     if b.ndim not in (1, 2) or b.shape[0] != rows:

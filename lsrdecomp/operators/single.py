@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from lsrdecomp.arrays import Array, adjoint, as_double, namespace, to_numpy
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.operators.host import check_separated
 from lsrdecomp.precision import tolerance
 
 
@@ -125,7 +126,7 @@ def pinv(matrix: SeparatedMatrix, *, rtol: float | None = None) -> SeparatedMatr
 
 def slogdet_of_term(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     """(sign, log|det|) of one term; see `lsrdecomp.operators.slogdet`."""
-    if matrix.separation_rank == 0 and matrix.shape[0] == matrix.shape[1]:
+    if check_separated(matrix).separation_rank == 0 and matrix.shape[0] == matrix.shape[1]:
         return 0.0, -math.inf
     factors = square_factors(matrix, "a determinant")
     size = matrix.shape[0]
@@ -325,7 +326,7 @@ def outer(values: list[Array]) -> Array:
 
 def one_term(matrix: SeparatedMatrix, what: str) -> list[Array]:
     """The factors of the only term, each a matrix."""
-    if matrix.separation_rank != 1:
+    if check_separated(matrix).separation_rank != 1:
         raise ShapeError(
             f"{what} is a Kronecker product for one term; this matrix has {matrix.separation_rank}. "
             "`solve`, `logdet` and `eigenvalues` take sums, `nearest_kronecker` and `approximate_inverse` approximate"

@@ -10,7 +10,7 @@ from lsrdecomp.arrays import Array, is_complex, like, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.operators.diagonal import diagonalize
-from lsrdecomp.operators.host import host
+from lsrdecomp.operators.host import check_separated, host
 from lsrdecomp.operators.single import slogdet_of_term
 from lsrdecomp.operators.triangular import triangularize
 
@@ -44,7 +44,7 @@ def slogdet(matrix: SeparatedMatrix) -> tuple[Any, Any]:
     >>> float(sign), round(float(log / np.log(10.0)), 6)
     (1.0, 20000.0)
     """
-    if matrix.separation_rank <= 1:
+    if check_separated(matrix).separation_rank <= 1:
         return slogdet_of_term(matrix)
     terms = host(matrix)
     form = diagonalize(terms) or triangularize(terms)
@@ -115,7 +115,7 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     >>> np.round(eigenvalues(matrix), 6).tolist()
     [3.0, 5.0, 6.0, 10.0]
     """
-    shape = matrix.kronecker_shape
+    shape = check_separated(matrix).kronecker_shape
     if mass is not None and (mass.separation_rank != 1 or mass.kronecker_shape != shape):
         raise ShapeError(f"a mass is one term of {shape}; this has {mass.separation_rank} of {mass.kronecker_shape}")
     if any(m != n for m, n in shape.factors):
@@ -150,6 +150,7 @@ def _joined(matrix: SeparatedMatrix, last: SeparatedMatrix) -> SeparatedMatrix:
 
 def _no_form(matrix: SeparatedMatrix, what: str) -> MatrixError:
     return MatrixError(
-        f"{matrix.separation_rank} terms of {matrix.kronecker_shape} share no bases: the {what} of this sum has no "
-        "closed form (one term, Kronecker sums, commuting factors and two terms with a mass have)"
+        f"{matrix.separation_rank} terms of {matrix.kronecker_shape} share no bases: no closed form of the {what} "
+        "(one term, Kronecker sums, commuting factors and two terms with a mass have one); NumPy takes A.to_matrix(), "
+        "SciPy's eigsh and eigs take A as it is"
     )

@@ -14,6 +14,7 @@ import numpy as np
 
 from lsrdecomp.errors import BudgetError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.targets.base import Dense
 from lsrdecomp.targets.residual import row_blocks
 from lsrdecomp.targets.row_stream import RowStream
 
@@ -90,8 +91,8 @@ def blur(kernel: Any, sizes: Sequence[int], boundary: Boundary = "zero", *, rtol
     .. [1] P. C. Hansen, J. G. Nagy and D. P. O'Leary, Deblurring Images, SIAM (2006), ch. 4.
        doi:10.1137/1.9780898718874
     """
-    kernel = np.asarray(kernel, dtype=np.result_type(np.asarray(kernel), np.float32))
-    if kernel.ndim != 2 or len(sizes) != 2 or not all(side % 2 for side in kernel.shape):
+    kernel = Dense(np.asarray(kernel)).matrix
+    if len(sizes) != 2 or not all(side % 2 for side in kernel.shape):
         raise ShapeError(f"a kernel of odd sides and an image of two, got {kernel.shape} and {tuple(sizes)}")
     for side, size in zip(kernel.shape, sizes, strict=True):
         if side > size:

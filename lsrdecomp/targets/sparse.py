@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lsrdecomp.arrays import Array, as_double, as_floating, finite_norm
-from lsrdecomp.errors import PrecisionError, ShapeError
+from lsrdecomp.arrays import Array, as_double, as_floating, finite_norm, require_matrix
+from lsrdecomp.errors import PrecisionError
 from lsrdecomp.kronecker.rearrange import khatri_rao
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -52,8 +52,7 @@ class Sparse:
                 f"matrix: {count} of {rows.nnz} stored entries are not finite; "
                 "remove or replace them before decomposing"
             )
-        if 0 in rows.shape:
-            raise ShapeError(f"matrix: a matrix of shape {tuple(rows.shape)} has no entries to approximate")
+        require_matrix(rows)
         object.__setattr__(self, "matrix", rows)
 
     @property

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
@@ -366,6 +367,33 @@ def test_exponentials_of_any_sum(seed):
         a = a * (1.0 / a.norm)
         x = rng.standard_normal((6, 2))
         near(ops.expm_multiply(a, x, 2.0), scipy.linalg.expm(2.0 * a.to_matrix()) @ x, "float64", 10)
+
+
+@pytest.mark.parametrize("kind", ["a Kronecker sum", "commuting factors", "others"])
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_a_hamiltonian_is_followed_in_time(kind, precision):
+    """exp(−itH) of a real H and a real state is complex: nothing of it is lost, and its norm stays."""
+    x, z = np.array([[0.0, 1.0], [1.0, 0.0]]), np.diag([1.0, -1.0])
+    first, second = {
+        "a Kronecker sum": ([x, np.eye(2)], [np.eye(2), z]),
+        "commuting factors": ([z, z], [np.eye(2), z]),
+        "others": ([z, x, x], [z, z, np.eye(2)]),
+    }[kind]
+    h = lsr.SeparatedMatrix.from_factors([np.stack(first).astype(precision), np.stack(second).astype(precision)])
+    state = np.array([0.5, 0.5, -0.5, 0.5], precision)
+    moved = ops.expm_multiply(h, state, t=-0.7j)
+    near(moved, scipy.linalg.expm(-0.7j * np.asarray(h)) @ state, precision)
+    assert moved.dtype == np.result_type(precision, np.complex64)
+
+
+@pytest.mark.parametrize(
+    "name", ["solve", "expm_multiply", "slogdet", "logdet", "det", "eigenvalues", "inv", "pinv", "eigh", "svd"]
+)
+def test_a_matrix_that_is_no_sum_yet_is_told_how_to_become_one(name):
+    arguments = (np.ones(4),) if name in ("solve", "expm_multiply") else ()
+    for matrix in (np.eye(4), scipy.sparse.csr_array(np.eye(4))):
+        with pytest.raises(MatrixError, match=r"got a (ndarray|csr_array): make one of it by lsrdecomp.decompose\("):
+            getattr(ops, name)(matrix, *arguments)
 
 
 def test_the_logarithm_of_a_negative_determinant_is_refused():

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 import lsrdecomp as lsr
 from lsrdecomp import operators as ops
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, ShapeError
+from lsrdecomp.errors import BudgetError, ConvergenceError, MatrixError, PrecisionError, ShapeError
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.testing import kronecker_shapes
 
@@ -242,6 +242,8 @@ def test_blurs_that_cannot_be_are_refused():
             ops.blur(kernel, sizes)
     with pytest.raises(BudgetError, match="none of zero"):
         ops.blur(np.ones((3, 3)), (9, 9), "mirror")
+    with pytest.raises(PrecisionError, match="1 of 9 entries are not finite"):
+        ops.blur(np.diag([1.0, np.nan, 1.0]), (9, 9))
 
 
 def test_a_covariance_function_on_a_grid_is_a_stream():

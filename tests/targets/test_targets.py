@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import close
+from scipy.sparse import coo_array
 
-from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix
+from lsrdecomp import KroneckerShape, LowRank, SeparatedMatrix, decompose
 from lsrdecomp.errors import PrecisionError, ShapeError
 from lsrdecomp.kronecker.separated import low_rank_product
 from lsrdecomp.solvers.svd.dense import SVD
@@ -141,7 +142,7 @@ def test_complex_pairs(rng):
             r"2 of 4 entries are not finite \(the first at \(0, 1\)",
         ),
         (np.array([["a"]]), PrecisionError, "no arithmetic"),
-        (np.array([[object()]]), PrecisionError, "no arithmetic"),
+        (np.array([[object()]]), PrecisionError, r"no arithmetic; pass numbers, as numpy.asarray\(matrix, float\)"),
         (np.ones(3), ShapeError, "expected two dimensions"),
         (np.ones((0, 3)), ShapeError, "no entries"),
     ],
@@ -149,6 +150,11 @@ def test_complex_pairs(rng):
 def test_what_cannot_be_approximated_is_refused_with_numbers(value, error, words):
     with pytest.raises(error, match=words):
         Dense(value)
+
+
+def test_a_sparse_array_of_one_dimension_is_refused_as_any_other():
+    with pytest.raises(ShapeError, match=r"expected two dimensions, got shape \(4,\)"):
+        decompose(coo_array(np.ones(4)), "2x1, 2x1", rtol=0.1)
 
 
 def test_integers_lists_and_half_precision_are_promoted():
