@@ -23,7 +23,7 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.compression.layers import Layer
 from lsrdecomp.errors import PrecisionError
 from lsrdecomp.formats.number_formats import FORMATS, Codes, nearest_codes
-from lsrdecomp.formats.quantized import QuantizedMatrix, QuantizedProduct, SpectralCode
+from lsrdecomp.formats.quantized import CodedProduct, QuantizedMatrix, QuantizedProduct, SpectralCode
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.precision import INTEGERS
 from lsrdecomp.solvers.pair.quantization_aware import quantize_sequentially
@@ -66,6 +66,27 @@ def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms:
     sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
     left, right = (QuantizedMatrix(codes, *_float16(scales), bits) for codes, scales in sides)
     return QuantizedProduct(left, right)
+
+
+def nearest_product(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> QuantizedProduct:
+    """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
+
+    Rounded, since training may have left numbers that lie near codes already.
+    """
+    aim = Layer.of("", LowRank(*product.to_lora()), norms)
+    rounded, solved = quantized_product(product, bits), refitted_product(aim.pair, product, bits, aim.norms)
+    return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
+
+
+def codes_like(old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None) -> CodedProduct:
+    """Codes of as many bits as ``old`` near ``product`` in the norm."""
+    if isinstance(old, QuantizedProduct):
+        return nearest_product(product, max(old.left.bits, old.right.bits), norms)
+    # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
+    aim = Layer.of("", LowRank(*product.to_lora()), norms)
+    columns, sigma, rows = layer_svd(aim)
+    bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
+    return spectral_code(aim, (columns, sigma, rows), bits)
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:

@@ -8,22 +8,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
 from lsrdecomp.compression.candidates import dequantized, stored_product
 from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of
-from lsrdecomp.compression.quantize import quantized_product, refitted_product, spectral_code
+from lsrdecomp.compression.quantize import codes_like
 from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, stored_factors, to_json, totals
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import CheckpointError
 from lsrdecomp.fidelity.fidelity import Fidelity
-from lsrdecomp.formats.quantized import CodedProduct, SpectralCode
+from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.separated import SeparatedProduct
-from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import NormWeights
 
 
 def rewrite(
@@ -61,7 +58,7 @@ def rewrite(
         form = forms.get(layer.name)
         if layer.name in codes:
             if form is not None:
-                codes[layer.name] = _codes(form, codes[layer.name], norm_of(statistics, layer.name))
+                codes[layer.name] = codes_like(codes[layer.name], form, norm_of(statistics, layer.name))
             continue
         storage = layer.dtype
         floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
@@ -131,21 +128,6 @@ def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
         return tuple(LayerReport(**{**row, "separation_ranks": tuple(row["separation_ranks"])}) for row in rows)
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"is of another release ({error}); write the adapter again", path=path) from None
-
-
-def _codes(form: SeparatedProduct, old: CodedProduct, norms: NormWeights | None) -> CodedProduct:
-    """Codes of as many bits as the old ones near ``form``, which is the layer aimed at."""
-    aim = Layer.of("", LowRank(*form.to_lora()), norms)
-    if isinstance(old, SpectralCode):
-        # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
-        columns, sigma, rows = aim.gauge
-        left, right = to_numpy(as_double(aim.pair.left) @ columns), to_numpy(rows @ as_double(aim.pair.right))
-        bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
-        return spectral_code(aim, (left, to_numpy(sigma), right), bits)
-    # Solved for in the norm, or rounded as they are: training may have left numbers that lie near codes already.
-    width = max(old.left.bits, old.right.bits)
-    rounded, solved = quantized_product(form, width), refitted_product(aim.pair, form, width, aim.norms)
-    return min((rounded, solved), key=lambda product: aim.squared_error(product.dequantized()))
 
 
 def _record(

@@ -20,13 +20,17 @@ from transformers.trainer_utils import set_seed
 
 from lsrdecomp.calibration.base_model import load_base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.checkpoints import Journal, content_key, open_checkpoint
+from lsrdecomp.checkpoints import Checkpoint, Journal, content_key, open_checkpoint
+from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.compression.compress import search_adapter
+from lsrdecomp.compression.layers import layer_product
+from lsrdecomp.compression.quantize import INTEGER_BITS, codes_like, nearest_product
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
 from lsrdecomp.training.model import LoadedModel, counts, needs_checkpointing, open_model, written_bytes
@@ -163,7 +167,7 @@ def compressed_start(settings: FinetuneSettings, dataset: Dataset, directory: Pa
             rounds = dataset.questions(base, size=settings.batch, seed=settings.seed)
             samples = min(128 if settings.is_language else 512, len(dataset.train))
             calibrate(base, rounds, out=statistics, seed=settings.seed, samples=samples, effect=False)
-        plan = CompressionPlan(ratio=settings.ratio)
+        plan = CompressionPlan(ratio=settings.ratio, storage=settings.storage or "float32")
         lora = open_checkpoint(str(settings.init))
         search_adapter(lora, [plan], statistics=read_statistics(statistics)).compress(plan).save(adapter)
     return settings.replace(init=str(adapter), ratio=None)
@@ -220,13 +224,17 @@ def _train(
     trainer.train(resume_from_checkpoint=None if last is None else str(last))
     peak = _peak_bytes()
     clock = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Clock))  # resuming makes anew
-    # 3. What it answers now, and the adapter on disk; of sharded parameters every process has a part.
-    dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
-    samples = dataset.samples(trainer)
+    # 3. The adapter on disk, of sharded parameters gathered; and what it answers, with the numbers that were written.
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
-        save_adapter(model.model, run, whole)
+        storage = "float32" if trainer.is_fsdp_enabled else settings.storage
+        save_adapter(model.model, run, whole, storage=storage, like=settings.init)
     trainer.accelerator.wait_for_everyone()
+    if _is_lsr(model.model) and any(layer.dtype != "float32" for layer in open_checkpoint(run / ADAPTER).layers):
+        model.model.load_adapter(run / ADAPTER, "written")
+        model.model.set_adapter("written")
+    dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
+    samples = dataset.samples(trainer)
     # 4. The record.
     adapter_bytes, file_bytes = written_bytes(run / ADAPTER)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -257,17 +265,54 @@ def _train(
     )
 
 
-def save_adapter(model: PeftModel, run: Path, tensors: dict[str, Tensor] | None) -> None:
-    """The adapter as PEFT saves it; of LSR all numbers and sizes packed, which takes a fraction of the bytes."""
+def save_adapter(
+    model: PeftModel,
+    run: Path,
+    tensors: dict[str, Tensor] | None = None,
+    *,
+    storage: str | None = None,
+    like: str | None = None,
+) -> None:
+    """The adapter as PEFT saves it; of LSR all numbers and sizes packed, which takes a fraction of the bytes.
+
+    Parameters
+    ----------
+    model : PeftModel
+    run : Path
+        Its directory ``adapter`` is written.
+    tensors : dict, optional
+        Of a sharded model, gathered.
+    storage : str, optional
+        Of LSR's factors, such as ``"int4"``; absent, that of each layer in ``like``, else float32.
+    like : str, optional
+        Adapter directory that was trained on.
+    """
     with TemporaryDirectory(dir=run) as folder:
         model.save_pretrained(folder, state_dict=tensors)
-        if model.peft_config[model.active_adapter].peft_type == "LSR":
+        if _is_lsr(model):
             try:
-                pack_lsr(open_checkpoint(folder), run / ADAPTER, force=True)
+                trained = open_checkpoint(folder)
+                codes, floats = _stored(trained, storage, like)
+                pack_lsr(trained, run / ADAPTER, storage=floats, coded=codes, force=True)
                 return
             except LsrError:  # with what packed directories do not carry, as DoRA's magnitudes or rows of tokens
                 pass
         shutil.copytree(folder, run / ADAPTER, dirs_exist_ok=True)
+
+
+def _is_lsr(model: PeftModel) -> bool:
+    return bool(model.peft_config[model.active_adapter].peft_type == "LSR")
+
+
+def _stored(trained: Checkpoint, storage: str | None, like: str | None) -> tuple[dict[str, CodedProduct], str]:
+    """Integer codes of the layers that get them, and the type of the others' factors."""
+    if storage in INTEGER_BITS:
+        bits = INTEGER_BITS[storage]
+        return {layer.name: nearest_product(layer_product(layer), bits) for layer in trained.layers}, "float32"
+    old = open_checkpoint(like) if storage is None and like is not None else trained
+    codes = codes_in(old) if old.format == "lsr" else {}
+    floats = storage or next((layer.dtype for layer in old.layers if layer.name not in codes), "float32")
+    return {name: codes_like(code, layer_product(trained.layer(name))) for name, code in codes.items()}, floats
 
 
 def _trainer(

@@ -30,6 +30,7 @@ EMBEDDED = "embedded"
 JSONL = "jsonl"
 LANGUAGE_DEFAULTS = {"batch": 8, "max_length": 1024}
 """Where settings of a language model differ from what they are otherwise, unless they are given."""
+STORAGES = ("float32", "float16", "bfloat16", "int8", "int4")
 PRECISIONS = ("auto", "float32", "bfloat16", "bfloat16-autocast")
 METRICS = ("loss", "exact", "bleu", "chrf")
 LANGUAGE = Mark("Language models: ")
@@ -74,6 +75,12 @@ class FinetuneSettings(Settings):
         OPTION,
         ABOVE_ONE,
         "First compress the LoRA in init so many times, by the task's own statistics; method is lsr then.",
+    ] = None
+    storage: Annotated[
+        str | None,
+        OPTION,
+        one_of(STORAGES),
+        "Of LSR's factors in the file: float32, float16, bfloat16, int8 or int4; if absent, as in init, else float32.",
     ] = None
     head: Annotated[str | None, READ, "Adapter directory whose saved head is the start of this run's head."] = None
     target_modules: Annotated[tuple[str, ...] | None, "Endings of module names; if absent, the usual ones."] = None
@@ -164,6 +171,8 @@ class FinetuneSettings(Settings):
             raise SettingsError(
                 "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr or qlsr"
             )
+        if self.storage not in (None, "float32") and self.method not in ("lsr", "qlsr"):
+            raise SettingsError(f"storage {self.storage} is of LSR's factors: method is {self.method}, not lsr or qlsr")
         if self.method == "head" and not self.train_head:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
         if self.is_language:

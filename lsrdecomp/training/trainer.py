@@ -241,7 +241,7 @@ def check_sharding(version: int, settings: FinetuneSettings) -> None:
     ------
     SettingsError
         For FSDP's first version, which holds an adapter and its frozen base in one flat parameter, and for
-        ``measure_start``.
+        ``measure_start`` and ``storage``.
     """
     if version != 2:
         raise SettingsError(f"FSDP version {version} is not supported; launch with --fsdp_version 2")
@@ -249,4 +249,9 @@ def check_sharding(version: int, settings: FinetuneSettings) -> None:
         raise SettingsError(
             "measure_start judges the model before it is trained, but FSDP shards it together with its optimizer: "
             "leave measure_start out, or launch without FSDP"
+        )
+    if settings.storage not in (None, "float32"):
+        raise SettingsError(
+            f"storage {settings.storage}: what FSDP shards is written in float32, since rounded numbers could not be "
+            "judged; leave storage out, or launch without FSDP"
         )

@@ -276,6 +276,41 @@ def test_a_lora_is_compressed_by_its_task_and_trained_on_in_one_run(common, lora
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize(
+    ("plan", "apart"),
+    [(CompressionPlan(bytes=3500, storage="auto"), 0.5), (CompressionPlan(separation_rank=4, storage="int4"), 0.3)],
+    ids=["components", "products"],
+)
+def test_what_is_trained_on_stays_in_the_bits_it_came_in(common, lora, tmp_path, plan, apart):
+    start = compress(open_checkpoint(lora[0]), plan).save(tmp_path / "small")
+    storages = {layer.name: layer.dtype for layer in open_checkpoint(start).layers}
+    assert all(storage.startswith("int") for storage in storages.values())
+    settings = common.replace(init=str(start), steps=4)
+    record = finetune(settings, tmp_path / "more")
+    trained = open_checkpoint(tmp_path / "more" / "adapter")
+    assert {layer.name: layer.dtype for layer in trained.layers} == storages
+    assert record.file_bytes == (start / WEIGHTS).stat().st_size
+    assert record.dev == evaluate(
+        settings.replace(init=str(tmp_path / "more" / "adapter"))
+    )  # what was written is judged
+    wide = finetune(settings.replace(storage="float32"), tmp_path / "wide")
+    assert {layer.dtype for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers} == {"float32"}
+    assert wide.dev != record.dev
+    for layer in open_checkpoint(tmp_path / "wide" / "adapter").layers:
+        exact, rounded = (layer_product(each).to_matrix() for each in (layer, trained.layer(layer.name)))
+        assert np.linalg.norm(rounded - exact) < apart * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("storage", ["int4", "int8", "float16", "bfloat16"])
+def test_lsr_is_written_in_the_storage_asked_for(common, tmp_path, storage):
+    settings = common.replace(storage=storage, steps=2)
+    record = finetune(settings, tmp_path / "run")
+    assert {layer.dtype for layer in open_checkpoint(tmp_path / "run" / "adapter").layers} == {storage}
+    assert record.dev == evaluate(settings.replace(init=str(tmp_path / "run" / "adapter")))
+    with pytest.raises(SettingsError, match=f"storage {storage} is of LSR's factors: method is lora"):
+        settings.replace(method="lora")
+
+
 def test_the_head_alone(common, tmp_path, place):
     record = finetune(common.replace(method="head", steps=4), tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "adapter" / WEIGHTS)

@@ -114,7 +114,14 @@ def write_lsr(
     return out
 
 
-def pack_lsr(source: Checkpoint, out_dir: str | Path, *, force: bool = False) -> Path:
+def pack_lsr(
+    source: Checkpoint,
+    out_dir: str | Path,
+    *,
+    storage: str | None = None,
+    coded: Mapping[str, CodedProduct] | None = None,
+    force: bool = False,
+) -> Path:
     """Write an LSR directory that PEFT saved, tensor by tensor and with four patterns a layer, as `write_lsr` does.
 
     Its scale is folded into the first factors, so that ΔW is the same but for their rounding.
@@ -125,6 +132,10 @@ def pack_lsr(source: Checkpoint, out_dir: str | Path, *, force: bool = False) ->
         Of the format "lsr".
     out_dir : str or Path
         A directory to make; must not exist, unless ``force``.
+    storage : str, optional
+        Type of the factors, a floating one; absent, the source's.
+    coded : Mapping of layer name to CodedProduct, optional
+        What is written of these layers instead: integer codes, of the scale too.
 
     Returns
     -------
@@ -136,9 +147,11 @@ def pack_lsr(source: Checkpoint, out_dir: str | Path, *, force: bool = False) ->
     CheckpointError, UnsupportedError
         As `write_lsr`.
     """
-    loaded = ((layer, *layer.load()) for layer in source.layers)
+    coded = coded or {}
+    loaded = ((layer, *layer.load()) for layer in source.layers if layer.name not in coded)
     layers = ((layer.name, (layer.scale * left[0], *left[1:]), right) for layer, left, right in loaded)
-    return write_lsr(out_dir, source=source, layers=layers, storage=source.storage, force=force)
+    storage = storage or source.storage
+    return write_lsr(out_dir, source=source, layers=layers, storage=storage, force=force, coded=coded.items())
 
 
 def check_carries(source: Checkpoint) -> None:
