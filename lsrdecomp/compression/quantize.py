@@ -68,12 +68,15 @@ def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms:
     return QuantizedProduct(left, right)
 
 
-def nearest_product(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> QuantizedProduct:
+def nearest_codes_of(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> CodedProduct:
     """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
 
-    Rounded, since training may have left numbers that lie near codes already.
+    Rounded, since training may have left numbers that lie near codes already. A product of one factor a side is a
+    matrix of low rank, and its singular vectors are coded.
     """
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
+    if product.left.order == 1:
+        return spectral_code(aim, layer_svd(aim), [bits] * len(aim.gauge[1]))
     rounded, solved = quantized_product(product, bits), refitted_product(aim.pair, product, bits, aim.norms)
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
@@ -81,7 +84,7 @@ def nearest_product(product: SeparatedProduct, bits: int, norms: NormWeights | N
 def codes_like(old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None) -> CodedProduct:
     """Codes of as many bits as ``old`` near ``product`` in the norm."""
     if isinstance(old, QuantizedProduct):
-        return nearest_product(product, max(old.left.bits, old.right.bits), norms)
+        return nearest_codes_of(product, max(old.left.bits, old.right.bits), norms)
     # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     columns, sigma, rows = layer_svd(aim)
