@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lsrdecomp import compression
 from lsrdecomp import fleet as many
 from lsrdecomp.cli import tables
+from lsrdecomp.cli.compress import split_sizes
 from lsrdecomp.cli.options import ForceFile, JsonFile, MaxMemory, Quiet, SolveDevice, read_toml
 from lsrdecomp.cli.outputs import PLACE
 from lsrdecomp.cli.progress import follow
+from lsrdecomp.cli.settings import options_of
+from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
 
 
+@options_of(compression.CompressionPlan, parsers={"inner_shape": (split_sizes, "NxN")})
 def fleet(
     indir: Annotated[Path, typer.Argument(help="Directory with adapter directories anywhere below it.")],
     outdir: Annotated[Path, PLACE, typer.Argument(help="Where each is written, at the same relative place.")],
-    plan: Annotated[Path, typer.Option(help="TOML file: a line [compress], then its options, as ratio = 48.")],
+    *,
+    plan: Annotated[
+        Path | None, typer.Option(help="Goal and storage in a TOML file: a line [compress], then as ratio = 48.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Processes on this host; -1 for one per processor or GPU.")] = -1,
     calibrated: Annotated[
         Path | None,
@@ -42,13 +49,19 @@ def fleet(
     json: JsonFile = None,
     force: ForceFile = False,
     max_memory: MaxMemory = None,
+    **options: Any,
 ) -> None:
     """Compress every adapter below a directory.
 
-    Started again after a kill it goes on where it was. Exit code 1 if any adapter failed or missed its tolerance; the
-    others are done all the same.
+    Each to the size or error that is asked for. Started again after a kill it goes on where it was. Exit code 1 if any
+    adapter failed or missed its tolerance; the others are done all the same.
     """
-    settings = read_plan(plan)
+    if plan is not None and options:
+        beside = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        raise LsrError(f"the goal and how it is met are in {plan}: leave out --plan, or {beside}")
+    if plan is None and not set(options) & set(GOALS):
+        raise LsrError("one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48")
+    settings = compression.CompressionPlan(**options) if plan is None else read_plan(plan)
     runner = (
         many.joblib_runner(workers, device, per_gpu)
         if ray is None

@@ -24,7 +24,7 @@ EXAMPLES = {
         "finetune --model smollm2 --data train.jsonl --out my-lora/",
         "finetune --model smollm2 --data train.jsonl --init my-lora/ --ratio 20 --out small/",
     ),
-    "fleet": ("fleet adapters/ small-adapters/ --plan plan.toml --workers 8",),
+    "fleet": ("fleet adapters/ small-adapters/ --ratio 48 --workers 8",),
     "demo": ("demo --out demo-output",),
 }
 """One or two commands a reader can change to their own."""
@@ -51,6 +51,13 @@ PANELS = {
         "Answers": "base data text max-length truncate batch dtype",
         "Servers": "for server served-as",
         "Output": "json wide all force",
+    },
+    "fleet": {
+        "Goal": "ratio params bytes rtol plan",
+        "Measure": "calibrated",
+        "Store": "storage",
+        "Run": "workers ray device share",
+        "Output": "json quiet force",
     },
     "finetune": {
         "Task": "model data task",

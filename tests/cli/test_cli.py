@@ -121,8 +121,7 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     for name in ("good", "bad"):
         shutil.copytree(DEMO, tmp_path / "in" / name)
     (tmp_path / "in" / "bad" / "adapter_model.safetensors").write_bytes(b"short")
-    (tmp_path / "plan.toml").write_text("[compress]\nseparation_rank = 2\n")
-    done = lsr("fleet", tmp_path / "in", tmp_path / "out", "--plan", tmp_path / "plan.toml", "--workers", 1)
+    done = lsr("fleet", tmp_path / "in", tmp_path / "out", "--separation-rank", 2, "--workers", 1)
     assert done.returncode == 1
     assert "1 of 2 adapters done, 0 missed their tolerance, 1 failed" in done.stdout
     assert (tmp_path / "out" / "good" / "adapter_config.json").is_file()
@@ -130,6 +129,14 @@ def test_fleet_reports_the_one_that_fails(tmp_path):
     done = lsr("fleet", tmp_path / "in", tmp_path / "out2", "--plan", tmp_path / "plan.toml")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "no setting is called 'separation_rnk'; did you mean 'separation_rank'?" in done.stderr
+    for wrong, words in (
+        ((), "one goal for all adapters: --ratio N, --params N, --bytes N or --rtol E; such as --ratio 48"),
+        (("--plan", tmp_path / "plan.toml", "--ratio", 48), "leave out --plan, or --ratio"),
+    ):
+        done = lsr("fleet", tmp_path / "in", tmp_path / "out2", *wrong)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert words in done.stderr
+    assert not (tmp_path / "out2").exists()
 
 
 @pytest.mark.parametrize(
