@@ -12,12 +12,16 @@ A row of the record is one training at one rate.
 - XS: cores k × l between the base's leading singular vectors (LoRA-XS, arXiv:2405.17604), begun at the projection of
   the LoRA in the Fisher norm, sizes shared out over the layers by one budget.
 - Fisher core: the same between eigenvectors of the base's own Fisher factors, measured once on texts of ``--other``.
+- LoRAQuant (arXiv:2510.26690): the LoRA's own singular directions, the first of a layer in two or three bits, the next
+  in one, trained through the rounding. What the budget does not reach is left out; the split is chosen in the Fisher
+  norm.
 - VeRA, Uni-LoRA, TinyLoRA, VB-LoRA, FourierFT: PEFT's, from PEFT's own start, at the largest size that fits.
 
 Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a tensor; an index of which
-layers are used is not charged, nor are the shared eigenvectors. Rates are relative to the size of a tensor's numbers,
-as `distil` has them; PEFT's methods begin at nothing, so theirs are in plain numbers. Rows are added as they come; a
-stopped run goes on.
+layers are used is not charged, nor are the shared eigenvectors. LoRAQuant's numbers take their own bits. VB-LoRA pays
+for its bank, and for each piece of a matrix two indices into it and half a byte. Rates are relative to the size of a
+tensor's numbers, as `distil` has them; PEFT's other methods begin at nothing, so theirs are in plain numbers. Rows are
+added as they come; a stopped run goes on.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,16 +75,21 @@ WARM = 3
 """Steps over which the rate rises."""
 SIDES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """Sides of a core."""
+PIECE = 96
+"""Numbers of one vector of VB-LoRA's bank: a divisor of the sides of the layers."""
+SPLITS = [(high, low) for high in range(3) for low in range(5 - high)]
+"""Directions of a layer that LoRAQuant writes in more bits and in one."""
 COMPRESSED = {"LSR": Search(), "SVD": Search(orders=())}
 Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A model that answers with a rival's ΔW, the numbers that are trained, and their bytes in four bits."""
+    """A model that answers with a rival's ΔW, the numbers that are trained, and their bytes in few bits."""
 
     model: nn.Module
     parameters: Sequence[nn.Parameter]
+    bits: Sequence[int] = ()  # of each parameter's numbers; four if none are named
     relative: bool = True  # a step is in units of the root mean square of a tensor's numbers, as `distil` has it
 
     @property
@@ -88,14 +98,65 @@ class Rival:
 
     @property
     def bytes(self) -> int:
-        return CONFIG + sum(math.ceil(p.numel() / 2) + 2 for p in self.parameters)
+        return CONFIG + sum(tensor_bytes(p.numel(), bits) for p, bits in self._with_bits())
 
     def round(self) -> None:
-        """Four bits a number, one scale a tensor, chosen for the least squared error."""
+        """So many bits a number, one scale a tensor, chosen for the least squared error."""
         with torch.no_grad():
-            for parameter in self.parameters:
-                codes, step = nearest_codes(parameter.detach().double().numpy().reshape(1, -1), 4)
-                parameter.copy_(torch.from_numpy(codes * step[:, None]).reshape(parameter.shape))
+            for parameter, bits in self._with_bits():
+                parameter.copy_(rounded(parameter, bits))
+
+    def _with_bits(self) -> Iterator[tuple[nn.Parameter, int]]:
+        return zip(self.parameters, self.bits or [4] * len(self.parameters), strict=True)
+
+
+@dataclass(frozen=True)
+class VectorBank(Rival):
+    """VB-LoRA as its authors store it: the bank, and of the logits of each piece the two largest."""
+
+    @property
+    def bank(self) -> nn.Parameter:
+        (bank,) = (p for p in self.parameters if p.ndim == 2)
+        return bank
+
+    @property
+    def logits(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters if p.ndim == 3]  # (r, pieces, vectors of the bank)
+
+    @property
+    def pieces(self) -> int:
+        return sum(logits[..., 0].numel() for logits in self.logits)
+
+    @property
+    def numbers(self) -> int:
+        return self.bank.numel() + self.pieces
+
+    @property
+    def bytes(self) -> int:
+        index = (len(self.bank) - 1).bit_length()
+        return CONFIG + tensor_bytes(self.bank.numel(), 4) + math.ceil(self.pieces * (2 * index + 4) / 8)
+
+    def round(self) -> None:
+        """The bank in four bits, as others are; the larger weight of each two one of sixteen between ½ and 1."""
+        with torch.no_grad():
+            self.bank.copy_(rounded(self.bank, 4))
+            for logits in self.logits:
+                largest, where = logits.topk(2, dim=-1)
+                weight = largest.softmax(-1)[..., :1]
+                weight = 0.5 + ((weight - 0.5) * 32).floor().clamp(0, 15) / 32 + 1 / 64
+                logits.fill_(-1e4).scatter_(-1, where, torch.cat([weight, 1 - weight], dim=-1).log())
+
+
+def tensor_bytes(numbers: int, bits: int) -> int:
+    return math.ceil(numbers * bits / 8) + 2
+
+
+def rounded(values: Tensor, bits: int) -> Tensor:
+    """Of the same shape, one scale for all; a bit is a sign."""
+    if bits == 1:
+        return values.sign() * values.abs().mean()
+    codes, step = nearest_codes(values.detach().double().numpy().reshape(1, -1), bits)
+    return torch.from_numpy(codes * step[:, None]).reshape(values.shape).to(values)
 
 
 @dataclass(frozen=True)
@@ -239,16 +300,81 @@ def eigenvectors(subject: Subject) -> dict[str, tuple[Doubles, Doubles]]:
     return {name: (whitened(norm.output), whitened(norm.input)) for name, norm in norms.items()}
 
 
-def from_peft(subject: Subject, config: Callable[[int, list[str]], PeftConfig], budget: int, seed: int) -> Rival:
+def two_precisions(subject: Subject, budget: int) -> Rival:
+    """LoRAQuant: columns of U √Σ and rows of √Σ Vᵀ, the first in two or three bits, whichever loses less."""
+    _, layers = min((_split(subject, budget - CONFIG, high) for high in (2, 3)), key=lambda split: split[0])
+    model, parameters, bits = copy.deepcopy(subject.plain), [], []
+    for name, widths, *sides in layers:
+        columns, rows = (
+            [nn.Parameter(torch.tensor(vector, dtype=torch.float32)) for vector in side[: len(widths)]]
+            for side in sides
+        )
+        parameters += columns + rows
+        bits += widths * 2
+        model.get_submodule(name).register_forward_hook(add_rounded(columns, rows, widths))
+    return Rival(model, parameters, bits)
+
+
+def _split(subject: Subject, budget: int, high: int) -> tuple[float, list[tuple[str, list[int], Doubles, Doubles]]]:
+    """What is lost in the Fisher norm, and the layers that are used: bits of each direction, columns, rows."""
+    checkpoint, statistics = open_checkpoint(subject.lora), read_statistics(subject.statistics)
+    options, layers = [], []
+    for layer in checkpoint.layers:
+        pair, weights = layer_pair(checkpoint, layer), statistics[layer.name]
+        (q, r), (p, s) = np.linalg.qr(np.asarray(pair.left, float)), np.linalg.qr(np.asarray(pair.right, float).T)
+        u, values, vh = np.linalg.svd(r @ s.T)
+        sides = [(vectors * np.sqrt(values)).T for vectors in (q @ u, p @ vh.T)]
+        coded = {
+            bits: [np.array([rounded(torch.tensor(v), bits).numpy() for v in side]) for side in sides]
+            for bits in (1, high)
+        }
+        roots = (weights.output.root, weights.input.root)
+
+        def product(parts: Sequence[Doubles], roots: Any = roots) -> Doubles:
+            left, right = (root(part.T) for root, part in zip(roots, parts, strict=True))
+            return np.asarray(left @ right.T)
+
+        wanted = product(sides)
+        costs, losses = [], []
+        for first, then in SPLITS:
+            end = first + then
+            parts = [
+                np.concatenate([dear[:first], cheap[first:end]])
+                for dear, cheap in zip(coded[high], coded[1], strict=True)
+            ]
+            losses.append(float(np.square(wanted - product(parts)).sum()))
+            costs.append(
+                sum(first * tensor_bytes(side.shape[1], high) + then * tensor_bytes(side.shape[1], 1) for side in sides)
+            )
+        options.append(Options.of(costs, losses))
+        layers.append((layer.name, sides))
+    choices = within_cost(options, budget)
+    used = []
+    for (name, sides), choice in zip(layers, choices, strict=True):
+        first, then = SPLITS[choice]
+        if first + then:
+            used.append((name, [high] * first + [1] * then, *sides))
+    return sum(float(each.losses[choice]) for each, choice in zip(options, choices, strict=True)), used
+
+
+def add_rounded(columns: Sequence[Tensor], rows: Sequence[Tensor], widths: Sequence[int]) -> Callable[..., Tensor]:
+    def coded(vectors: Sequence[Tensor]) -> Tensor:  # the gradient passes the rounding as if it were not there
+        return torch.stack([v + (rounded(v, bits) - v).detach() for v, bits in zip(vectors, widths, strict=True)])
+
+    return lambda module, inputs, output: output + inputs[0] @ coded(rows).T @ coded(columns)
+
+
+def from_peft(subject: Subject, method: str, budget: int, seed: int) -> Rival:
     """PEFT's own method at the largest size that fits, on those layers that matter most if all are too many."""
     names = by_energy(subject)
     layers = len(names)
+    config, make = PEFT[method]
     while layers:
 
         def rival(size: int, used: int = layers) -> Rival:
             torch.manual_seed(seed)
             model = get_peft_model(copy.deepcopy(subject.plain), config(size, names[:used]))
-            return Rival(model.eval(), [p for p in model.parameters() if p.requires_grad], relative=False)
+            return make(model.eval(), [p for p in model.parameters() if p.requires_grad])
 
         first, second = rival(1), rival(2)  # numbers are linear in what is set
         size = 1 + int(2 * (budget - first.bytes) / (second.numbers - first.numbers))
@@ -275,14 +401,16 @@ def by_energy(subject: Subject) -> list[str]:
     return sorted(energy, key=lambda name: -energy[name])
 
 
-PEFT: dict[str, Callable[[int, list[str]], PeftConfig]] = {
-    "VeRA": lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False),
-    "Uni-LoRA": lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names),
-    "TinyLoRA": lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names),
-    "VB-LoRA": lambda size, names: VBLoRAConfig(
-        r=1, num_vectors=max(2, size), vector_length=32, topk=1, target_modules=names
+FROM_NOTHING = partial(Rival, relative=False)
+PEFT: dict[str, tuple[Callable[[int, list[str]], PeftConfig], Callable[..., Rival]]] = {
+    "VeRA": (lambda size, names: VeraConfig(r=size, target_modules=names, save_projection=False), FROM_NOTHING),
+    "Uni-LoRA": (lambda size, names: UniLoraConfig(r=4, theta_d_length=size, target_modules=names), FROM_NOTHING),
+    "TinyLoRA": (lambda size, names: TinyLoraConfig(r=8, u=size, target_modules=names), FROM_NOTHING),
+    "FourierFT": (lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names), FROM_NOTHING),
+    "VB-LoRA": (
+        lambda size, names: VBLoRAConfig(r=1, num_vectors=size + 1, vector_length=PIECE, topk=2, target_modules=names),
+        VectorBank,
     ),
-    "FourierFT": lambda size, names: FourierFTConfig(n_frequency=size, target_modules=names),
 }
 
 
@@ -320,12 +448,14 @@ def row(subject: Subject, method: str, budget: int, seed: int, steps: int, rate:
         rival = cores(subject, singular_vectors(subject), budget)
     elif method == "Fisher core":
         rival = cores(subject, eigenvectors(subject), budget)
+    elif method == "LoRAQuant":
+        rival = two_precisions(subject, budget)
     else:
-        rival = from_peft(subject, PEFT[method], budget, seed)
+        rival = from_peft(subject, method, budget, seed)
     return learn(subject, rival, seed, steps, rate)
 
 
-METHODS = (*COMPRESSED, "XS", "Fisher core", *PEFT)
+METHODS = (*COMPRESSED, "XS", "Fisher core", "LoRAQuant", *PEFT)
 
 
 def main() -> None:
