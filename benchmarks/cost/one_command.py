@@ -1,10 +1,11 @@
 r"""What `lsrdecomp compress --base … --keep …` costs, as it is typed: processor seconds of each stage, memory, bytes.
 
     python -m benchmarks.cost.one_command E2E/train.jsonl --lora smollm2-e2e-r8 [--large smollm2-e2e-r16] \
-        [--only NAME | --norms] [--seed 0]
+        [--base GGUF] [--only NAME | --norms] [--seed 0]
 
 `benchmarks.language.tasks` writes the first file; 400 of its prompts, drawn by the seed, are what the command is given.
-``--large`` is another LoRA of them, with r = 16 on all linear layers. The adapter that ships with the package is
+``--large`` is another LoRA of them, with r = 16 on all linear layers; with ``--base``, the file of another base,
+``--lora`` is one of that base, and ``--only`` says which row. The adapter that ships with the package is
 compressed with 600 sentences of ``--reviews``, a text a line. Each command runs in a process of its own with one
 thread; what it wrote is weighed, and its promise read from compression.json. Rows are added to the file as they come,
 each with the commit that ran. ``--norms`` asks how the norm is to be measured: a form of one size in the norm with the
@@ -45,6 +46,11 @@ COMMANDS = {
     "smollm2 r = 16 keep .94 distil 60": ["--keep", "0.94", "--distil", "60"],
     "demo keep .8": ["--keep", "0.8"],
 }
+OTHER_BASES = {
+    "gemma-3-270m keep .9": ["--keep", "0.9"],
+    "gemma-3-270m keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
+}
+"""Commands that are only run by name."""
 
 
 def main() -> None:
@@ -53,7 +59,8 @@ def main() -> None:
     parser.add_argument("--lora", type=Path, help="the LoRA of SmolLM2 that was trained on them")
     parser.add_argument("--large", type=Path, help="one with r = 16 on all linear layers")
     parser.add_argument("--reviews", type=Path, help="SST-2's train.tsv, for the adapter that ships")
-    parser.add_argument("--only", choices=COMMANDS)
+    parser.add_argument("--base", default="smollm2", help="file of Gemma-3-270M, for its rows")
+    parser.add_argument("--only", choices=COMMANDS | OTHER_BASES)
     parser.add_argument("--norms", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS / "one_command.json")
@@ -117,7 +124,7 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One row: the command in a process of its own, then what it wrote."""
-    data, out = folder / "texts.jsonl", folder / "small"
+    data, out, options = folder / "texts.jsonl", folder / "small", (COMMANDS | OTHER_BASES)[name]
     draw = random.Random(arguments.seed)
     if name.startswith("demo"):
         lines = arguments.reviews.read_text(encoding="utf-8").splitlines()[1:]
@@ -126,9 +133,9 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
         lora, base = Path(str(files("lsrdecomp.cli") / "demo_adapter")), str(encoder())
     else:
         texts = draw.sample(arguments.prompts.read_text(encoding="utf-8").splitlines(), PROMPTS)
-        lora, base = arguments.large if "r = 16" in name else arguments.lora, "smollm2"
+        lora, base = arguments.large if "r = 16" in name else arguments.lora, arguments.base
     data.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    typed = ["compress", str(lora), "--base", base, "--data", str(data), *COMMANDS[name], "--out", str(out)]
+    typed = ["compress", str(lora), "--base", base, "--data", str(data), *options, "--out", str(out)]
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     child = [sys.executable, "-m", "benchmarks.cost.one_command", "--child", *typed]
     done = subprocess.run(child, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
@@ -139,7 +146,7 @@ def measured(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str
         "seed": arguments.seed,
         "commit": commit(),
         "texts": len(texts),
-        "options": COMMANDS[name],
+        "options": options,
         **json.loads(done.stdout.splitlines()[-1]),
         "weight_bytes": (out / "adapter_model.safetensors").stat().st_size,
         "head_bytes": promise["head_bytes"],
