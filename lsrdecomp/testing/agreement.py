@@ -18,6 +18,9 @@ Matrix = np.ndarray
 Sides = tuple[Any, Any]
 """The two sides of an identity, which must agree."""
 
+COARSE = {"float32", "complex64"}
+"""Types of answers that are no finding by themselves, but that differ by more than float64 explains."""
+
 SHOWN_ENTRIES = 24
 """Arrays of at most this many entries are printed in an error."""
 
@@ -144,10 +147,11 @@ def require_agreement(
     types = [dtype_name(array) for array in arrays_in(inputs)] or ["float64"]
     allowed = bound * min(tolerance(name, size) for name in types)
     if not gap <= allowed:
-        scale = bound or norm(reference[~missing])
+        scale, kind = bound or norm(reference[~missing]), dtype_name(ours)
+        coarse = f"; the answer is {kind}: dtype= and tolerance= allow for it" if kind in COARSE - {*types} else ""
         raise IdentityError(
             identity,
-            f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{shown(inputs)}",
+            f"the two sides differ by {gap:.3g}, rounding explains {allowed:.3g}{coarse}{shown(inputs)}",
             gap=gap / scale if scale > 0.0 else None,
         )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from lsrdecomp.arrays import Namespace
-from lsrdecomp.testing.agreement import IdentityError, shown
+from lsrdecomp.arrays import Namespace, to_numpy
+from lsrdecomp.testing.agreement import IdentityError, arrays_in, shown
 from lsrdecomp.testing.cases import Cases, Corner, Trial
 
 EXAMPLES = 25
@@ -29,15 +30,21 @@ class _Raised(Exception):  # noqa: N818 - never leaves this file
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The code under test; what it raises becomes an `IdentityError` that names identity and case.
 
-    Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those of an array.
+    Sparse results are formed. A ``numpy.matrix`` is refused: its ``*`` and its slices are not those of an array; so are
+    lists of numbers and nothing. Arguments must stay as they are, or the case that is shown is not what was computed.
     """
 
     def called(*inputs: Any) -> Any:
+        before = [np.array(to_numpy(array)) for array in arrays_in(inputs)]
         try:
             result = function(*inputs)
             result = result.toarray() if hasattr(result, "toarray") else result
-            if isinstance(result, np.matrix):
-                raise TypeError("the result is a numpy.matrix, not an array")
+            if isinstance(result, np.matrix | NoneType) or (
+                isinstance(result, list) and not any(array.ndim for array in arrays_in(result))
+            ):
+                raise TypeError(f"the result is a {type(result).__name__}, not an array")
+            if not all(map(partial(np.array_equal, equal_nan=True), before, map(to_numpy, arrays_in(inputs)))):
+                raise IdentityError("arguments stay as they are", f"your code changed them{shown(before)}")
             return result
         except IdentityError:
             raise
@@ -79,8 +86,8 @@ def try_identities(
             failures.append(failure)
     if failures:
         first = failures[0]
-        others = [error.identity.split(",")[0] for error in failures[1:]]
-        more = f"\n  also broken: {'; '.join(dict.fromkeys(others))}" if others else ""
+        _, *others = dict.fromkeys(error.identity.split(",")[0] for error in failures)
+        more = f"\n  also broken: {'; '.join(others)}" if others else ""
         raise IdentityError(first.identity, first.message + more, gap=first.gap, cause=first.cause) from first.cause
 
 
@@ -116,7 +123,8 @@ def _first_failure(
         return IdentityError(error.identity, error.message, gap=error.gap, cause=error.cause)
     except _Raised as error:
         what = f"{type(error.cause).__name__}: {str(error.cause).strip() or 'no message'}"
-        return IdentityError(name, f"your code raised {what}{shown(error.inputs)}", cause=error.cause)
+        way_out = "; xp= names another library than NumPy" if "ndarray" in what else ""
+        return IdentityError(name, f"your code raised {what}{way_out}{shown(error.inputs)}", cause=error.cause)
     except (ValueError, TypeError, IndexError, ArithmeticError) as error:  # an answer of a shape that nothing fits
         return IdentityError(name, f"the answer cannot be compared: {error}", cause=error)
     return None

@@ -489,6 +489,38 @@ def test_torch_kron_is_checked_and_what_it_raises_is_shown():
     check_kron(lambda a, b: torch.kron(fresh(a), fresh(b)), xp=torch, max_examples=8)
 
 
+def test_an_argument_that_is_overwritten_is_shown_as_it_was():
+    def doubling(a, b):
+        product = np.kron(a, b)
+        a *= 2.0
+        return product
+
+    with pytest.raises(IdentityError, match="arguments stay as they are: your code changed them\n  A 1×1 = ") as caught:
+        check_kron(doubling, complex_values=False, max_examples=3)
+    assert "[[2.]]" in str(caught.value), "the smallest case, as it was handed over"
+    assert "also broken: factors" in str(caught.value), "its other identities are no news"
+
+
+@pytest.mark.parametrize("answer", [None, "list"])
+def test_an_answer_that_is_no_array_is_named(answer):
+    def listed(a, b):
+        return np.kron(a, b).tolist() if answer else None
+
+    kind = answer or "NoneType"
+    with pytest.raises(IdentityError, match=f"your code raised TypeError: the result is a {kind}, not an array"):
+        check_kron(listed, max_examples=2)
+
+
+def test_what_is_to_be_passed_is_said_where_it_is_not_the_code_that_errs():
+    def of_another_library(a, b):
+        raise TypeError("kron(): argument 'input' (position 1) must be Tensor, not numpy.ndarray")
+
+    with pytest.raises(IdentityError, match="not numpy.ndarray; xp= names another library than NumPy"):
+        check_kron(of_another_library, max_examples=1)
+    with pytest.raises(IdentityError, match=r"the answer is float32: dtype= and tolerance= allow for it"):
+        check_kron(lambda a, b: np.kron(a, b).astype(np.float32), complex_values=False, max_examples=8)
+
+
 def test_the_message_carries_what_else_is_broken_and_no_frames_of_ours():
     with pytest.raises(IdentityError, match="also broken: .*trace") as caught:
         check_kron(lambda a, b: 2.0 * np.kron(a, b), max_examples=5)
