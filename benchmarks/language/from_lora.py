@@ -4,7 +4,8 @@
 
 TASK holds train.jsonl and held.jsonl, as `benchmarks.language.tasks` writes them; the base is SmolLM2. All arms see the
 same examples in the same order and are judged by the loss on held-out answers. Finished runs in RUNS are not done
-again; four to six minutes an arm and seed on one core of a CPU. Writes `results/from_lora.json`.
+again; four to six minutes an arm and seed on one core of a CPU. Writes the rows of its task in
+`results/from_lora.json`; `benchmarks.language.from_lora_picture` draws them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks import RESULTS
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.writers.lsr import pack_lsr
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression.layers import layer_product
+from lsrdecomp.compression.quantize import nearest_codes_of
 from lsrdecomp.training.finetune import evaluate, finetune
-from lsrdecomp.training.record import RECORD, Record, commit, read_record, versions
+from lsrdecomp.training.record import ADAPTER, RECORD, Record, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -54,19 +61,24 @@ def main(arguments: list[str] | None = None) -> None:
         "log_every": 0,
         "samples": 0,
     }
-    lora = evaluate(FinetuneSettings.from_mapping(common | {"init": str(options.lora)}))
-    facts = {"task": options.task.name, "steps": options.steps, "batch": 8, "lora": {"loss": lora.loss}}
-    rows: list[dict[str, Any]] = []
+    start = FinetuneSettings.from_mapping(common | {"method": "lora"})  # a new LoRA is the base
+    losses = {"base": evaluate(start).loss, "lora": evaluate(start.replace(init=str(options.lora))).loss}
+    task, out = options.task.name, options.out
+    before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"tasks": {}, "rows": []}
+    facts = {"steps": options.steps, "batch": 8, "lora_parameters": open_checkpoint(options.lora).adapter_parameters}
+    tasks = before["tasks"] | {task: {**facts, **losses}}
+    rows: list[dict[str, Any]] = [row for row in before["rows"] if row["task"] != task]
     for seed in options.seeds:
         for arm in options.only:
             changes = {**ARMS[arm], "seed": seed}
             if "init" in changes:
                 changes["init"] = str(options.lora)
             record = run(FinetuneSettings.from_mapping(common | changes), options.work / f"{arm}-{seed}")
-            rows.append(row(arm, seed, record))
+            in_bits = rounded(options.work / f"{arm}-{seed}", record) if arm.startswith("LSR") else None
+            rows.append({"task": task, **row(arm, seed, record), "int4": in_bits})
             print(rows[-1], flush=True)
-            record_file = facts | {"rows": rows, "versions": versions(), "commit": commit()}
-            options.out.write_text(json.dumps(record_file, indent=1) + "\n", encoding="utf-8")
+            results = {"tasks": tasks, "rows": rows, "versions": versions(), "commit": commit()}
+            out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def run(settings: FinetuneSettings, out: Path) -> Record:
@@ -75,6 +87,16 @@ def run(settings: FinetuneSettings, out: Path) -> Record:
         return read_record(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     return finetune(settings, out)
+
+
+def rounded(out: Path, record: Record) -> dict[str, Any]:
+    """Bytes and loss of a finished run's adapter in four bits, as ``finetune --storage int4`` would have written it."""
+    trained = open_checkpoint(out / ADAPTER)
+    codes = {layer.name: nearest_codes_of(layer_product(layer), 4) for layer in trained.layers}
+    with TemporaryDirectory() as folder:
+        path = pack_lsr(trained, Path(folder) / ADAPTER, coded=codes)
+        judged = evaluate(record.settings.replace(init=str(path), ratio=None, options={}))
+        return {"bytes": (path / WEIGHTS).stat().st_size, "loss": judged.loss}
 
 
 def row(arm: str, seed: int, record: Record) -> dict[str, Any]:
@@ -86,6 +108,7 @@ def row(arm: str, seed: int, record: Record) -> dict[str, Any]:
         "start": None if record.start is None else record.start.loss,
         "loss": record.dev.loss,
         "token_accuracy": record.dev.accuracy,
+        "bytes": record.file_bytes,
         "train_seconds": round(record.wall_seconds, 1),
         "learning_rate": record.settings.learning_rate,
     }

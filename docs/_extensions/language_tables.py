@@ -114,6 +114,29 @@ def rivals(results: dict[str, Any]) -> Table:
     return head, [cells for *_, cells in sorted(lines)]
 
 
+def from_lora(results: dict[str, Any]) -> Table:
+    """What LSR from a LoRA, and training from scratch, come to: a line a task and arm, means and spreads over seeds."""
+    lines = []
+    for task, facts in results["tasks"].items():
+        lines.append((task.upper(), "the base", "0", f"{facts['base']:.3f}", "", "", ""))
+        lines.append(
+            (task.upper(), "the LoRA, r = 8", f"{facts['lora_parameters']:,}", "", f"{facts['lora']:.3f}", "", "")
+        )
+        of_task = [row for row in results["rows"] if row["task"] == task]
+        for arm in dict.fromkeys(row["arm"] for row in of_task):
+            rows = [row for row in of_task if row["arm"] == arm]
+            losses = [row["loss"] for row in rows]
+            starts = [row["start"] for row in rows if row["start"] is not None]
+            spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(rows) > 1 else ""
+            before = f"{fmean(starts):.3f}" if starts else ""
+            numbers = f"{max(row['parameters'] for row in rows):,}"
+            coded = [row["int4"] for row in rows if row["int4"] is not None]
+            in_bits = f"{fmean(row['loss'] for row in coded):.3f}, {coded[0]['bytes'] / 1000:.0f} kB" if coded else ""
+            cells = before, f"{fmean(losses):.3f}{spread}", in_bits, f"{len(rows)}"
+            lines.append((task.upper(), arm, numbers, *cells))
+    return ("task", "", "numbers", "loss before", "after 60 steps", "in int4", "seeds"), lines
+
+
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["structure"] == structure), key=lambda row: -float(row["budget"]))
 
@@ -161,5 +184,5 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-large-bytes": partial(by_bytes, **LARGE),
         "llm-large-distilled": partial(distilled, **LARGE),
     }.items()
-} | {"small-adapters": ("rivals.json", rivals)}
+} | {"small-adapters": ("rivals.json", rivals), "from-lora": ("from_lora.json", from_lora)}
 """Name on a page: file of results, and what makes a table of it."""

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.lab import recover_picture
-from benchmarks.language import picture, rivals_picture
+from benchmarks.language import from_lora_picture, picture, rivals_picture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -32,4 +32,10 @@ def test_a_language_model_has_its_picture(tmp_path):
 def test_small_adapters_have_their_picture(tmp_path):
     out = tmp_path / "small-adapters.png"
     rivals_picture.main(RESULTS / "rivals.json", out)
+    assert out.stat().st_size > 10_000
+
+
+def test_training_from_a_lora_has_its_picture(tmp_path):
+    out = tmp_path / "from-lora.png"
+    from_lora_picture.main(RESULTS / "from_lora.json", out)
     assert out.stat().st_size > 10_000
