@@ -196,11 +196,22 @@ def check_carried(config: Config) -> None:
             raise config.error(field, expected)
 
 
+HEADS = ("classifier", "score")
+"""What PEFT adds to modules_to_save of every classifier, whichever it has, each time that it opens one."""
+
+
+def _saved(config: Mapping[str, Any]) -> list[str]:
+    """The modules that are saved whole, each named once."""
+    return [name for name in dict.fromkeys(config.get("modules_to_save") or ()) if isinstance(name, str)]
+
+
 def missing_modules(config: Mapping[str, Any], extras: Iterable[str]) -> tuple[str, ...]:
     """A note if ``modules_to_save`` names a module of which the file holds no tensor."""
-    named = config.get("modules_to_save")
     modules = [f".{key.rpartition('.')[0]}." for key in extras]
-    missing = [name for name in named or () if isinstance(name, str) and not any(f".{name}." in key for key in modules)]
+    saved = _saved(config)
+    stored = [name for name in saved if any(f".{name}." in key for key in modules)]
+    optional = HEADS if set(HEADS) & set(stored) else ()
+    missing = [name for name in saved if name not in stored and name not in optional]
     if not missing:
         return ()
     return (
@@ -232,6 +243,8 @@ def carried_fields(
         PEFT's word for "biases of adapted modules": ``"lora_only"`` or ``"lsr_only"``.
     """
     fields = {field: config[field] for field in CARRIED if config.get(field) is not None}
+    if "modules_to_save" in fields:
+        fields["modules_to_save"] = _saved(config)
     same = source is not None and names == {layer.name for layer in source.layers}
     if "target_modules" not in fields or not same:
         for field in ("exclude_modules", "layers_to_transform", "layers_pattern"):

@@ -115,6 +115,17 @@ def test_a_head_that_the_config_declares_and_the_file_lacks_is_named(tmp_path):
     assert "modules_to_save names 'classifier', of which the file holds no tensor" in done.stdout
 
 
+def test_the_two_heads_that_peft_names_are_one(tmp_path):
+    head = {f"{PREFIX}classifier.weight": np.ones((2, 4), np.float32)}
+    named = ["classifier", "score", "classifier", "score"]  # a pair more each time that PEFT opens a classifier
+    source = directory(tmp_path / "a", {**pair("q"), **head}, modules_to_save=named)
+    assert open_checkpoint(source).notes == ()
+    small = compress(open_checkpoint(source), CompressionPlan(separation_rank=1)).save(tmp_path / "small")
+    assert open_checkpoint(small).config["modules_to_save"] == ["classifier", "score"]
+    source = directory(tmp_path / "b", pair("q"), modules_to_save=named)
+    assert "names 'classifier', 'score', of which" in open_checkpoint(source).notes[0]
+
+
 @pytest.fixture(scope="module")
 def unet(tmp_path_factory):
     """A diffusers LoRA in float16, its LSR form saved beside it; not to be changed."""
