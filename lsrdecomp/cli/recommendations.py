@@ -41,11 +41,11 @@ def next_command(checkpoint: Checkpoint, output: Path, alpha: float | None) -> s
 
 def warn_of_wreck(result: Any, output: Path | None) -> None:
     """Without statistics a small adapter is close in nothing that matters: say so, and what would help."""
-    total = result.totals
-    if total.functional_error is not None or (total.relative_error <= WRECK and 2 * total.dropped < total.layers):
+    total, dropped = result.totals, sum(row.norm > 0.0 and not row.parameters for row in result.layers)
+    if total.functional_error is not None or (total.relative_error <= WRECK and 2 * dropped < total.layers):
         return
     tables.say(
-        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {total.dropped} of {total.layers} "
+        f"WARNING: little of this adapter is left: error {total.relative_error:.3g}, {dropped} of {total.layers} "
         "layers left out."
     )
     source, plan = result.source, result.plan

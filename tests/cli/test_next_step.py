@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from lsrdecomp import compress
-from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints import open_checkpoint, write_lora
 from lsrdecomp.cli.app import app
 from lsrdecomp.compression import export_lora
 from lsrdecomp.compression.export import FORMATS
@@ -104,6 +104,15 @@ def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
     assert "WARNING: little of this adapter is left" in done.stderr
     assert "calibrate" not in done.stderr
     assert "Allow a larger size" in done.stderr
+
+
+def test_layers_that_were_zero_are_not_missed(tmp_path):
+    rng = np.random.default_rng(0)
+    layers = [(name, rng.standard_normal((8, 2)), (name in "ab") * rng.standard_normal((2, 8))) for name in "abcd"]
+    write_lora(tmp_path / "lora", layers=layers, config={})
+    done = lsr("compress", tmp_path / "lora", "--rtol", 0.1, "--storage", "float32", "--out", tmp_path / "small")
+    assert (done.returncode, "2 of 4 layers left out" in done.stdout) == (0, True)
+    assert "WARNING: little" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
