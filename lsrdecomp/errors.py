@@ -79,7 +79,8 @@ def needs(purpose: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise LsrError(f"{purpose} needs {error.name}: pip install 'lsrdecomp[{extra}]'") from error
+        package = str(error.name).partition(".")[0]
+        raise LsrError(f"{purpose} needs {package}: pip install 'lsrdecomp[{extra}]'") from error
 
 
 def unknown(name: object, words: Iterable[str]) -> str:

@@ -1,5 +1,10 @@
 """LSR adapters, and their Kronecker relatives, inside PEFT. Importing this package makes PEFT know them."""
 
+try:
+    import peft as _peft  # noqa: F401
+except ImportError as _error:
+    raise ImportError("lsrdecomp.adapters needs torch and PEFT: pip install 'lsrdecomp[peft]'") from _error
+
 from lsrdecomp.adapters.adapted import rescale
 from lsrdecomp.adapters.config import LsrConfig
 from lsrdecomp.adapters.direct import DirectConfig, KronAConfig

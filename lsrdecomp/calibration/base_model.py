@@ -138,7 +138,8 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     kind = str(getattr(config.task_type, "value", config.task_type))
     if kind not in LOADERS:
         text = f"task type {kind!r} is not one of {', '.join(LOADERS)}: only text models can be calibrated"
-        raise CheckpointError(f"{text} (a diffusion model's has none)", path=adapter)
+        way_out = 'if it is one, write "task_type": "CAUSAL_LM" or another into adapter_config.json'
+        raise CheckpointError(f"{text} (a diffusion model's has none); {way_out}", path=adapter)
     # 2. The base, with a head of as many classes as the adapter brings, or its own.
     loader, head = LOADERS[kind]
     labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)

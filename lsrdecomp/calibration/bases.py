@@ -98,7 +98,8 @@ def open_tokenizer(base: str | Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(find_base(base))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"no tokenizer could be opened: {first_line(error)}", path=base) from error
+        text = f"no tokenizer could be opened: {first_line(error)}"
+        raise CheckpointError(f"{text} (a directory needs its tokenizer.json too)", path=base) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = PAD if PAD in tokenizer.get_vocab() else tokenizer.eos_token
     return tokenizer

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lsrdecomp.analysis import ErrorCurve, LayerGrid, Limit, ParetoPoint, Spectrum
+from lsrdecomp.errors import needs
 from lsrdecomp.solvers.base import Sweep
 
 if TYPE_CHECKING:
@@ -348,7 +349,8 @@ def _positive(x: Iterable[float], y: Sequence[float]) -> tuple[list[float], list
 
 def new_axes(width: float = 6.4, height: float = 4.2) -> Axes:
     """Axes of a figure of their own, which no window shows."""
-    from matplotlib.figure import Figure
+    with needs("a picture", "plots"):
+        from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained").subplots()
 
