@@ -306,6 +306,10 @@ def in_small_adapters():
     behind = {short(best["LSR", 3000, 0]["kept"] - best[name, 3000, 0]["kept"], 1) for name in ("XS", "SVD", "VeRA")}
     yield f"LoRA-XS, truncated SVD and VeRA are behind by {behind.pop()} in 3 kB"
     assert not behind
+    newer = [best[name, 3000, 0] for name in ("LoRAQuant", "FourierFT", "VB-LoRA")]
+    assert {row["effect"] for row in newer} == {row["effect"] for row in rows if row["budget"] == 1000}
+    quant, fourier, bank = (short(row["kept"], 3) for row in newer)
+    yield f"LoRAQuant's split keeps {quant} there, FourierFT {fourier} and VB-LoRA {bank}"
     (diverged,) = (row for row in rows if row["kept"] < 0.0)
     yield f"{diverged['method']} diverged at a rate of {diverged['rate']:g}"
 
@@ -325,6 +329,10 @@ def in_small_adapters():
     yield f"VeRA {at('VeRA', 0.3)} at .3 and {at('VeRA', 1.0)} at 1"
     assert {row["rate"] for row in rows if row["method"] == "TinyLoRA"} == {0.01}
     yield "TinyLoRA was run at .01 alone"
+    alone = {name: {row["rate"] for row in rows if row["method"] == name} for name in ("LoRAQuant", "VB-LoRA")}
+    assert alone == {"LoRAQuant": {0.3}, "VB-LoRA": {0.3}}
+    assert {row["rate"] for row in rows if row["method"] == "FourierFT"} == {0.1}
+    yield "LoRAQuant and VB-LoRA at .3 alone, FourierFT at .1 alone"
     lost = max(row["trained"] - row["kept"] for row in best.values() if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
 

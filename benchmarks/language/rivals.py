@@ -20,8 +20,8 @@ A row of the record is one training at one rate.
 Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a tensor; an index of which
 layers are used is not charged, nor are the shared eigenvectors. LoRAQuant's numbers take their own bits. VB-LoRA pays
 for its bank, and for each piece of a matrix two indices into it and half a byte. Rates are relative to the size of a
-tensor's numbers, as `distil` has them; PEFT's other methods begin at nothing, so theirs are in plain numbers. Rows are
-added as they come; a stopped run goes on.
+tensor's numbers, as `distil` has them; PEFT's other methods begin at nothing or at noise, so theirs are in plain
+numbers. Rows are added as they come; a stopped run goes on.
 """
 
 from __future__ import annotations

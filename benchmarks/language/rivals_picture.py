@@ -28,6 +28,7 @@ def main(source: Path, out: Path, task: str = "E2E") -> None:
         seeds = [[row for (name, size, _), row in best.items() if (name, size) == (method, b)] for b in budgets]
         x, y, error = ([fmean(row[key] for row in each) for each in seeds] for key in ("bytes", "kept", "error"))
         style = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
+        style["fillstyle"] = "full" if i < len(COLOURS) else "none"
         axes.errorbar(x, y, yerr=error, markersize=5, linewidth=1.8 if i == 0 else 1.2, capsize=2, label=label, **style)
     axes.set(xscale="log", xlim=(700, 30_000))
     dress(axes, "bytes of the adapter", "share of the LoRA's answers that is kept")
