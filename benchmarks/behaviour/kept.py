@@ -43,7 +43,7 @@ from benchmarks.lab.suite import read_suite
 from lsrdecomp.calibration.base_model import Base, Text, load_base, task_texts
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import read_jsonl
+from lsrdecomp.calibration.dataset import read_examples
 from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
 from lsrdecomp.checkpoints import Journal, open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
@@ -352,7 +352,7 @@ def drawn(
 def prompted(arguments: argparse.Namespace, record: Record) -> None:
     """The same of a language model. What each form loses is kept in ``--work``: a run that was stopped goes on."""
     task = arguments.prompts.parent.name
-    lines = random.Random(0).sample(read_jsonl(arguments.prompts), PROMPTS + SAMPLES)
+    lines = random.Random(0).sample(read_examples(arguments.prompts), PROMPTS + SAMPLES)
     evaluator = Evaluator("smollm2", arguments.lora, lines, EvaluatorSettings(held_out=PROMPTS))
     reference, work, bytes_before = evaluator.reference, arguments.work / task, bytes_to_open(arguments.lora / WEIGHTS)
     plans = [CompressionPlan(bytes=size, storage="auto") for size in BYTES]

@@ -93,7 +93,7 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each strength and number of examples."""
     import torch
 
-    from lsrdecomp.calibration.dataset import read_jsonl
+    from lsrdecomp.calibration.dataset import read_examples
     from lsrdecomp.checkpoints import Journal, open_checkpoint
     from lsrdecomp.compression.compress import search_adapter
     from lsrdecomp.compression.settings import CompressionPlan
@@ -105,7 +105,7 @@ def by_norm(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         data = Path(folder) / "texts.jsonl"
         lines = arguments.prompts.read_text(encoding="utf-8").splitlines()
         data.write_text("\n".join(random.Random(arguments.seed).sample(lines, PROMPTS)) + "\n", encoding="utf-8")
-        evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_jsonl(data))
+        evaluator = evaluate.Evaluator("smollm2", arguments.lora, read_examples(data))
         checkpoint, plan = open_checkpoint(arguments.lora), CompressionPlan(bytes=SIZE, storage="auto")
         for strength, count in NORMS:
             since, name = time.process_time(), f"{strength}-{count}"

@@ -27,7 +27,7 @@ from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import completion_text, read_jsonl, token_batches, tokenize
+from lsrdecomp.calibration.dataset import completion_text, read_examples, token_batches, tokenize
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.statistics import METADATA
 from lsrdecomp.training.finetune import finetune
@@ -106,7 +106,7 @@ def forms(options: argparse.Namespace) -> dict[str, Any]:
     work, adapter = options.work / "large", _lora(options)
     if not (work / "statistics" / METADATA).exists():
         base = opened(options.llm, adapter, options.device, "bfloat16")
-        rows = tokenize(read_jsonl(options.data), base.tokenizer, max_length=options.max_length)
+        rows = tokenize(read_examples(options.data), base.tokenizer, max_length=options.max_length)
         calibrate(
             replace(base, name=options.llm),
             token_batches(rows, size=options.batch, seed=options.seed, pad=base.tokenizer.pad_token_id),

@@ -30,7 +30,7 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.language.judge import Judge
 from lsrdecomp.calibration.base_model import Base
-from lsrdecomp.calibration.dataset import read_jsonl
+from lsrdecomp.calibration.dataset import read_examples
 from lsrdecomp.calibration.distil import Lessons, distil_factors
 from lsrdecomp.calibration.features import Lesson, lesson
 from lsrdecomp.calibration.fisher import Batch
@@ -127,7 +127,7 @@ def make_rows(options: argparse.Namespace, journal: Journal) -> None:
 
     # 1. The base with the LoRA, its answers to the problems, and the norm.
     task = {"task": options.task.name}
-    texts = random.Random(0).sample(read_jsonl(options.task / "train.jsonl"), TEXTS)
+    texts = random.Random(0).sample(read_examples(options.task / "train.jsonl"), TEXTS)
     evaluator = Evaluator(options.base, options.lora, texts, EvaluatorSettings(held_out=HELD_OUT))
     held = options.held or options.task / "held.jsonl"
     judge = Judge(evaluator.source, held, examples=10_000, max_length=LONGEST, mixed=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base, load_base
-from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_jsonl, token_batches, tokenize
+from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_examples, token_batches, tokenize
 from lsrdecomp.calibration.divergence import divergences, without_delta
 from lsrdecomp.training.language import generate, overlap
 
@@ -46,7 +46,7 @@ class Judge:
     """
 
     def __init__(self, source: Base, file: Path, *, examples: int, max_length: int, mixed: bool = True) -> None:
-        self.examples: list[PromptExample] = read_jsonl(file)[:examples]
+        self.examples: list[PromptExample] = read_examples(file)[:examples]
         rows = tokenize(self.examples, source.tokenizer, max_length=max_length)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         self.order = order

@@ -53,7 +53,7 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.answers import ask, keep_answers
 from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import PromptExample, read_jsonl
+from lsrdecomp.calibration.dataset import PromptExample, read_examples
 from lsrdecomp.calibration.distil import soft_divergence
 from lsrdecomp.calibration.divergence import Reference, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
@@ -182,9 +182,9 @@ class Subject:
 def subject(arguments: argparse.Namespace) -> Subject:
     torch.set_num_threads(1)
     source = load_base(arguments.base, arguments.lora)
-    texts = read_jsonl(arguments.data)[: arguments.texts]
-    held = read_jsonl(arguments.held)[: arguments.examples]
-    others = [example for file in arguments.other for example in read_jsonl(file)[: arguments.samples]]
+    texts = read_examples(arguments.data)[: arguments.texts]
+    held = read_examples(arguments.held)[: arguments.examples]
+    others = [example for file in arguments.other for example in read_examples(file)[: arguments.samples]]
     statistics, other = arguments.work / "statistics", arguments.work / "statistics-other"
     for out, examples, of_base in ((statistics, texts[: arguments.samples], False), (other, others, True)):
         if (out / METADATA).exists():

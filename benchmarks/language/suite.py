@@ -38,7 +38,7 @@ from benchmarks.language.judge import Judge, autocast, opened, overlaps, said
 from benchmarks.language.tasks import write_tasks
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import read_jsonl, token_batches, tokenize
+from lsrdecomp.calibration.dataset import read_examples, token_batches, tokenize
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.fidelity.distil import distil
 from lsrdecomp.training.finetune import finetune
@@ -156,7 +156,7 @@ class Driver:
         """Statistics with an adapter active, of the layers it adapts or of others, and what they cost."""
         shutil.rmtree(out, ignore_errors=True)
         base = self.opened(adapter)
-        examples = read_jsonl(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
+        examples = read_examples(self.tasks / part.task / "train.jsonl")[: self.suite["samples"]]
         rows = tokenize(examples, base.tokenizer, max_length=self.suite["max_length"])
         batches = token_batches(rows, size=8, seed=part.seed, pad=base.tokenizer.pad_token_id)
         begin, cpu = time.monotonic(), time.process_time()
@@ -230,7 +230,7 @@ class Driver:
     def speak(self, part: Part, whole: Path, chosen: list[Path]) -> None:
         """BLEU, chrF and samples of what base, LoRA and chosen forms write, into their records."""
         task = self.suite["tasks"][part.task]
-        examples = read_jsonl(self.held(part.task))[: task["generate"]]
+        examples = read_examples(self.held(part.task))[: task["generate"]]
 
         def tell(record: Path, key: str, name: str, base: Callable[[], Base], *, bare: bool = False) -> None:
             facts = read_json(record)
@@ -269,7 +269,7 @@ class Driver:
                 done = distil(
                     made,
                     base=self.suite["model"],
-                    data=read_jsonl(self.tasks / part.task / "train.jsonl"),
+                    data=read_examples(self.tasks / part.task / "train.jsonl"),
                     teacher=part.directory / "lora" / ADAPTER,
                     steps=table["steps"],
                     out=out,

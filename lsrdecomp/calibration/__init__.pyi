@@ -3,5 +3,5 @@ from .bases import find_base as find_base
 from .behaviour import Behaviour as Behaviour
 from .calibrate import calibrate as calibrate
 from .dataset import DataError as DataError
-from .dataset import read_jsonl as read_jsonl
+from .dataset import read_examples as read_examples
 from .divergence import Reference as Reference

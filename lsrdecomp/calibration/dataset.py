@@ -1,6 +1,6 @@
 """Examples as people have them: JSON lines with prompts and completions, conversations or plain texts.
 
-Each line of a file is an object with one of
+Each line of a file, or each entry of a list in a .json file, or each row of a .csv file with a header, has one of
 
 - ``prompt`` and ``completion``: what is given, and what is to follow;
 - ``messages``: a conversation, ``[{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]``, written
@@ -10,7 +10,7 @@ Each line of a file is an object with one of
 
 ``references``, a list of texts, may say beside any of these what else would be right::
 
-    rows = tokenize(read_jsonl("train.jsonl"), tokenizer, max_length=256)
+    rows = tokenize(read_examples("train.jsonl"), tokenizer, max_length=256)
     train, held = hold_out(rows, 100, seed=0)
     for batch in token_batches(train, size=16, seed=0, pad=tokenizer.pad_token_id):
         model(**model_inputs(batch)).logits        # batch["answer_mask"]: which tokens count as answers
@@ -21,6 +21,7 @@ completion are tokenized apart, as they are when a model goes on from the prompt
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,15 +89,15 @@ class Tokens:
         return len(self.ids)
 
 
-def read_jsonl(file: str | Path) -> list[PromptExample]:
-    """The examples of a file of JSON lines; empty lines are left out.
+def read_examples(file: str | Path) -> list[PromptExample]:
+    """The examples of a file of JSON lines, of a list in a .json file or of a .csv file; empty lines are left out.
 
     Parameters
     ----------
     file : str or path
-        In UTF-8. A line has the texts "prompt" and "completion", or "text", or a conversation as "messages" or as lists
-        of them under "prompt" and "completion"; and where there are other right answers, a list of them as
-        "references".
+        In UTF-8. A line, entry or row has the texts "prompt" and "completion", or "text", or a conversation as
+        "messages" or as lists of them under "prompt" and "completion"; and where there are other right answers, a list
+        of them as "references".
 
     Returns
     -------
@@ -114,29 +115,56 @@ def read_jsonl(file: str | Path) -> list[PromptExample]:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     count = Path(f"{folder}/train.jsonl").write_text('{"prompt": "2 + 2 =", "completion": " 4"}')
-    ...     read_jsonl(f"{folder}/train.jsonl")[0].completion
+    ...     read_examples(f"{folder}/train.jsonl")[0].completion
     ' 4'
     """
     path = Path(file)
     regular_file_size(path)
-    examples = []
+    if path.suffix == ".parquet":
+        new = path.with_suffix(".jsonl").name
+        raise DataError(
+            f'{path}: is Parquet; write it as JSON lines: python -c "import pandas; '
+            f"pandas.read_parquet('{path}').to_json('{new}', orient='records', lines=True)\""
+        )
     try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    examples.append(_example(line, f"{path}, line {number}"))
+        examples = [_example(row, where) for row, where in _rows(path)]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: no CSV ({error})") from None
     if not examples:
         raise DataError(f"{path}: no line has an example")
     return examples
 
 
-def _example(line: str, where: str) -> PromptExample:
+def _rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """What each line, entry or row holds, and where it stands."""
+    with path.open(encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as lines:
+        if path.suffix == ".csv":
+            table = csv.DictReader(lines, restkey="further columns")
+            yield from ((row, f"{path}, line {table.line_num}") for row in table)
+            return
+        if path.suffix == ".json" and lines.read(1) == "[":
+            lines.seek(0)
+            yield from (
+                (row, f"{path}, entry {number}") for number, row in enumerate(_json(lines.read(), f"{path}"), 1)
+            )
+            return
+        lines.seek(0)
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _json(line, where), where
+
+
+def _json(text: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except ValueError as error:
         raise DataError(f"{where}: no JSON ({error}); each line must be one JSON object") from None
+
+
+def _example(row: Any, where: str) -> PromptExample:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}; each line must be one JSON object")
     references = row.get("references", [])

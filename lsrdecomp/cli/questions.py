@@ -59,11 +59,11 @@ class Questions:
     def batches(self, base: Base, *, size: int, seed: int) -> tuple[Iterator[dict[str, Tensor]], int]:
         """What the model is called with, in an order that ``seed`` decides, and the number of examples."""
         from lsrdecomp.calibration import base_model as bases
-        from lsrdecomp.calibration.dataset import read_jsonl
+        from lsrdecomp.calibration.dataset import read_examples
         from lsrdecomp.training.tasks import find_task
 
         if self.data is not None:
-            examples = read_jsonl(self.data)
+            examples = read_examples(self.data)
             settings: dict[str, Any] = {"answers": self.answers, "truncate": self.truncate}
             settings |= {"max_length": self.max_length}
             return bases.prompt_batches(base, examples, size=size, seed=seed, **settings), len(examples)

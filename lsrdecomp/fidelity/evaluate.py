@@ -24,12 +24,12 @@ from lsrdecomp.calibration.base_model import (
 )
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.calibrate import calibrate
-from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_jsonl, tokenize
+from lsrdecomp.calibration.dataset import PromptExample, prompt_text, read_examples, tokenize
 from lsrdecomp.calibration.distil import Lessons
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, Head
 from lsrdecomp.checkpoints import Checkpoint, Journal, content_key
-from lsrdecomp.checkpoints.files import bytes_to_open, sha256
+from lsrdecomp.checkpoints.files import EXAMPLES, bytes_to_open, sha256
 from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.statistics import METADATA, Statistics, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
@@ -263,7 +263,7 @@ def share_kept(behaviour: Behaviour) -> float:
 def read_data(data: str | Path | Texts) -> list[Item]:
     """The texts of a file, of a GLUE directory (its train split), or as given.
 
-    A file whose name ends in .jsonl holds prompts and completions, conversations or texts, see
+    A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or texts, see
     `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a line, a tab between pairs.
     Raises `CheckpointError`, `DataError` or `TaskError` for what cannot be read.
     """
@@ -272,7 +272,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
     path = Path(data)
     if path.is_dir():
         return list(task_texts(find_task(path).read(path, "train")))
-    return list(read_jsonl(path) if path.suffix == ".jsonl" else read_lines(path))
+    return list(read_examples(path) if path.suffix in EXAMPLES else read_lines(path))
 
 
 def data_name(data: str | Path | Texts) -> str:

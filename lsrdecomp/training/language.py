@@ -32,7 +32,7 @@ from lsrdecomp.calibration.dataset import (
     completion_text,
     hold_out,
     prompt_text,
-    read_jsonl,
+    read_examples,
     subsample,
     token_batches,
     tokenize,
@@ -127,9 +127,9 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
     """
     check_metric(settings.metric)
     assert settings.data is not None
-    tokenizer, train = open_tokenizer(settings.model), read_jsonl(settings.data)
+    tokenizer, train = open_tokenizer(settings.model), read_examples(settings.data)
     if settings.dev_data is not None:
-        dev = read_jsonl(settings.dev_data)
+        dev = read_examples(settings.dev_data)
     else:
         share = min(MOST_HELD_OUT, round(HELD_OUT * len(train)))
         if share < 1:

@@ -8,6 +8,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
+from lsrdecomp.checkpoints.files import EXAMPLES
 from lsrdecomp.fields import (
     ABOVE_ONE,
     OPTION,
@@ -59,10 +60,15 @@ class FinetuneSettings(Settings):
     model: Annotated[
         str, OPTION, READ, Also("base"), "The base: a name, a directory, a GGUF file, smollm2, or embedded."
     ]
-    task: Annotated[str, OPTION, one_of(_tasks), "A GLUE or SuperGLUE task, embedded, or jsonl for a language model."]
-    data: Annotated[str | None, OPTION, READ, "JSON lines for a language model, or directory of the tasks' files."] = (
-        None
-    )
+    task: Annotated[
+        str,
+        OPTION,
+        one_of(_tasks),
+        "A GLUE or SuperGLUE task, embedded, or jsonl: a language model, whose data end in .jsonl, .json or .csv.",
+    ]
+    data: Annotated[
+        str | None, OPTION, READ, "File of examples for a language model, or directory of the tasks' files."
+    ] = None
     method: Annotated[str, OPTION, one_of(METHODS), "lora, lsr, dora, krona, …; a wrong one shows all."] = "lora"
     options: Annotated[Mapping[str, Any], "Of the method, under the names of its config, such as r."] = field(
         default_factory=dict
@@ -193,8 +199,8 @@ class FinetuneSettings(Settings):
 
     @classmethod
     def usual(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The task, where data ends in .jsonl; the defaults of a language model; the method of the adapter in init."""
-        task = JSONL if str(values.get("data", "")).endswith(".jsonl") else None
+        """The task, where data are examples; the defaults of a language model; the method of the adapter in init."""
+        task = JSONL if str(values.get("data", "")).endswith(EXAMPLES) else None
         language = LANGUAGE_DEFAULTS if values.get("task", task) == JSONL else {}
         method = "lsr" if values.get("ratio") is not None else _method_in(values.get("init"))
         implied = {"task": task, "method": method}

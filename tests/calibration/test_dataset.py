@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -17,11 +18,12 @@ from lsrdecomp.calibration.dataset import (  # noqa: E402
     hold_out,
     model_inputs,
     prompt_text,
-    read_jsonl,
+    read_examples,
     token_batches,
     tokenize,
 )
 from lsrdecomp.calibration.fisher import Head, answer_mask  # noqa: E402
+from lsrdecomp.fidelity.evaluate import read_data  # noqa: E402
 
 TEMPLATE = (
     "{% for m in messages %}<turn> {{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -52,7 +54,7 @@ def words(tokenizer, row, answers=True):
 
 
 def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
-    examples = read_jsonl(file(tmp_path, {"prompt": "one\ntwo", "completion": " three"}, "", {"text": "four five"}))
+    examples = read_examples(file(tmp_path, {"prompt": "one\ntwo", "completion": " three"}, "", {"text": "four five"}))
     first, second = tokenize(examples, tokenizer)
     assert words(tokenizer, first, answers=False) == ["<s>", "one", "two"]
     assert words(tokenizer, first) == ["three", "</s>"]
@@ -62,24 +64,61 @@ def test_only_the_completion_counts_and_it_ends(tmp_path, tokenizer):
 
 
 def test_a_completion_that_ends_by_itself_is_not_ended_twice(tmp_path, tokenizer):
-    (row,) = tokenize(read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two </s>"})), tokenizer)
+    (row,) = tokenize(read_examples(file(tmp_path, {"prompt": "one", "completion": "two </s>"})), tokenizer)
     assert words(tokenizer, row) == ["two", "</s>"]
 
 
 def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
     tokenizer.chat_template = TEMPLATE
-    (example,) = read_jsonl(file(tmp_path, {"messages": SPOKEN}))
+    (example,) = read_examples(file(tmp_path, {"messages": SPOKEN}))
     (row,) = tokenize([example], tokenizer)
     assert words(tokenizer, row) == ["three", "<end>", "five", "six", "<end>"]
     given = "<turn> user one two <end> <turn> assistant three <end> <turn> user four <end> <turn> assistant"
     assert prompt_text(example, tokenizer).split() == given.split()
     assert completion_text(example) == "five six"
     parted = {"prompt": SPOKEN[:-1], "completion": SPOKEN[-1:]}  # as TRL's conversational datasets have it
-    assert read_jsonl(file(tmp_path, parted)) == [example]
+    assert read_examples(file(tmp_path, parted)) == [example]
+
+
+def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
+    rows = [{"prompt": "one, two", "completion": "three"}, {"prompt": "four", "completion": 'five "six"\nseven'}]
+    texts = [(row["prompt"], row["completion"]) for row in rows]
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    with (tmp_path / "table.csv").open("w", newline="") as out:
+        table = csv.DictWriter(out, ["prompt", "completion", "source"])
+        table.writeheader()
+        table.writerows(rows)
+    for name in ("list.json", "lines.json", "table.csv"):
+        assert [(each.prompt, each.completion) for each in read_examples(tmp_path / name)] == texts
+        assert read_data(tmp_path / name) == read_examples(tmp_path / name)
+    assert read_examples(tmp_path / "list.json")[1].where.endswith("list.json, entry 2")
+    assert read_examples(tmp_path / "table.csv")[1].where.endswith("table.csv, line 4")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '[{"text": "one"}, 3]', "a.json, entry 2: a int; each line must be one JSON object"),
+        ("a.json", '[{"text": "one"}', "a.json: no JSON"),
+        ("a.csv", "question,answer\none,two\n", 'line 2: "text" is missing; it has question, answer; give "prompt"'),
+        ("a.csv", "prompt,completion\none\n", 'line 2: "completion" is no text'),
+        ("a.csv", "prompt,completion\none,two,three\n", None),
+        ("a.csv", "prompt,completion\n", "no line has an example"),
+        ("a.parquet", "PAR1", r"is Parquet; write it as JSON lines: python -c .*read_parquet\('.*a.parquet'\)"),
+    ],
+)
+def test_a_list_or_table_that_does_not_fit_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    if message is None:
+        assert read_examples(tmp_path / name)[0].completion == "two"
+        return
+    with pytest.raises(DataError, match=message):
+        read_examples(tmp_path / name)
 
 
 def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
-    examples = read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two"}, {"messages": SPOKEN}))
+    examples = read_examples(file(tmp_path, {"prompt": "one", "completion": "two"}, {"messages": SPOKEN}))
     with pytest.raises(DataError, match=r'line 2: "messages" need a chat template, and the tokenizer of .* has none'):
         tokenize(examples, tokenizer)
 
@@ -103,29 +142,29 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
 def test_a_bad_line_says_where_and_the_way_out(tmp_path, row, says):
     path = file(tmp_path, {"text": "one"}, row)
     with pytest.raises(DataError, match=says) as caught:
-        read_jsonl(path)
+        read_examples(path)
     assert str(caught.value).startswith(str(path))
 
 
 def test_a_file_of_no_text_or_none_at_all_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="no line has an example"):
-        read_jsonl(tmp_path / "empty.jsonl")
+        read_examples(tmp_path / "empty.jsonl")
     (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}'.encode("latin-1"))
     with pytest.raises(DataError, match="not UTF-8"):
-        read_jsonl(tmp_path / "latin.jsonl")
+        read_examples(tmp_path / "latin.jsonl")
 
 
 def test_a_long_line_says_how_long_and_how_many(tmp_path, tokenizer):
     rows = [{"prompt": "one", "completion": "two " * n} for n in (1, 9, 4)]
-    examples = read_jsonl(file(tmp_path, *rows))
+    examples = read_examples(file(tmp_path, *rows))
     with pytest.raises(DataError, match=r"line 2: 12 tokens, more than the length of 6 \(2 of 3 .*--max-length 12"):
         tokenize(examples, tokenizer, max_length=6)
     assert max(map(len, tokenize(examples, tokenizer, max_length=12))) == 12
 
 
 def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, tokenizer):
-    (example,) = read_jsonl(file(tmp_path, {"prompt": "one two three four", "completion": "two three"}))
+    (example,) = read_examples(file(tmp_path, {"prompt": "one two three four", "completion": "two three"}))
     (whole,) = tokenize([example], tokenizer)
     for length in (len(whole) - 2, len(whole), len(whole) + 2):
         (cut,) = tokenize([example], tokenizer, max_length=length, truncate=True)
@@ -135,7 +174,7 @@ def test_a_long_line_is_cut_at_its_beginning_where_that_is_wanted(tmp_path, toke
 
 def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer):
     rows = tokenize(
-        read_jsonl(file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))), tokenizer
+        read_examples(file(tmp_path, *({"prompt": "one", "completion": "two " * n} for n in range(1, 24)))), tokenizer
     )
 
     def order(seed):
@@ -155,7 +194,7 @@ def test_batches_hold_every_row_once_in_an_order_of_the_seed(tmp_path, tokenizer
 
 
 def test_the_mask_is_for_the_answers_and_not_for_the_model(tmp_path, tokenizer):
-    rows = tokenize(read_jsonl(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer)
+    rows = tokenize(read_examples(file(tmp_path, {"prompt": "one", "completion": "two"})), tokenizer)
     (batch,) = token_batches(rows, size=4, seed=0, pad=0)
     assert set(model_inputs(batch)) == {"input_ids", "attention_mask"}
     assert answer_mask(batch, Head.causal_lm).tolist() == [[0, 0, 1, 1]]

@@ -20,7 +20,7 @@ from tiny_tokenizer import word_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
-from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read_jsonl  # noqa: E402
+from lsrdecomp.calibration.dataset import DataError, PromptExample, Tokens, read_examples  # noqa: E402
 from lsrdecomp.cli.app import app  # noqa: E402
 from lsrdecomp.cli.options import assignment  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune  # noqa: E402
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_said_in_one_line(place, tmp_path, changes, error, say
 def test_references_must_be_texts(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"text": "one", "references": "two"}\n')
     with pytest.raises(DataError, match='line 1: "references" must be a list of texts'):
-        read_jsonl(tmp_path / "r.jsonl")
+        read_examples(tmp_path / "r.jsonl")
 
 
 def test_pieces_of_a_batch_are_the_same_steps(place, tmp_path):
