@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"tasks": {}, "rows": []}
     facts = {"steps": options.steps, "batch": 8, "lora_parameters": open_checkpoint(options.lora).adapter_parameters}
     tasks = before["tasks"] | {task: {**facts, **losses}}
-    rows: list[dict[str, Any]] = [row for row in before["rows"] if row["task"] != task]
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {(r["task"], r["arm"], r["seed"]): r for r in before["rows"]}
     for seed in options.seeds:
         for arm in options.only:
             changes = {**ARMS[arm], "seed": seed}
@@ -75,9 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
                 changes["init"] = str(options.lora)
             record = run(FinetuneSettings.from_mapping(common | changes), options.work / f"{arm}-{seed}")
             in_bits = rounded(options.work / f"{arm}-{seed}", record) if arm.startswith("LSR") else None
-            rows.append({"task": task, **row(arm, seed, record), "int4": in_bits})
-            print(rows[-1], flush=True)
-            results = {"tasks": tasks, "rows": rows, "versions": versions(), "commit": commit()}
+            rows[task, arm, seed] = {"task": task, **row(arm, seed, record), "int4": in_bits}
+            print(rows[task, arm, seed], flush=True)
+            results = {"tasks": tasks, "rows": list(rows.values()), "versions": versions(), "commit": commit()}
             out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

@@ -36,6 +36,7 @@ def main(source: Path, out: Path) -> None:
             axes.axvline(loss, color=GREY, linewidth=1.0, linestyle="--")
             text = {"lora": " LoRA, r = 8", "base": "base "}[name]
             axes.text(loss, len(arms) - 0.55, text, color=GREY, fontsize=TEXT, ha=side, va="bottom")
+        axes.set_xscale("log")
         dress(axes, "", "")
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.4, -0.5)

@@ -118,7 +118,7 @@ def from_lora(results: dict[str, Any]) -> Table:
     """What LSR from a LoRA, and training from scratch, come to: a line a task and arm, means and spreads over seeds."""
     lines = []
     for task, facts in results["tasks"].items():
-        lines.append((task.upper(), "the base", "0", f"{facts['base']:.3f}", "", "", ""))
+        lines.append((task.upper(), "the base", "0", f"{facts['base']:.3f}", *[""] * 4))
         lines.append(
             (task.upper(), "the LoRA, r = 8", f"{facts['lora_parameters']:,}", "", f"{facts['lora']:.3f}", "", "")
         )
@@ -132,9 +132,10 @@ def from_lora(results: dict[str, Any]) -> Table:
             numbers = f"{max(row['parameters'] for row in rows):,}"
             coded = [row["int4"] for row in rows if row["int4"] is not None]
             in_bits = f"{fmean(row['loss'] for row in coded):.3f}, {coded[0]['bytes'] / 1000:.0f} kB" if coded else ""
-            cells = before, f"{fmean(losses):.3f}{spread}", in_bits, f"{len(rows)}"
+            right = f"{100 * fmean(row['token_accuracy'] for row in rows):.1f} %"
+            cells = before, f"{fmean(losses):.3f}{spread}", right, in_bits, f"{len(rows)}"
             lines.append((task.upper(), arm, numbers, *cells))
-    return ("task", "", "numbers", "loss before", "after 60 steps", "in int4", "seeds"), lines
+    return ("task", "", "numbers", "loss before", "after 60 steps", "tokens right", "in int4", "seeds"), lines
 
 
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
