@@ -124,6 +124,7 @@ def best_rivals():
 
 
 def in_language_models():
+    yield from of_gemma()
     suite = Suite()
     mean, seeds, loras = suite.mean, suite.seeds, suite.loras
     # Train, measure, compress, check
@@ -261,6 +262,19 @@ def in_language_models():
     yield (
         f"at 1/384 distillation brings LSR from {ends['LSR', 384]}, and SVD from {ends['SVD, K-FAC', 384]}; at 1/96 "
         f"it brings LSR from {ends['LSR', 96]}, and SVD from {ends['SVD, K-FAC', 96]}"
+    )
+
+
+def of_gemma():
+    """Sentences of the same page on another base."""
+    gemma, smollm2 = (one_command(f"{name} keep .9") for name in ("gemma-3-270m", "smollm2"))
+    assert gemma["options"] == smollm2["options"]
+    yield (
+        f"`compress --keep {gemma['options'][1]}` with {gemma['texts']} of its prompts wrote {opened(gemma):.1f} kB, "
+        f"which keep {percent(gemma['kept'], 1)} ± {percent(gemma['standard_error'], 1)} % of what the LoRA does "
+        f"(divergence {gemma['kl']:.3f} of {gemma['effect']:.2f} nats per token; likeliest token the same for "
+        f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and with "
+        f"{gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took {opened(smollm2):.1f} kB"
     )
 
 
