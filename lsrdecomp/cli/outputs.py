@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -53,6 +54,8 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # of --out=~/small a shell expands nothing
+        kwargs = {name: Path(expanduser(each)) if isinstance(each, Path) else each for name, each in kwargs.items()}
         values = signature.bind(*args, **kwargs).arguments
         for name, value in values.items():  # said before torch is loaded; what is no adapter its reader says better
             if name not in outputs and name != "adapter" and isinstance(value, Path) and not value.exists():

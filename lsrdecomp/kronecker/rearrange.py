@@ -47,7 +47,7 @@ def kron(*factors: Array) -> Array:
     return product
 
 
-def rearrange(matrix: Array, shape: KroneckerShape) -> Array:
+def rearrange(matrix: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> Array:
     """Van Loan–Pitsianis rearrangement: one axis per Kronecker factor, holding that factor's entries row by row.
 
     A Kronecker product becomes a product of vectors of rank one, so separation rank becomes (tensor) rank [1]_.
@@ -81,6 +81,7 @@ def rearrange(matrix: Array, shape: KroneckerShape) -> Array:
     .. [1] C. F. Van Loan and N. Pitsianis, Approximation with Kronecker products, in Linear Algebra for Large Scale and
        Real-Time Applications, 1993. doi:10.1007/978-94-015-8196-7_17
     """
+    shape = KroneckerShape.parse(shape)
     shape.check(tuple(matrix.shape[-2:]))
     xp, d, front = namespace(matrix), shape.order, tuple(matrix.shape[:-2])
     entries = xp.reshape(matrix, (*front, *shape.rows, *shape.columns))
@@ -88,7 +89,7 @@ def rearrange(matrix: Array, shape: KroneckerShape) -> Array:
     return xp.reshape(xp.permute_dims(entries, (*range(len(front)), *pairs)), (*front, *shape.sizes))
 
 
-def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
+def inverse_rearrange(tensor: Array, shape: KroneckerShape | Sequence[Sequence[int]] | str) -> Array:
     """The matrix whose rearrangement is ``tensor``.
 
     Parameters
@@ -113,6 +114,7 @@ def inverse_rearrange(tensor: Array, shape: KroneckerShape) -> Array:
     array([[3., 6.],
            [4., 8.]])
     """
+    shape = KroneckerShape.parse(shape)
     xp, d = namespace(tensor), shape.order
     front = tuple(tensor.shape[: tensor.ndim - d])
     if tuple(tensor.shape) != (*front, *shape.sizes):

@@ -128,7 +128,7 @@ class KroneckerShape:
         if isinstance(value, KroneckerShape):
             return value
         if isinstance(value, str):
-            if not any(letter.isdecimal() for letter in value):
+            if words and not any(letter.isdecimal() for letter in value):
                 raise ShapeError(f"shape: no word {unknown(value, words)}; or sizes such as '16x16, 8x8'")
             pairs = [
                 re.fullmatch(r"\(?\s*(\d+)\s*[x×X*]\s*(\d+)\s*\)?", part.strip()) for part in re.split("[,;⊗]", value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lsrdecomp.arrays import Array, dtype_name, namespace
+from lsrdecomp.arrays import Array, dtype_name, finite_norm, namespace
 from lsrdecomp.errors import MatrixError, ShapeError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 
@@ -22,6 +22,7 @@ def check_sides(matrix: SeparatedMatrix, b: Array) -> None:
         raise ShapeError(f"a {rows}×{columns} matrix: solving needs a square one; SciPy's lsmr takes it as it is")
     if b.ndim not in (1, 2) or b.shape[0] != rows:
         raise ShapeError(f"b has shape {tuple(b.shape)}, the matrix {rows}×{columns}")
+    finite_norm(b, "b")  # refuses entries that are not finite
 
 
 def host(matrix: SeparatedMatrix) -> SeparatedMatrix:

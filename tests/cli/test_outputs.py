@@ -155,3 +155,15 @@ def test_what_standard_output_cannot_encode_is_no_traceback(encoding):
     done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"12 layers" in done.stdout
+
+
+def test_the_home_directory_is_found_where_a_shell_expands_nothing(tmp_path, monkeypatch):
+    """Of ``--out=~/small`` bash makes no path; a directory called ~ is removed by nobody without fear."""
+    home = tmp_path / "home"
+    shutil.copytree(DEMO, home / "lora")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    done = lsr("compress", "~/lora", "--separation-rank", 1, "--out=~/small", "--json=~/small.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in home.iterdir()} == {"lora", "small", "small.json"}
+    assert not (tmp_path / "~").exists()

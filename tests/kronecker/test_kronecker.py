@@ -119,3 +119,11 @@ def test_sizes_that_disagree_are_named():
         sum_of_kroneckers([np.ones((2, 2, 3)), np.ones((3, 1, 2))])
     with pytest.raises(ShapeError, match="expected a tensor of shape"):
         inverse_rearrange(np.ones((2, 2)), KroneckerShape(((2, 3), (1, 2))))
+
+
+def test_a_rearrangement_takes_sizes_as_people_write_them(rng):
+    matrix = rng.standard_normal((4, 6))
+    for sizes in ("2x3, 2x2", ((2, 3), (2, 2))):
+        rearranged = rearrange(matrix, sizes)
+        close(rearranged, block_rearrange(matrix, (2, 3), (2, 2)))
+        close(inverse_rearrange(rearranged, sizes), matrix)

@@ -76,3 +76,10 @@ def test_a_shape_that_does_not_tile_says_what_would():
 def test_sides_of_a_product_shape_must_agree_in_order():
     with pytest.raises(ShapeError, match="equally many"):
         ProductShape((32, 24), (4,), (32, 24))
+
+
+def test_a_word_where_only_sizes_serve_is_told_how_they_are_written():
+    with pytest.raises(ShapeError, match=r"shape: sizes are written '16x16, 8x8', one pair a factor, got 'search'"):
+        KroneckerShape.parse("search")
+    with pytest.raises(ShapeError, match=r"no word 'serach'; did you mean 'search'\?"):
+        KroneckerShape.parse("serach", ("search",))

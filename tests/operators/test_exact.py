@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 import lsrdecomp as lsr
 from lsrdecomp import operators as ops
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.errors import ConvergenceError, MatrixError, ShapeError
+from lsrdecomp.errors import ConvergenceError, MatrixError, PrecisionError, ShapeError
 from lsrdecomp.testing import invertible_matrices, kronecker_shapes
 
 CASES = settings(max_examples=20)
@@ -394,6 +394,12 @@ def test_a_matrix_that_is_no_sum_yet_is_told_how_to_become_one(name):
     for matrix in (np.eye(4), scipy.sparse.csr_array(np.eye(4))):
         with pytest.raises(MatrixError, match=r"got a (ndarray|csr_array): make one of it by lsrdecomp.decompose\("):
             getattr(ops, name)(matrix, *arguments)
+
+
+@pytest.mark.parametrize("apply", [ops.solve, ops.expm_multiply])
+def test_a_right_hand_side_that_is_not_finite_is_refused(apply, rng):
+    with pytest.raises(PrecisionError, match=r"b: 1 of 6 entries are not finite \(the first at"):
+        apply(random_sum(rng, (3, 2), 3, "general"), np.array([1.0, 2.0, np.nan, 3.0, 4.0, 5.0]))
 
 
 def test_the_logarithm_of_a_negative_determinant_is_refused():
