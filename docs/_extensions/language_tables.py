@@ -119,9 +119,8 @@ def from_lora(results: dict[str, Any]) -> Table:
     lines = []
     for task, facts in results["tasks"].items():
         lines.append((task.upper(), "the base", "0", f"{facts['base']:.3f}", *[""] * 4))
-        lines.append(
-            (task.upper(), "the LoRA, r = 8", f"{facts['lora_parameters']:,}", "", f"{facts['lora']:.3f}", "", "")
-        )
+        size = f"{facts['lora_parameters']:,}"
+        lines.append((task.upper(), "the LoRA, r = 8", size, "", f"{facts['lora']:.3f}", *[""] * 3))
         of_task = [row for row in results["rows"] if row["task"] == task]
         for arm in dict.fromkeys(row["arm"] for row in of_task):
             rows = [row for row in of_task if row["arm"] == arm]
