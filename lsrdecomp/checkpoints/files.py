@@ -13,9 +13,9 @@ from lsrdecomp.errors import CheckpointError
 MAX_JSON = 16 * 2**20
 LFS = b"version https://git-lfs"
 SUMS = "SHA256SUMS"
+"""A digest of every file of a directory we write, in the form that the tool ``sha256sum -c`` reads."""
 EXAMPLES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files of examples, as `lsrdecomp.calibration.dataset` reads them; others hold a text a line."""
-"""A digest of every file of a directory we write, in the form that the tool ``sha256sum -c`` reads."""
 LARGEST_SUMS = 2**20
 WRITTEN = ("adapter_model.safetensors", "adapters.safetensors", "adapter_config.json")
 """Files that act on the model: a record that does not name one vouches for nothing."""
