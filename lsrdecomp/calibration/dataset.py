@@ -144,7 +144,7 @@ def _rows(path: Path) -> Iterator[tuple[Any, str]]:
             table = csv.DictReader(lines, restkey="further columns")
             yield from ((row, f"{path}, line {table.line_num}") for row in table)
             return
-        if path.suffix == ".json" and lines.read(1) == "[":
+        if path.suffix == ".json" and lines.read(64).lstrip().startswith("["):
             lines.seek(0)
             yield from (
                 (row, f"{path}, entry {number}") for number, row in enumerate(_json(lines.read(), f"{path}"), 1)

@@ -83,7 +83,7 @@ def test_what_the_assistant_says_counts_in_every_turn(tmp_path, tokenizer):
 def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
     rows = [{"prompt": "one, two", "completion": "three"}, {"prompt": "four", "completion": 'five "six"\nseven'}]
     texts = [(row["prompt"], row["completion"]) for row in rows]
-    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "list.json").write_text(f"\n {json.dumps(rows, indent=1)}")
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
     with (tmp_path / "table.csv").open("w", newline="") as out:
         table = csv.DictWriter(out, ["prompt", "completion", "source"])
