@@ -21,11 +21,11 @@ TITLES = {"e2e": "E2E: a sentence from facts", "sst2": "SST-2: the mood of a sen
 def main(source: Path, out: Path) -> None:
     record: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     tasks = list(record["tasks"])
-    arms = list(dict.fromkeys(row["arm"] for row in record["rows"]))
     figure = Figure(figsize=(6.4, 1.6 * len(tasks) + 1.0), layout="constrained")
     panels = figure.subplots(len(tasks), squeeze=False)[:, 0]
     for axes, task in zip(panels, tasks, strict=True):
         rows = [row for row in record["rows"] if row["task"] == task]
+        arms = list(dict.fromkeys(row["arm"] for row in rows))
         for i, arm in enumerate(arms):
             losses = [row["loss"] for row in rows if row["arm"] == arm]
             starts = [row["start"] for row in rows if row["arm"] == arm and row["start"] is not None]
@@ -35,11 +35,11 @@ def main(source: Path, out: Path) -> None:
             loss = record["tasks"][task][name]
             axes.axvline(loss, color=GREY, linewidth=1.0, linestyle="--")
             text = {"lora": " LoRA, r = 8", "base": "base "}[name]
-            axes.text(loss, len(arms) - 0.55, text, color=GREY, fontsize=TEXT, ha=side, va="bottom")
+            axes.text(loss, len(arms) - 0.2, text, color=GREY, fontsize=TEXT, ha=side, va="bottom")
         axes.set_xscale("log")
         dress(axes, "", "")
         axes.set_yticks(range(len(arms)), arms)
-        axes.set_ylim(len(arms) - 0.4, -0.5)
+        axes.set_ylim(len(arms) - 0.1, -0.5)
         axes.set_title(TITLES.get(task, task), fontsize=10, loc="left")
     panels[-1].set_xlabel("loss on held-out answers, nats a token (open: before training)")
     plots.save_figure(panels[-1], out)
