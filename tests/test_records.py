@@ -95,6 +95,8 @@ def by_seed(name):
 
 
 def in_readme():
+    gemma = one_command("gemma-3-270m keep .95 distil 60")["weight_bytes"] / 1000
+    yield f"one of Gemma-3-270M to [{gemma:.1f} kB](docs/language-models.md#another-base-gemma-3-270m)"
     suite = Suite()
     demo, distilled = one_command("demo keep .8"), by_seed("smollm2 keep .95 distil 60")
     yield (
@@ -265,6 +267,11 @@ def in_language_models():
     )
 
 
+def distilling(row):
+    """CPU seconds of the training steps."""
+    return sum(seconds for stage, seconds in row["stages"].items() if "distilling" in stage)
+
+
 def of_gemma():
     """Sentences of the same page on another base."""
     gemma, smollm2 = (one_command(f"{name} keep .9") for name in ("gemma-3-270m", "smollm2"))
@@ -275,6 +282,13 @@ def of_gemma():
         f"(divergence {gemma['kl']:.3f} of {gemma['effect']:.2f} nats per token; likeliest token the same for "
         f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and with "
         f"{gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took {opened(smollm2):.1f} kB"
+    )
+    trained = one_command("gemma-3-270m keep .95 distil 60")
+    assert trained["options"] == ["--keep", "0.95", "--distil", "60"]
+    yield (
+        f"with `--distil 60` for 95 %, {opened(trained):.1f} kB keep {percent(trained['kept'], 1)} ± "
+        f"{percent(trained['standard_error'], 1)} %, after {trained['cpu_seconds'] / 60:.0f} minutes of which two "
+        f"trainings took {distilling(trained) / 60:.0f}, and with {trained['peak_bytes'] / 1e9:.1f} GB"
     )
 
 
