@@ -21,7 +21,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.quantize import nearest_codes_of
+from lsrdecomp.compression.quantize import coded_product
 from lsrdecomp.training.finetune import evaluate, finetune
 from lsrdecomp.training.record import ADAPTER, RECORD, Record, commit, read_record, versions
 from lsrdecomp.training.settings import FinetuneSettings
@@ -92,7 +92,7 @@ def run(settings: FinetuneSettings, out: Path) -> Record:
 def rounded(out: Path, record: Record) -> dict[str, Any]:
     """Bytes and loss of a finished run's adapter in four bits, as ``finetune --storage int4`` would have written it."""
     trained = open_checkpoint(out / ADAPTER)
-    codes = {layer.name: nearest_codes_of(layer_product(layer), 4) for layer in trained.layers}
+    codes = {layer.name: coded_product(layer_product(layer), 4) for layer in trained.layers}
     with TemporaryDirectory() as folder:
         path = pack_lsr(trained, Path(folder) / ADAPTER, coded=codes)
         judged = evaluate(record.settings.replace(init=str(path), ratio=None, options={}))

@@ -123,7 +123,7 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     if path.suffix == ".parquet":
         new = path.with_suffix(".jsonl").name
         raise DataError(
-            f'{path}: is Parquet; write it as JSON lines: python -c "import pandas; '
+            f'{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): python -c "import pandas; '
             f"pandas.read_parquet('{path}').to_json('{new}', orient='records', lines=True)\""
         )
     try:
@@ -161,12 +161,12 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where}: no JSON ({error}); each line must be one JSON object") from None
+        raise DataError(f"{where}: no JSON ({error}); each example must be a JSON object") from None
 
 
 def _example(row: Any, where: str) -> PromptExample:
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}; each line must be one JSON object")
+        raise DataError(f"{where}: a {type(row).__name__}; each example must be a JSON object")
     references = row.get("references", [])
     if not isinstance(references, list) or not all(isinstance(text, str) and text.strip() for text in references):
         raise DataError(f'{where}: "references" must be a list of texts that are not empty')

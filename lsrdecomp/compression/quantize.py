@@ -68,7 +68,7 @@ def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms:
     return QuantizedProduct(left, right)
 
 
-def nearest_codes_of(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> CodedProduct:
+def coded_product(product: SeparatedProduct, bits: int, norms: NormWeights | None = None) -> CodedProduct:
     """Codes near ``product``: solved for in the norm, or rounded as they are, whichever is nearer.
 
     Rounded, since training may have left numbers that lie near codes already. A product of one factor a side is a
@@ -84,12 +84,11 @@ def nearest_codes_of(product: SeparatedProduct, bits: int, norms: NormWeights | 
 def codes_like(old: CodedProduct, product: SeparatedProduct, norms: NormWeights | None = None) -> CodedProduct:
     """Codes of as many bits as ``old`` near ``product`` in the norm."""
     if isinstance(old, QuantizedProduct):
-        return nearest_codes_of(product, max(old.left.bits, old.right.bits), norms)
+        return coded_product(product, max(old.left.bits, old.right.bits), norms)
     # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
-    columns, sigma, rows = layer_svd(aim)
-    bits = (*old.bits, *[0] * max(0, len(sigma) - len(old.bits)))[: len(sigma)]
-    return spectral_code(aim, (columns, sigma, rows), bits)
+    rank = len(aim.gauge[1])
+    return spectral_code(aim, layer_svd(aim), (*old.bits, *[0] * rank)[:rank])
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:

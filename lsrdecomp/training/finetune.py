@@ -27,7 +27,7 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writers.lsr import pack_lsr
 from lsrdecomp.compression.compress import search_adapter
 from lsrdecomp.compression.layers import layer_product
-from lsrdecomp.compression.quantize import INTEGER_BITS, codes_like, nearest_codes_of
+from lsrdecomp.compression.quantize import INTEGER_BITS, coded_product, codes_like
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.quantized import CodedProduct
@@ -308,11 +308,12 @@ def _stored(trained: Checkpoint, storage: str | None, like: str | None) -> tuple
     """Integer codes of the layers that get them, and the type of the others' factors."""
     if storage in INTEGER_BITS:
         bits = INTEGER_BITS[storage]
-        return {layer.name: nearest_codes_of(layer_product(layer), bits) for layer in trained.layers}, "float32"
-    old = open_checkpoint(like) if storage is None and like is not None else trained
-    codes = codes_in(old) if old.format == "lsr" else {}
-    floats = storage or next((layer.dtype for layer in old.layers if layer.name not in codes), "float32")
-    return {name: codes_like(code, layer_product(trained.layer(name))) for name, code in codes.items()}, floats
+        return {layer.name: coded_product(layer_product(layer), bits) for layer in trained.layers}, "float32"
+    if storage is not None or like is None:
+        return {}, storage or "float32"
+    old = open_checkpoint(like)
+    codes = {name: codes_like(code, layer_product(trained.layer(name))) for name, code in codes_in(old).items()}
+    return codes, next((layer.dtype for layer in old.layers if layer.name not in codes), "float32")
 
 
 def _trainer(

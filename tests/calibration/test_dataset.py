@@ -99,13 +99,13 @@ def test_a_list_and_a_table_hold_the_same_examples(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", '[{"text": "one"}, 3]', "a.json, entry 2: a int; each line must be one JSON object"),
+        ("a.json", '[{"text": "one"}, 3]', "a.json, entry 2: a int; each example must be a JSON object"),
         ("a.json", '[{"text": "one"}', "a.json: no JSON"),
         ("a.csv", "question,answer\none,two\n", 'line 2: "text" is missing; it has question, answer; give "prompt"'),
         ("a.csv", "prompt,completion\none\n", 'line 2: "completion" is no text'),
         ("a.csv", "prompt,completion\none,two,three\n", None),
         ("a.csv", "prompt,completion\n", "no line has an example"),
-        ("a.parquet", "PAR1", r"is Parquet; write it as JSON lines: python -c .*read_parquet\('.*a.parquet'\)"),
+        ("a.parquet", "PAR1", r"is Parquet; write it as JSON lines .*: python -c .*read_parquet\('.*a.parquet'\)"),
     ],
 )
 def test_a_list_or_table_that_does_not_fit_is_named(tmp_path, name, text, message):
@@ -126,8 +126,8 @@ def test_a_tokenizer_without_chat_template_is_named(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ('{"prompt": ', "line 2: no JSON .*each line must be one JSON object"),
-        ("[1, 2]", "line 2: a list; each line must be one JSON object"),
+        ('{"prompt": ', "line 2: no JSON .*each example must be a JSON object"),
+        ("[1, 2]", "line 2: a list; each example must be a JSON object"),
         ({"prompt": "one"}, 'line 2: "completion" is missing; it has prompt; give'),
         ({"question": "one", "answer": "two"}, 'line 2: "text" is missing; it has question, answer; give'),
         ({"prompt": "one", "completion": 3}, 'line 2: "completion" is no text; give'),

@@ -513,3 +513,13 @@ def test_an_adapter_that_cannot_be_packed_is_saved_as_peft_does(tmp_path, dora):
     with torch.no_grad():
         answers = [each.eval()(**token_batch()).logits for each in (model, again)]
     assert torch.allclose(*answers, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", [None, "int4"])
+def test_a_lost_run_of_lsr_in_bits_is_said_to_be_lost_too(common, lora, tmp_path, storage):
+    plan = CompressionPlan(separation_rank=4, storage="int4" if storage is None else "float32")
+    start = compress(open_checkpoint(lora[0]), plan).save(tmp_path / "small")
+    settings = common.replace(init=str(start), storage=storage, learning_rate=1e30, log_every=2)
+    record = finetune(settings, tmp_path / "out")
+    assert record.dev.loss is None
+    assert read_record(tmp_path / "out") == record
