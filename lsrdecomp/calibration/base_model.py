@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft import PeftConfig, PeftModel
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import (
@@ -165,9 +166,14 @@ def adapted_modules(model: PeftModel) -> tuple[str, ...]:
     return tuple(
         name
         for name, module in named
-        if isinstance(module, BaseTunerLayer)
+        if has_delta(module)
         and (isinstance(module.get_base_layer(), nn.Linear) or type(module.get_base_layer()).__name__ == "Conv1D")
     )
+
+
+def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:
+    """Whether an adapter adds a ΔW to it; rows of single tokens, which PEFT trains beside one, are none."""
+    return isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer)
 
 
 def batches(

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lsrdecomp.calibration.answers import ask, keep_answers
-from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.base_model import Base, has_delta
 from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.fisher import TOKEN_HEADS, Batch, CalibrationError, Head
 from lsrdecomp.errors import ShapeError
@@ -156,8 +155,8 @@ def ratio_error(lost: Tensor, effects: Tensor) -> float | None:
 
 @contextmanager
 def without_delta(model: nn.Module) -> Iterator[None]:
-    """ΔW = 0 in every adapted layer inside the block; heads that came with the adapter stay."""
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    """ΔW = 0 in every adapted layer inside the block; heads and rows of tokens that came with the adapter stay."""
+    layers = [module for module in model.modules() if has_delta(module)]
     for layer in layers:
         layer.enable_adapters(False)
     try:

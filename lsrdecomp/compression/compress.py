@@ -18,7 +18,6 @@ from typing import Any
 from lsrdecomp.checkpoints import Checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import Statistics
-from lsrdecomp.checkpoints.writers.lsr import check_carries
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.candidates import Keep, Lsr, Materialized, keep, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, open_layers
@@ -81,8 +80,6 @@ def search_adapter(
         If the plans differ in storage, or a divergence (``kl``) is asked for without statistics.
     CheckpointError
         Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
-    UnsupportedError
-        For an adapter that trains single token embeddings.
     LsrError
         If torch cannot compute in float64 on the device, or joblib is missing and several workers are asked for.
 
@@ -107,7 +104,6 @@ def search_adapter(
     [True, True, True]
     """
     # Compress 1, open: what cannot be written or shared is refused now, not after hours of search.
-    check_carries(checkpoint)
     effect = None
     if isinstance(statistics, Statistics):
         statistics.check_base(checkpoint.config.get("base_model_name_or_path"))

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from lsrdecomp.adapters.factors import KroneckerFactors
+from lsrdecomp.calibration.base_model import has_delta
 from lsrdecomp.checkpoints.progress import OnStep, Step
 from lsrdecomp.checkpoints.writing import new_file
 
@@ -118,7 +118,7 @@ def layer_figures(model: nn.Module, adapter: str = "default") -> Iterator[dict[s
     parameters are sharded over processes (FSDP2), every process has to make this call: a layer's are gathered in turn.
     """
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module) and adapter in _adapters(module):
+        if has_delta(module) and isinstance(module, nn.Module) and adapter in _adapters(module):
             with _gathered(module):
                 sums = {
                     part.removesuffix(f".{adapter}"): _sum_figures(child)

@@ -295,7 +295,7 @@ def save_adapter(
                 codes, floats = _stored(trained, storage, like)
                 pack_lsr(trained, run / ADAPTER, storage=floats, coded=codes, force=True)
                 return
-            except LsrError:  # with what packed directories do not carry, as DoRA's magnitudes or rows of tokens
+            except LsrError:  # DoRA's magnitudes, which packed directories do not carry, or a number beyond the type
                 pass
         shutil.copytree(folder, run / ADAPTER, dirs_exist_ok=True)
 

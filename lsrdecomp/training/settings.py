@@ -177,8 +177,12 @@ class FinetuneSettings(Settings):
             raise SettingsError(
                 "ratio makes an LSR adapter of the LoRA in init: give init, and no method but lsr or qlsr"
             )
-        if self.storage not in (None, "float32") and self.method not in ("lsr", "qlsr"):
-            raise SettingsError(f"storage {self.storage} is of LSR's factors: method is {self.method}, not lsr or qlsr")
+        if self.storage not in (None, "float32"):
+            about = f"storage {self.storage} is of LSR's factors"
+            if self.method not in ("lsr", "qlsr"):
+                raise SettingsError(f"{about}: method is {self.method}, not lsr or qlsr")
+            if self.options.get("use_dora"):
+                raise SettingsError(f"{about}: with use_dora they are written in float32; leave out one or the other")
         if self.method == "head" and not self.train_head:
             raise SettingsError("method head trains the head alone: train_head = false leaves nothing to train")
         if self.is_language:

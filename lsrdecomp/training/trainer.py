@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -143,6 +144,12 @@ class TextTrainer(AdapterTrainer, SFTTrainer):
     """TRL's loss of a step: the mean of its tokens that count, whose logits are formed in pieces."""
 
     def __init__(self, loaded: LoadedModel, *arguments: Any, **options: Any) -> None:
+        if isinstance(loaded.model.get_output_embeddings(), TrainableTokensWrapper):
+            raise SettingsError(
+                "the adapter trains token rows of the output layer (trainable_token_indices; a model with tied "
+                "embeddings has them in both), and TRL's loss reads that layer without them; train it in a loop of "
+                "your own, as any model of PEFT, or leave the rows out"
+            )
         super().__init__(loaded, *arguments, **options)
         for _, parameter, _ in trained(loaded):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
             parameter.data = parameter.data.float()

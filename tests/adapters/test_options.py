@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from adapters_support import tiny_bert, token_batch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
+from lsrdecomp import compress
 from lsrdecomp.adapters import LsrConfig
 from lsrdecomp.adapters.errors import MergeError, UnsupportedLayerError
 from lsrdecomp.adapters.merging import surviving_share
@@ -311,6 +312,25 @@ def test_trainable_tokens_beside_an_adapter(tmp_path):
         model.save_pretrained(tmp_path)
         torch.testing.assert_close(PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()(rows).logits, expected)
         assert relative(model.merge_and_unload()(rows).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("tied", "named"), [(False, ["embed_tokens", "lm_head"]), (True, ["embed_tokens"])])
+def test_trained_token_rows_of_a_lora_come_along(tied, named, tmp_path):
+    indices = {name: [3, 7] for name in named}
+    config = LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, trainable_token_indices=indices)
+    rows = torch.tensor([[3, 7, 9]])
+    model = get_peft_model(tiny_llama(tie_word_embeddings=tied), config).eval()
+    with torch.no_grad():
+        bare = model(rows).logits
+        for name, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in name:
+                parameter.add_(1.0)
+        expected = model(rows).logits
+    assert relative(bare, expected) > 0.1
+    model.save_pretrained(tmp_path / "lora")
+    compress(tmp_path / "lora", rtol=1e-6).save(tmp_path / "lsr")
+    opened = PeftModel.from_pretrained(tiny_llama(tie_word_embeddings=tied), tmp_path / "lsr").eval()
+    assert relative(opened(rows).logits, expected) < 1e-5
 
 
 def test_beam_search_gives_the_encoder_the_names_unrepeated():

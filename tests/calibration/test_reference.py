@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from tiny_bases import TEXTS, make  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from tiny_bases import TEXTS, make, make_model  # noqa: E402
 
 from lsrdecomp.calibration.answers import TRIED, ask, keep_answers, output_layer  # noqa: E402
-from lsrdecomp.calibration.base_model import batches, load_pair  # noqa: E402
+from lsrdecomp.calibration.base_model import batches, load_base, load_pair  # noqa: E402
 from lsrdecomp.calibration.divergence import (  # noqa: E402
     Reference,
     divergences,
@@ -47,6 +48,18 @@ def test_share_and_error_do_not_depend_on_the_size_of_batches(pair):
     one, other = (Reference(source, rounds(source, size)).compare(written) for size in (20, 3))
     assert one.kept == pytest.approx(other.kept, abs=1e-4)
     assert one.standard_error == pytest.approx(other.standard_error, rel=1e-2)
+
+
+def test_rows_of_trained_tokens_are_no_part_of_delta(tmp_path):
+    make(tmp_path, "CAUSAL_LM")
+    config = LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", trainable_token_indices=[3, 7])
+    get_peft_model(make_model("CAUSAL_LM")[0], config).save_pretrained(tmp_path / "tokens")  # ΔW = 0 at its start
+    source = load_base(tmp_path / "base", tmp_path / "tokens")
+    for name, parameter in source.model.named_parameters():
+        if "trainable_tokens_delta" in name:
+            parameter.data.add_(1.0)
+    assert Reference(source, rounds(source)).effect == 0.0
+    assert source.modules == ("transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn")
 
 
 def test_the_standard_error_is_the_jackknife_over_examples():

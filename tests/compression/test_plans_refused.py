@@ -15,7 +15,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.compress import HEADER_BYTES
-from lsrdecomp.errors import BudgetError, UnsupportedError
+from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.quantized import SpectralCode
 
 DEMO = Path(lsrdecomp.__file__).parent / "cli" / "demo_adapter"
@@ -100,11 +100,3 @@ def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> No
     assert heads < size <= budget
     assert size >= 0.97 * budget
     assert sum(layer.parameters for layer in open_checkpoint(out).layers) > 500
-
-
-def test_token_embeddings_are_refused_before_the_search(tmp_path):
-    source = open_checkpoint(directory(tmp_path / "a", trainable_token_indices=[1, 2]))
-    steps = []
-    with pytest.raises(UnsupportedError, match="trainable_token_indices is set"):
-        compress(source, CompressionPlan(ratio=2), on_step=steps.append)
-    assert not steps

@@ -14,7 +14,8 @@ pytest.importorskip("peft")
 pytest.importorskip("trl")
 pytest.importorskip("accelerate")
 
-from peft import PeftModel  # noqa: E402
+from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from tiny_language_model import make_base, tiny_model, write_rows  # noqa: E402
 from tiny_tokenizer import word_tokenizer  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -65,6 +66,30 @@ def test_a_run_is_recorded_with_what_base_and_adapter_say(place, tmp_path):
     assert sorted(config["target_modules"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     again = evaluate(settings(place, metric="exact", init=str(tmp_path / "run" / "adapter")))
     assert again.loss == pytest.approx(record.dev.loss, rel=1e-5)
+
+
+def token_lora(folder, indices):
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=indices)
+    get_peft_model(tiny_model(), config).save_pretrained(folder)
+    return str(folder)
+
+
+def test_rows_of_tokens_are_trained_beside_the_layers(place, tmp_path):
+    init = token_lora(tmp_path / "lora", {"embed_tokens": [4, 5]})
+    record = finetune(settings(place, init=init, steps=2, samples=0, log_every=1), tmp_path / "run")
+    log = (tmp_path / "run" / "layers.jsonl").read_text().splitlines()
+    layers = {json.loads(line)["layer"] for line in log}
+    assert layers == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
+    assert record.head_parameters == 2 * 32
+    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in tensors.items() if "tokens_delta" in name)
+
+
+def test_rows_of_tokens_in_the_output_layer_are_refused(place, tmp_path):
+    init = token_lora(tmp_path / "lora", {"embed_tokens": [4, 5], "lm_head": [4]})
+    with pytest.raises(SettingsError, match="trains token rows of the output layer"):
+        finetune(settings(place, init=init, steps=2, samples=0), tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["lora"]
 
 
 def test_an_adapter_names_its_base_as_others_know_it(place, tmp_path, monkeypatch):

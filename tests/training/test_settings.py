@@ -43,6 +43,7 @@ def test_settings_survive_json_and_pickle():
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": 2.5}, "steps must be a whole number, 1 or more, got 2.5"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
+        ({"method": "lsr", "options": {"use_dora": True}, "storage": "int4"}, "with use_dora they are written"),
         ({"warmup": 1.0}, "warmup must be at least 0 and below 1, got 1.0"),
         ({"validation": 1.0}, "validation must be above 0 and below 1, got 1.0"),
         ({"precision": "float16"}, "precision must be one of auto, float32, bfloat16, bfloat16-autocast"),

@@ -16,7 +16,7 @@ from lsrdecomp.checkpoints.packed_index import FIELD, index_text
 from lsrdecomp.checkpoints.records import Checkpoint
 from lsrdecomp.checkpoints.tensors import Array, TensorWriter, cast
 from lsrdecomp.checkpoints.writing import CARD, WEIGHTS, card_section, new_directory
-from lsrdecomp.errors import CheckpointError, ShapeError, UnsupportedError
+from lsrdecomp.errors import CheckpointError, ShapeError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 
@@ -73,11 +73,8 @@ def write_lsr(
         overflows ``storage``.
     ShapeError
         If the factors of a layer do not go together.
-    UnsupportedError
-        For an adapter that trains single token embeddings.
     """
     out = Path(out_dir)
-    check_carries(source)
     source_layers = {layer.name: layer for layer in source.layers}
     entries: dict[str, list[Any]] = {}
 
@@ -144,7 +141,7 @@ def pack_lsr(
 
     Raises
     ------
-    CheckpointError, UnsupportedError
+    CheckpointError
         As `write_lsr`.
     """
     coded = coded or {}
@@ -152,13 +149,6 @@ def pack_lsr(
     layers = ((layer.name, (layer.scale * left[0], *left[1:]), right) for layer, left, right in loaded)
     storage = storage or source.storage
     return write_lsr(out_dir, source=source, layers=layers, storage=storage, force=force, coded=coded.items())
-
-
-def check_carries(source: Checkpoint) -> None:
-    """Raise `UnsupportedError` for an adapter that trains single token embeddings."""
-    if source.config.get("trainable_token_indices"):
-        text = "trainable_token_indices is set: single token embeddings are not carried by an LSR adapter yet"
-        raise UnsupportedError(text, path=source.path)
 
 
 def _config(source: Checkpoint, entries: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
