@@ -67,7 +67,10 @@ def as_floating(value: Any, name: str = "matrix") -> Array:
     """
     if isinstance(value, np.ma.MaskedArray):
         value = _unmasked(value, name)
-    array = value if array_api_compat.is_array_api_obj(value) else np.asarray(value)
+    try:
+        array = value if array_api_compat.is_array_api_obj(value) else np.asarray(value)
+    except ValueError as error:  # lists of different lengths
+        raise ShapeError(f"{name}: is no array of numbers: {error}") from error
     kind = dtype_name(array)
     if (
         isinstance(array, np.ndarray)

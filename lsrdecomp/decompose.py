@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Real
 from typing import Any, cast
 
-from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.fields import takes
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
@@ -252,6 +252,8 @@ def recompress(
 
     Raises
     ------
+    ArgumentError
+        If ``matrix`` is an array; `decompose` takes those.
     BudgetError
         If neither goal is given.
     ConvergenceError
@@ -267,6 +269,11 @@ def recompress(
     """
     if (rtol is None) == (rank is None):
         raise BudgetError(f"give one of rtol and rank, got rtol={rtol} and rank={rank}")
+    if not isinstance(matrix, SeparatedMatrix | Decomposition):
+        raise ArgumentError(
+            f"recompress takes a sum of Kronecker products, not {type(matrix).__name__}; an array is decomposed by "
+            "decompose(matrix, shape, rtol=...)"
+        )
     if matrix.separation_rank == 0:
         return matrix
     if matrix.order != 2 or solver is not None:

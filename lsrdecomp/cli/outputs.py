@@ -42,7 +42,7 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The verb, with all its outputs checked before it is called.
 
     Outputs are the parameters marked with an `Output`, inputs all other paths; ``--force`` is the parameter ``force``.
-    ``-``, standard output, is no file.
+    ``-``, standard output, is no file, and only ``--json`` writes to it.
     """
     hints = get_type_hints(verb, include_extras=True)
     marks = {name: get_args(hint)[1:] for name, hint in hints.items() if get_origin(hint) is Annotated}
@@ -60,6 +60,9 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
         for name, value in values.items():  # said before torch is loaded; what is no adapter its reader says better
             if name not in outputs and name != "adapter" and isinstance(value, Path) and not value.exists():
                 raise CheckpointError("no such file or directory", path=value)
+        for name in outputs:
+            if name != "json" and str(values.get(name)) == "-":
+                raise CheckpointError(f"--{name} writes a file; only --json - writes to standard output", path="-")
         inputs = tuple(
             path
             for name, value in values.items()

@@ -23,7 +23,7 @@ TEXT = 8.5
 
 
 def plot_error_curves(
-    curves: Iterable[ErrorCurve],
+    curves: ErrorCurve | Iterable[ErrorCurve],
     *,
     against: str = "parameters",
     storage: str = "float16",
@@ -35,7 +35,7 @@ def plot_error_curves(
 
     Parameters
     ----------
-    curves : iterable of ErrorCurve
+    curves : ErrorCurve or iterable of them
     against : "parameters", "ranks" or "bytes"
     storage : str
         Element type that turns parameters into bytes.
@@ -60,7 +60,7 @@ def plot_error_curves(
     ('parameters', ['4×4 ⊗ 4×4', '16×1 ⊗ 1×16'])
     """
     ax = ax if ax is not None else new_axes()
-    drawn = list(curves)
+    drawn = [curves] if isinstance(curves, ErrorCurve) else list(curves)
     for i, curve in enumerate(drawn):
         x, y = _positive(_sizes(curve, against, storage), curve.relative_errors)
         _line(ax, x, y, i, curve.label)
@@ -121,12 +121,12 @@ def plot_pareto(points: Sequence[ParetoPoint], *, size: str = "parameters", ax: 
     return ax
 
 
-def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
+def plot_spectra(spectra: Spectrum | Iterable[Spectrum], *, ax: Axes | None = None) -> Axes:
     """Singular values of rearrangements, relative to the largest, against their number.
 
     Parameters
     ----------
-    spectra : iterable of Spectrum
+    spectra : Spectrum or iterable of them
     ax : Axes, optional
         Absent, one of a new figure.
 
@@ -144,7 +144,7 @@ def plot_spectra(spectra: Iterable[Spectrum], *, ax: Axes | None = None) -> Axes
     'λ_k / λ_1'
     """
     ax = ax if ax is not None else new_axes()
-    for i, spectrum in enumerate(spectra):
+    for i, spectrum in enumerate([spectra] if isinstance(spectra, Spectrum) else spectra):
         x, y = _positive(range(1, len(spectrum.values) + 1), spectrum.relative)
         _line(ax, x, y, i, spectrum.label)
     ax.set_yscale("log")

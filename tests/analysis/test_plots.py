@@ -64,6 +64,7 @@ def test_a_curve_is_drawn_as_it_is_but_for_zeros(against, x):
     assert legend(ax) == ["fast", "slow"]
     assert ax.get_yscale() == "log"
     assert ax.get_ylabel() == "relative Frobenius error"
+    assert len(plot_error_curves(FAST, against=against).get_lines()) == 1
 
 
 def test_an_unknown_axis_is_refused():

@@ -125,6 +125,13 @@ def test_the_command_line_keeps_its_inputs_whole(tmp_path):
     assert snapshot(tmp_path) == {f"a/{name}": content for name, content in before.items()}
 
 
+def test_only_json_is_written_to_standard_output():
+    for option in ("--out", "--report"):
+        done = lsr("compress", DEMO, "--ratio", 48, option, "-")
+        assert done.returncode == 2
+        assert done.stderr == f"lsrdecomp: -: {option} writes a file; only --json - writes to standard output\n"
+
+
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
 def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeypatch, first):
     tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}

@@ -8,7 +8,7 @@ import scipy.sparse.linalg
 from hypothesis import given
 
 from lsrdecomp.decompose import recompress
-from lsrdecomp.errors import BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
 from lsrdecomp.kronecker.cp import from_cp, to_cp
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
@@ -119,6 +119,8 @@ def test_a_sum_operator_of_many_factors_is_recompressed_without_being_formed():
 def test_recompression_that_cannot_reach_its_goal_raises():
     with pytest.raises(BudgetError, match="one of rtol and rank"):
         recompress(random_matrix(SQUARE, 2))
+    with pytest.raises(ArgumentError, match=r"not ndarray; an array is decomposed by decompose"):
+        recompress(np.eye(4), rank=1)
     with pytest.raises(ConvergenceError):
         recompress(random_matrix(SQUARE, 3), rtol=0.0, solver=TensorLyCP(max_sweeps=1))
 
