@@ -1,0 +1,182 @@
+"""A model that hears: what is kept of a LoRA that taught Whisper to write down dialled digits.
+
+    python -m benchmarks.speech.dialled --model model.bin --tokenizer tokenizer.json [--seeds 0 1] --work RUNS
+
+``--model`` are the parts, in order, of Whisper base as CTranslate2 writes it (MIT licence), ``--tokenizer`` is the file
+beside it. The task is made here, so that anybody can repeat it: four digits as pairs of tones (DTMF), of lengths,
+pauses and loudness that vary, in noise. Whisper hears nothing in them; a LoRA (r = 8 on q, k, v and out of encoder,
+decoder and between) learns them in some hundred steps. Then as with a language model: statistics of 64 sounds, LSR and
+truncated SVD at equal bytes in the Fisher norm, and what is kept of the LoRA's answers to sounds that nothing saw.
+LoRAs and statistics are kept in RUNS. Writes `results/speech.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from transformers import WhisperFeatureExtractor
+
+from benchmarks import RESULTS, provenance
+from benchmarks.speech.whisper import open_whisper
+from lsrdecomp import compress
+from lsrdecomp.calibration.base_model import Base
+from lsrdecomp.calibration.calibrate import calibrate
+from lsrdecomp.calibration.dataset import ANSWER_MASK, model_inputs
+from lsrdecomp.calibration.divergence import Reference
+from lsrdecomp.calibration.fisher import Batch, Head
+from lsrdecomp.checkpoints import open_checkpoint
+from lsrdecomp.checkpoints.files import bytes_to_open
+from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
+from lsrdecomp.checkpoints.writing import WEIGHTS
+from lsrdecomp.compression import CompressionPlan
+from lsrdecomp.compression.settings import Search
+
+RATE = 16_000
+SECONDS = 2.0
+DIGITS = 4
+TONES = {
+    digit: (low, high)
+    for low, row in zip((697, 770, 852, 941), ("123", "456", "789", " 0 "), strict=True)
+    for high, digit in zip((1209, 1336, 1477), row, strict=True)
+    if digit != " "
+}
+"""Hertz of the two tones of each digit."""
+PROMPT = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+END = "<|endoftext|>"
+METHODS = {"LSR": Search(), "SVD": Search(orders=())}
+
+
+def dialled(draws: np.random.Generator) -> tuple[str, NDArray[np.float32]]:
+    """Four digits and the sound of them, `SECONDS` long."""
+    digits = "".join(draws.choice(list(TONES), DIGITS))
+    sound, start = np.zeros(int(RATE * SECONDS)), int(RATE * draws.uniform(0.05, 0.3))
+    for digit in digits:
+        length = int(RATE * draws.uniform(0.12, 0.25))
+        seconds = np.arange(length) / RATE
+        tones = [np.sin(2 * np.pi * each * seconds + draws.uniform(0, 2 * np.pi)) for each in TONES[digit]]
+        sound[start : start + length] += draws.uniform(0.3, 1.0) * sum(tones)
+        start += length + int(RATE * draws.uniform(0.05, 0.12))
+    return digits, (sound + draws.uniform(0.05, 0.5) * draws.standard_normal(len(sound))).astype(np.float32)
+
+
+def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batch]:
+    """Sounds as Whisper reads them; a position answers for the token after it, from the last of the prompt on."""
+    draws, hear = np.random.default_rng(seed), WhisperFeatureExtractor(chunk_length=round(SECONDS))
+    prompt = [tokenizer.token_to_id(mark) for mark in PROMPT]
+    made = []
+    for _ in range(count // size):
+        digits, sounds = zip(*(dialled(draws) for _ in range(size)), strict=True)
+        rows = [tokenizer.encode(" " + " ".join(each), add_special_tokens=False).ids for each in digits]
+        ids = torch.tensor([[*prompt, *row] for row in rows])
+        answers = torch.zeros_like(ids)
+        answers[:, len(prompt) - 1 :] = 1
+        features = hear(list(sounds), sampling_rate=RATE, return_tensors="pt").input_features
+        made.append({"input_features": features, "decoder_input_ids": ids, ANSWER_MASK: answers})
+    return made
+
+
+def loss_of(model: torch.nn.Module, batch: Batch, end: int) -> torch.Tensor:
+    """Mean nats of a digit, and of the end."""
+    ids, answers = batch["decoder_input_ids"], batch[ANSWER_MASK].bool()
+    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=end)
+    return torch.nn.functional.cross_entropy(model(**model_inputs(batch)).logits[answers], targets[answers])
+
+
+def train(base: Base, out: Path, seed: int, steps: int, rate: float) -> None:
+    """A LoRA as PEFT begins it, Adam with a warm start and a rate that falls to zero."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "out_proj"])
+    model = get_peft_model(base.model, config).train()
+    end = base.tokenizer.token_to_id(END)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    for step, batch in enumerate(batches(base.tokenizer, 1000 + seed, 8 * steps, 8)):
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10) * (1.0 - step / steps)
+        loss = loss_of(model, batch, end)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step % 10 == 9:
+            print(f"step {step + 1} of {steps}: {loss.item():.3f} nats", flush=True)
+    model.eval().save_pretrained(str(out))
+
+
+def judged(opened: Base, held: Sequence[Batch]) -> dict[str, float]:
+    """Loss a token, and the share of sounds whose four digits and end are all the likeliest."""
+    end, losses, right = opened.tokenizer.token_to_id(END), [], []
+    with torch.no_grad():
+        for batch in held:
+            ids, answers = batch["decoder_input_ids"], batch[ANSWER_MASK].bool()
+            targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=end)
+            logits = opened.model(**model_inputs(batch)).logits
+            losses.append(float(torch.nn.functional.cross_entropy(logits[answers], targets[answers])))
+            right += ((logits.argmax(-1) == targets) | ~answers).all(1).tolist()
+    return {"loss": float(np.mean(losses)), "exact": float(np.mean(right))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, nargs="+", required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--bytes", type=int, nargs="+", default=[3000, 6000, 12_000, 24_000])
+    parser.add_argument("--work", type=Path, default=Path("speech-work"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "speech.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {"loras": [], "rows": []}
+    for seed in arguments.seeds:
+        model = open_whisper(arguments.model, seconds=SECONDS)
+        model.name_or_path = "openai/whisper-base"
+        base = Base("whisper-base", model, Tokenizer.from_file(str(arguments.tokenizer)), Head.seq2seq)
+        held = batches(base.tokenizer, 1, 64, 8)
+        bare = judged(base, held)
+        # 1. A LoRA, and the statistics of its layers on sounds of its own.
+        lora, statistics = (arguments.work / f"{name}-{seed}" for name in ("lora", "statistics"))
+        if not (lora / WEIGHTS).exists():
+            train(base, lora, seed, arguments.steps, arguments.rate)
+            model = open_whisper(arguments.model, seconds=SECONDS)
+            base = Base(base.name, model, base.tokenizer, base.head)
+        source = base.adapted(lora)
+        if not (statistics / METADATA).exists():
+            calibrate(source, batches(base.tokenizer, 2, 64, 8), out=statistics, seed=0, samples=64)
+        # 2. What it does, on sounds that neither saw.
+        reference = Reference(source, held)
+        size = bytes_to_open(lora / WEIGHTS)
+        about = {"seed": seed, "bytes": size, "steps": arguments.steps, "rate": arguments.rate, "base": bare}
+        record["loras"].append(
+            about | judged(source, held) | {"effect": reference.effect, "layers": len(source.modules)}
+        )
+        print(record["loras"][-1], flush=True)
+        # 3. Its forms, the same bytes for both.
+        for budget in arguments.bytes:
+            for method, search in METHODS.items():
+                begin, form = time.process_time(), arguments.work / f"{method}-{budget}-{seed}"
+                plan = CompressionPlan(bytes=budget, storage="auto")
+                made = compress(open_checkpoint(lora), plan, statistics=read_statistics(statistics), search=search)
+                made.save(form, force=True)
+                spent, opened = time.process_time() - begin, base.adapted(form)
+                answers = reference.compare(opened)
+                facts = {"kept": answers.kept, "error": answers.standard_error, "agreement": answers.agreement}
+                facts |= {"throughout": answers.throughout, **judged(opened, held), "cpu_seconds": round(spent, 1)}
+                size = bytes_to_open(form / WEIGHTS)
+                record["rows"].append({"method": method, "budget": budget, "seed": seed, "bytes": size, **facts})
+                print(record["rows"][-1], flush=True)
+                text = json.dumps(record | provenance("torch", "transformers", "peft"), indent=1) + "\n"
+                arguments.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
