@@ -6,15 +6,16 @@
 beside it. The task is made here, so that anybody can repeat it: four digits as pairs of tones (DTMF), of lengths,
 pauses and loudness that vary, in noise. Whisper hears nothing in them; a LoRA (r = 8 on q, k, v and out of encoder,
 decoder and between) learns them in some hundred steps. Then as with a language model: statistics of 64 sounds, LSR and
-truncated SVD at equal bytes in the Fisher norm, and what is kept of the LoRA's answers to sounds that nothing saw.
-LoRAs and statistics are kept in RUNS. Writes `results/speech.json`.
+truncated SVD at equal bytes in the Fisher norm, both also trained on the LoRA's own answers to 240 sounds, and what is
+kept of its answers to sounds that nothing saw. LoRAs, statistics and trained forms are kept in RUNS. Writes
+`results/speech.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lsrdecomp import compress
 from lsrdecomp.calibration.base_model import Base
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import ANSWER_MASK, model_inputs
+from lsrdecomp.calibration.distil import Lessons, distil_factors
 from lsrdecomp.calibration.divergence import Reference
 from lsrdecomp.calibration.fisher import Batch, Head
 from lsrdecomp.checkpoints import open_checkpoint
@@ -40,6 +42,8 @@ from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression import CompressionPlan
 from lsrdecomp.compression.settings import Search
+from lsrdecomp.fidelity.forms import products_of
+from lsrdecomp.fidelity.rewrite import rewrite
 
 RATE = 16_000
 SECONDS = 2.0
@@ -131,6 +135,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--bytes", type=int, nargs="+", default=[3000, 6000, 12_000, 24_000])
+    parser.add_argument("--distil", type=int, default=60, help="steps of eight sounds")
     parser.add_argument("--work", type=Path, default=Path("speech-work"))
     parser.add_argument("--out", type=Path, default=RESULTS / "speech.json")
     arguments = parser.parse_args()
@@ -160,22 +165,28 @@ def main() -> None:
             about | judged(source, held) | {"effect": reference.effect, "layers": len(source.modules)}
         )
         print(record["loras"][-1], flush=True)
-        # 3. Its forms, the same bytes for both.
-        for budget in arguments.bytes:
-            for method, search in METHODS.items():
-                begin, form = time.process_time(), arguments.work / f"{method}-{budget}-{seed}"
+        # 3. Its forms, the same bytes for both, as they are and trained on its answers.
+        check = Reference(source, batches(base.tokenizer, 3, 32, 8))
+        lessons = Lessons(source, [[batch] for batch in batches(base.tokenizer, 2, 240, 8)], check)
+        for budget, (method, search) in itertools.product(arguments.bytes, METHODS.items()):
+            form, trained = (arguments.work / f"{method}-{budget}-{seed}{suffix}" for suffix in ("", "-distilled"))
+            weights = read_statistics(statistics)
+            if not form.exists():
                 plan = CompressionPlan(bytes=budget, storage="auto")
-                made = compress(open_checkpoint(lora), plan, statistics=read_statistics(statistics), search=search)
-                made.save(form, force=True)
-                spent, opened = time.process_time() - begin, base.adapted(form)
-                answers = reference.compare(opened)
-                facts = {"kept": answers.kept, "error": answers.standard_error, "agreement": answers.agreement}
-                facts |= {"throughout": answers.throughout, **judged(opened, held), "cpu_seconds": round(spent, 1)}
-                size = bytes_to_open(form / WEIGHTS)
-                record["rows"].append({"method": method, "budget": budget, "seed": seed, "bytes": size, **facts})
+                compress(open_checkpoint(lora), plan, statistics=weights, search=search).save(form)
+            if not trained.exists():
+                student = base.adapted(form)
+                distil_factors(student, lessons, steps=arguments.distil, seed=seed)
+                rewrite(trained, form, open_checkpoint(lora), products_of(student), statistics=weights)
+            for steps, directory in ((0, form), (arguments.distil, trained)):
+                opened = base.adapted(directory)
+                answers, size = reference.compare(opened), bytes_to_open(directory / WEIGHTS)
+                row = {"method": method, "budget": budget, "seed": seed, "steps": steps, "bytes": size}
+                row |= {"kept": answers.kept, "error": answers.standard_error, "agreement": answers.agreement}
+                record["rows"].append(row | judged(opened, held))
                 print(record["rows"][-1], flush=True)
-                text = json.dumps(record | provenance("torch", "transformers", "peft"), indent=1) + "\n"
-                arguments.out.write_text(text, encoding="utf-8")
+            text = json.dumps(record | provenance("torch", "transformers", "peft"), indent=1) + "\n"
+            arguments.out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

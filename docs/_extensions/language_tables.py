@@ -137,6 +137,26 @@ def from_lora(results: dict[str, Any]) -> Table:
     return ("task", "", "numbers", "loss before", "after 60 steps", "tokens right", "in int4", "seeds"), lines
 
 
+def dialled(results: dict[str, Any]) -> Table:
+    """What is kept of a speech model's LoRA by LSR and truncated SVD in bits, means over seeds."""
+    names = {"LSR": "LSR", "SVD": "truncated SVD in bits"}
+    lines = []
+    for budget in sorted({row["budget"] for row in results["rows"]}):
+        for method, name in names.items():
+            rows = [row for row in results["rows"] if (row["budget"], row["method"]) == (budget, method)]
+            mean = {key: fmean(row[key] for row in rows) for key in ("bytes", "kept", "error", "agreement", "exact")}
+            shares = [row["kept"] for row in rows]
+            cells = (
+                f"{mean['bytes']:,.0f}",
+                f"{mean['kept']:.3f} ± {mean['error']:.3f}",
+                f"{min(shares):.3f} to {max(shares):.3f}",
+                f"{100 * mean['agreement']:.0f} %",
+                f"{100 * mean['exact']:.0f} %",
+            )
+            lines.append((name, *cells))
+    return ("", "bytes", "kept", "over seeds", "same token", "sounds written down right"), lines
+
+
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
     return sorted((row for row in rows if row["structure"] == structure), key=lambda row: -float(row["budget"]))
 
@@ -184,5 +204,9 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
         "llm-large-bytes": partial(by_bytes, **LARGE),
         "llm-large-distilled": partial(distilled, **LARGE),
     }.items()
-} | {"small-adapters": ("rivals.json", rivals), "from-lora": ("from_lora.json", from_lora)}
+} | {
+    "small-adapters": ("rivals.json", rivals),
+    "from-lora": ("from_lora.json", from_lora),
+    "dialled": ("speech.json", dialled),
+}
 """Name on a page: file of results, and what makes a table of it."""

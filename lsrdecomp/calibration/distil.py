@@ -202,7 +202,7 @@ class _Work:
         self.team = PartialState()
         apart = distance_without(lessons.source, lessons.answers(0))
         self.nearness = 0.0 if apart is None else FEATURES * check.effect / apart
-        self.look_cost = check.examples / max(1, sum(len(part["input_ids"]) for part in lessons.batches[0]))
+        self.look_cost = check.examples / max(1, sum(len(next(iter(part.values()))) for part in lessons.batches[0]))
         self.looks = max(2, min(CHECKS, int(CHECK_SHARE * steps / self.look_cost) - 1))
 
     def put(self, u: Tensor) -> None:
