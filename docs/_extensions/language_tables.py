@@ -138,23 +138,20 @@ def from_lora(results: dict[str, Any]) -> Table:
 
 
 def dialled(results: dict[str, Any]) -> Table:
-    """What is kept of a speech model's LoRA by LSR and truncated SVD in bits, means over seeds."""
+    """What is kept of a speech model's LoRA by LSR and truncated SVD in bits, before and after training; over seeds."""
     names = {"LSR": "LSR", "SVD": "truncated SVD in bits"}
     lines = []
     for budget in sorted({row["budget"] for row in results["rows"]}):
         for method, name in names.items():
             rows = [row for row in results["rows"] if (row["budget"], row["method"]) == (budget, method)]
-            mean = {key: fmean(row[key] for row in rows) for key in ("bytes", "kept", "error", "agreement", "exact")}
-            shares = [row["kept"] for row in rows]
-            cells = (
-                f"{mean['bytes']:,.0f}",
-                f"{mean['kept']:.3f} ± {mean['error']:.3f}",
-                f"{min(shares):.3f} to {max(shares):.3f}",
-                f"{100 * mean['agreement']:.0f} %",
-                f"{100 * mean['exact']:.0f} %",
-            )
+            before, after = ([row for row in rows if bool(row["steps"]) is trained] for trained in (False, True))
+            cells = [f"{fmean(row['bytes'] for row in after):,.0f}"]
+            for some in (before, after):
+                shares = [row["kept"] for row in some]
+                cells += [f"{fmean(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"]
+                cells += [f"{100 * fmean(row['exact'] for row in some):.0f} %"]
             lines.append((name, *cells))
-    return ("", "bytes", "kept", "over seeds", "same token", "sounds written down right"), lines
+    return ("", "bytes", "kept as compressed", "right", "kept after training", "right"), lines
 
 
 def _of(rows: list[dict[str, Any]], structure: str) -> list[dict[str, Any]]:
