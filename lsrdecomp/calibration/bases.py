@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lsrdecomp.checkpoints.tensors import first_line
+from lsrdecomp.checkpoints.writing import new_directory
 from lsrdecomp.errors import CheckpointError, LsrError
 
 SMOLLM2 = "smollm2"
@@ -80,11 +79,6 @@ def find_base(base: str | Path) -> str:
     return str(base)
 
 
-def published_name(base: str | Path) -> str:
-    """The name under which others find a base."""
-    return PUBLISHED.get(str(base), str(base))
-
-
 def open_tokenizer(base: str | Path) -> Any:
     """The tokenizer of a base, with a padding token.
 
@@ -125,16 +119,14 @@ def _dequantized(file: Path) -> Path:
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """A directory that ``make`` fills under another name, if it is not there yet: a kill leaves none half made."""
+    """A directory that ``make`` fills if it is not there yet, as a whole."""
     if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        part = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.partial")
         try:
-            make(part)
-            if not directory.exists():  # another process may have been faster
-                os.replace(part, directory)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            with new_directory(directory) as part:
+                make(part)
+        except CheckpointError:
+            if not directory.exists():  # no other process has been faster
+                raise
     return directory
 
 

@@ -190,14 +190,14 @@ def _add_sums(
             texts.update(_content(batch))
             if number <= counts.batches:  # read all the same, since the hash is of all texts
                 continue
-            # 1. The answers: as logits where a watched layer makes them, since gradients must pass through it.
-            record.clear()
-            answers = ask(base, batch, whole=output_layer(base) in watching.values())
-            # 2. The same without the adapter; the hooks must not take this pass for another use of their layers.
+            # 1. The answers without the adapter, first: what the hooks count of this pass is then forgotten.
             bare = None
             if effect:
-                with torch.no_grad(), record.paused(), without_delta(base.model):
+                with torch.no_grad(), without_delta(base.model):
                     bare = ask(base, batch)
+            record.clear()
+            # 2. Those with it: as logits where a watched layer makes them, since gradients must pass through it.
+            answers = ask(base, batch, whole=output_layer(base) in watching.values())
             # 3. Gradients of answers that seed and batch alone decide, so that a resumed run draws the same; on their
             #    way back every layer adds to its sums.
             generator = torch.Generator().manual_seed((seed << 32) + number)

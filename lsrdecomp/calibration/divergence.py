@@ -92,7 +92,7 @@ class Reference:
             unit="token" if tokens else "example",
             kl=float(lost.sum()) / answers,
             agreement=None if self.head is Head.regression else float(agreeing.sum()) / answers,
-            effect=float(effects.sum()) / answers,
+            effect=self.effect,
             standard_error=ratio_error(lost, effects),
             throughout=float((agreeing == counts).double().mean()) if tokens else None,
         )

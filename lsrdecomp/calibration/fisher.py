@@ -68,22 +68,12 @@ class Record:
     calls: dict[str, list[Call]] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=dict)
     returning: bool = False  # on the way back
-    pausing: bool = False
 
     def clear(self) -> None:
         """Forget the calls of a pass."""
         for name, calls in self.calls.items():
             calls.clear()
             self.uses[name] = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Passes inside are not recorded."""
-        self.pausing = True
-        try:
-            yield
-        finally:
-            self.pausing = False
 
     def backward(self, score: Tensor, examples: int, gradient: Tensor | None = None) -> None:
         """Go back from ``score``; each module's pairs go to the sink, and out of memory, once its gradients are there.
@@ -144,8 +134,6 @@ def watched(modules: Mapping[str, nn.Module], sink: Callable[[str, Pairs], None]
 
 def _hook(record: Record, name: str) -> Any:
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if record.pausing:
-            return None
         if not record.returning:
             record.uses[name] += 1
         if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from array_api_compat import is_torch_array
 
 from lsrdecomp.arrays import to_numpy
-from lsrdecomp.checkpoints.config import exact_pattern
+from lsrdecomp.checkpoints.config import exact_pattern, module_suffixes
 from lsrdecomp.checkpoints.format import CONFIG, PREFIX, Bundle, Format, open_bundle
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED
 from lsrdecomp.checkpoints.readers import lsr
@@ -195,7 +195,7 @@ def _config(arrays: Mapping[str, Array], alpha: float | None) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {exact_pattern(module): own for module, own in ranks.items() if own != rank},
-        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
+        "target_modules": module_suffixes(ranks),
     }
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from lsrdecomp.calibration.bases import open_tokenizer, published_name
+from lsrdecomp.calibration.bases import PUBLISHED, open_tokenizer
 from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, LsrError
@@ -34,7 +34,6 @@ class LoadedModel:
 
     model: PeftModel
     tokenizer: Any
-    prefix: str  # of the adapter's parameters
 
 
 def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None) -> LoadedModel:
@@ -77,7 +76,7 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     )
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
-    model.config._name_or_path = model.name_or_path = published_name(settings.model)
+    model.config._name_or_path = model.name_or_path = PUBLISHED.get(settings.model, settings.model)
     if four_bit:
         model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             model, use_gradient_checkpointing=bool(settings.gradient_checkpointing)
@@ -91,14 +90,15 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
             parameter.requires_grad_(settings.train_head and "original_module" not in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return LoadedModel(adapted, tokenizer, str(adapted.base_model.prefix))
+    return LoadedModel(adapted, tokenizer)
 
 
 def trained(loaded: LoadedModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Parameters that are trained, with their names, and whether they are the adapter's."""
+    prefix = str(loaded.model.base_model.prefix)
     for name, parameter in loaded.model.named_parameters():
         if parameter.requires_grad:
-            yield name, parameter, loaded.prefix in name and SAVED not in name
+            yield name, parameter, prefix in name and SAVED not in name
 
 
 def counts(loaded: LoadedModel) -> tuple[int, int]:

@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from lsrdecomp.calibration import bases  # noqa: E402
-from lsrdecomp.calibration.bases import cache_directory, find_base, open_tokenizer, published_name  # noqa: E402
+from lsrdecomp.calibration.bases import PUBLISHED, cache_directory, find_base, open_tokenizer  # noqa: E402
 from lsrdecomp.errors import CheckpointError, LsrError  # noqa: E402
 
 CONFIG = {
@@ -127,8 +127,8 @@ def test_several_gguf_files_of_a_directory_are_named(tmp_path):
 def test_names_and_directories_of_transformers_are_handed_on(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert find_base(tmp_path) == str(tmp_path)
-    assert find_base("someone/some-model") == published_name("someone/some-model") == "someone/some-model"
-    assert published_name("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert find_base("someone/some-model") == "someone/some-model"
+    assert PUBLISHED["smollm2"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tmp_path):

@@ -122,11 +122,12 @@ def test_the_model_has_its_own_blocks_back(tmp_path):
 def test_a_pass_that_is_not_to_be_recorded_leaves_nothing_behind():
     layer = torch.nn.Linear(3, 2)
     with watched({"layer": layer}, lambda *_: None) as record:
-        with record.paused():
+        with torch.no_grad():
             layer(torch.randn(4, 3))
-        assert record.calls == {"layer": []}
+        record.clear()
+        assert (record.calls, record.uses) == ({"layer": []}, {"layer": 0})
         layer(torch.randn(4, 3))
-        assert len(record.calls["layer"]) == 1
+        assert (len(record.calls["layer"]), record.uses["layer"]) == (1, 1)
 
 
 class StopHereError(Exception):
