@@ -9,6 +9,7 @@ from math import hypot
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,18 +116,32 @@ def in_readme():
         f"right; with `--distil 100` [{percent(suite.mean('LSR, distilled', 96, 'exact', task='arithmetic'))} %, the "
         f"LoRA {percent(suite.loras('arithmetic', 'trained', 'exact')[0])} %]"
     )
-    small = {row["method"]: short(row["kept"]) for row in best_rivals().values() if row["budget"] == 1000}
+    small = {name: short(fmean(row["kept"] for row in rivals(name, 1000))) for name in ("Uni-LoRA", "LSR")}
     yield f"In 1 kB another adapter keeps more: [Uni-LoRA {small['Uni-LoRA']}, LSR {small['LSR']}]"
 
 
-def best_rivals():
-    """Rows of the record of small adapters on E2E, each at the best of its rates, by method, budget and seed."""
-    rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
-    return {(row["method"], row["budget"], row["seed"]): row for row in sorted(rows, key=lambda row: row["kept"])}
+def rivals(method, budget, task="E2E"):
+    """Rows of the record of small adapters, a seed each at the best of its rates; all judged on the same examples."""
+    rows = [row for row in record("rivals")["rows"] if (row["task"], row["method"]) == (task, method)]
+    rows = [row for row in rows if row["budget"] == budget and "held_out" not in row]
+    best = {row["seed"]: row for row in sorted(rows, key=lambda row: row["kept"])}
+    return [best[seed] for seed in sorted(best)]
+
+
+def lead(method, budget):
+    """How much more LSR keeps with the same seeds, and its standard error over the held-out examples, both read."""
+    theirs = rivals(method, budget)
+    ours = [row for row in rivals("LSR", budget) if row["seed"] in {row["seed"] for row in theirs}]
+    effects = np.array(record("rivals")["effects"]["E2E"])
+    less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
+    gain = more - less
+    without = (gain.sum() - gain) / (effects.sum() - effects)  # the jackknife of a ratio
+    return f"{short(gain.sum() / effects.sum(), 3)} ± {short(np.sqrt((len(gain) - 1) * np.var(without)), 3)}"
 
 
 def in_language_models():
     yield from of_gemma()
+    yield from of_speech()
     suite = Suite()
     mean, seeds, loras = suite.mean, suite.seeds, suite.loras
     # Train, measure, compress, check
@@ -292,76 +307,88 @@ def of_gemma():
     )
 
 
+def of_speech():
+    speech = record("speech")
+    loras, seeds = speech["loras"], len(speech["loras"])
+
+    def mean(key, method, budget, steps=60):
+        chosen = (method, budget, steps)
+        rows = [row for row in speech["rows"] if (row["method"], row["budget"], row["steps"]) == chosen]
+        assert len(rows) == seeds
+        return fmean(row[key] for row in rows)
+
+    yield (
+        f"writes down {joined([lora['exact'] for lora in loras])} of 64 held-out sounds without a fault, the base none "
+        f"({joined([lora['effect'] for lora in loras])} nats a token apart)"
+    )
+    budgets = sorted({row["budget"] for row in speech["rows"]})
+    assert all(mean("kept", "SVD", budget, 0) > mean("kept", "LSR", budget, 0) for budget in budgets)
+    assert all(mean("exact", method, budget, 0) < 0.02 for method in ("LSR", "SVD") for budget in budgets)
+    share, more = (short(mean("kept", method, 6000, 0)) for method in ("LSR", "SVD"))
+    yield f"truncated SVD keeps more at every size, in 6 kB {more} against {share}, and next to no sound"
+    right, less = (short(mean("exact", method, 3000)) for method in ("LSR", "SVD"))
+    yield (
+        f"keeps {short(mean('kept', 'LSR', 3000), 3)} in {mean('bytes', 'LSR', 3000) / 1000:.1f} kB where truncated "
+        f"SVD in bits keeps {short(mean('kept', 'SVD', 3000), 3)}, and writes down {right} of the sounds rightly, "
+        f"{less} with SVD"
+    )
+    yield (
+        f"In 12 kB {short(mean('kept', 'LSR', 12_000), 3)} and {short(mean('kept', 'SVD', 12_000), 3)} are kept, and "
+        f"{short(mean('exact', 'LSR', 12_000))} and {short(mean('exact', 'SVD', 12_000))} right"
+    )
+
+
 def in_small_adapters():
-    rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
-    on_sums = {
-        (row["method"], row["budget"]): short(row["kept"], 3)
-        for row in sorted(record("rivals")["rows"], key=lambda row: row["kept"])
-        if row["task"] == "sums"
-    }
-    yield f"all three keep {' or '.join(sorted({kept for (_, size), kept in on_sums.items() if size == 3000}))} in 3 kB"
-    tiny = {method: kept for (method, size), kept in on_sums.items() if size == 1000}
+    def kept(method, budget, task="E2E"):
+        return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
+
+    first, *others = (
+        sorted({row["seed"] for row in rivals(name, 3000)}) for name in ("LSR", "Fisher core", "Uni-LoRA")
+    )
+    assert all(first == each for each in others)
+    yield (
+        f"LSR keeps {kept('LSR', 10_000)}, truncated SVD in bits {kept('SVD', 10_000)}, Uni-LoRA "
+        f"{kept('Uni-LoRA', 10_000)}, Fisher cores {kept('Fisher core', 10_000)}"
+    )
+    yield f"LSR is ahead of truncated SVD by {lead('SVD', 10_000)}"
+    cores = kept("Fisher core", 3000)
+    yield f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
+    yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
+    yield f"truncated SVD in bits ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
+    spread = [[row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")]
+    yield f"Seeds of one method lie within {short(max(max(each) - min(each) for each in spread), 3)}"
+    yield (
+        f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR {kept('LSR', 1000)}. What "
+        f"opens an LSR directory takes 419 of its {rivals('LSR', 1000)[0]['bytes']} bytes"
+    )
+    small = sorted({kept(name, 3000, "sums") for name in ("LSR", "Fisher core", "Uni-LoRA")})
+    yield f"all three keep {' or '.join(small)} in 3 kB"
+    tiny = {name: kept(name, 1000, "sums") for name in ("Uni-LoRA", "Fisher core", "LSR")}
     yield f"Uni-LoRA keeps {tiny['Uni-LoRA']}, cores {tiny['Fisher core']}, LSR {tiny['LSR']}"
-    best = best_rivals()
+    names = {"XS": "LoRA-XS", "LoRAQuant": "LoRAQuant's split"}
+    behind = [
+        (kept(name, 3000), names.get(name, name)) for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA")
+    ]
+    (share, name), *more, (least, last) = sorted(behind, reverse=True)
+    between = ", ".join(f"{name} {share}" for share, name in more)
+    yield f"In 3 kB {name} keeps {share}, {between} and {last} {least}, with one seed each"
+    rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
 
-    def means(method, budget, seeds):
-        """Share kept at the best rate and its standard error over texts, which are the same with every seed."""
-        chosen = [best[method, budget, seed] for seed in seeds]
-        return fmean(row["kept"] for row in chosen), fmean(row["error"] for row in chosen)
-
-    def lead(method, budget, seeds=(0,)):
-        (ours, some), (theirs, more) = means("LSR", budget, seeds), means(method, budget, seeds)
-        return short(ours - theirs, 3), f"{(ours - theirs) / hypot(some, more):.1f}"
-
-    seeds = sorted(seed for method, budget, seed in best if (method, budget) == ("LSR", 3000))
-    large = {name: short(best[name, 10_000, 0]["kept"], 3) for name in ("LSR", "SVD", "Uni-LoRA", "Fisher core")}
-    yield (
-        f"LSR keeps {large['LSR']}, truncated SVD in bits {large['SVD']}, Uni-LoRA {large['Uni-LoRA']}, Fisher cores "
-        f"{large['Fisher core']}"
-    )
-    (cores, some), (uni, more) = (lead(method, 3000, seeds) for method in ("Fisher core", "Uni-LoRA"))
-    yield (
-        f"by {cores} over Fisher cores and {uni} over Uni-LoRA, {some} and {more} standard errors of the difference "
-        f"over the held-out texts, as means of {len(seeds)} seeds"
-    )
-    shares = [[best[name, 3000, seed]["kept"] for seed in seeds] for name in ("LSR", "Fisher core", "Uni-LoRA")]
-    yield f"Seeds of one method lie within {short(max(max(each) - min(each) for each in shares), 3)}"
-    ours, cores, uni = (best[method, 1000, 0] for method in ("LSR", "Fisher core", "Uni-LoRA"))
-    yield (
-        f"Cores keep {short(cores['kept'], 3)}, Uni-LoRA {short(uni['kept'], 3)}, LSR {short(ours['kept'], 3)}. What "
-        f"opens an LSR directory takes 419 of its {ours['bytes']} bytes"
-    )
-    behind = {short(best["LSR", 3000, 0]["kept"] - best[name, 3000, 0]["kept"], 1) for name in ("XS", "SVD", "VeRA")}
-    yield f"LoRA-XS, truncated SVD and VeRA are behind by {behind.pop()} in 3 kB"
-    assert not behind
-    newer = [best[name, 3000, 0] for name in ("LoRAQuant", "FourierFT", "VB-LoRA")]
-    assert {row["effect"] for row in newer} == {row["effect"] for row in rows if row["budget"] == 1000}
-    quant, fourier, bank = (short(row["kept"], 3) for row in newer)
-    yield f"LoRAQuant's split keeps {quant} there, FourierFT {fourier} and VB-LoRA {bank}"
-    (diverged,) = (row for row in rows if row["kept"] < 0.0)
-    yield f"{diverged['method']} diverged at a rate of {diverged['rate']:g}"
-
-    def at(method, rate, commit=""):
-        (row,) = (
-            row
-            for row in rows
-            if (row["method"], row["budget"], row["seed"], row["rate"]) == (method, 3000, 0, rate)
-            and row["commit"].startswith(commit)
+    def at(method, rate, budget=3000):
+        return short(
+            fmean(r["kept"] for r in rows if (r["method"], r["rate"], r["budget"]) == (method, rate, budget)), 2
         )
-        return short(row["kept"], 3)
 
-    core = [at("Fisher core", 0.3, "5c633b6"), at("Fisher core", 0.3, "7f270cc")]
-    yield f"Fisher cores kept {core[0]} at .3, with a norm from 64 texts of CoLA, and {core[1]} with one from 128"
-    yield f"{at('Fisher core', 0.1)} at .1 and {at('Fisher core', 1.0)} at 1"
-    yield f"LSR kept {at('LSR', 0.1)} at .1 and {at('LSR', 0.3)} at .3"
-    yield f"VeRA {at('VeRA', 0.3)} at .3 and {at('VeRA', 1.0)} at 1"
-    assert {row["rate"] for row in rows if row["method"] == "TinyLoRA"} == {0.01}
-    yield "TinyLoRA was run at .01 alone"
-    alone = {name: {row["rate"] for row in rows if row["method"] == name} for name in ("LoRAQuant", "VB-LoRA")}
-    assert alone == {"LoRAQuant": {0.3}, "VB-LoRA": {0.3}}
-    assert {row["rate"] for row in rows if row["method"] == "FourierFT"} == {0.1}
-    yield "LoRAQuant and VB-LoRA at .3 alone, FourierFT at .1 alone"
-    lost = max(row["trained"] - row["kept"] for row in best.values() if "trained" in row)
+    diverged = {(row["method"], row["rate"]) for row in rows if row["kept"] < 0.0}
+    assert diverged == {("Uni-LoRA", 1.0), ("TinyLoRA", 0.1)}
+    yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at .1"
+    for method in ("Fisher core", "LSR", "XS", "LoRAQuant", "FourierFT", "VB-LoRA", "VeRA"):
+        tried = sorted({row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)})
+        shares = [f"{at(method, rate)} at {f'{rate:g}'.removeprefix('0')}" for rate in tried]
+        names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores"}
+        yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
+    best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
+    lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
 
 

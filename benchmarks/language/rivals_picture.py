@@ -18,7 +18,11 @@ NAMES = {"SVD": "truncated SVD", "XS": "LoRA-XS", "Fisher core": "Fisher cores"}
 
 
 def main(source: Path, out: Path, task: str = "E2E") -> None:
-    rows = [row for row in json.loads(source.read_text(encoding="utf-8"))["rows"] if row["task"] == task]
+    rows = [
+        row
+        for row in json.loads(source.read_text(encoding="utf-8"))["rows"]
+        if row["task"] == task and "held_out" not in row
+    ]
     best = {(row["method"], row["budget"], row["seed"]): row for row in sorted(rows, key=lambda row: row["kept"])}
     axes = new_axes()
     methods = dict.fromkeys(["LSR", *(row["method"] for row in rows)])

@@ -88,14 +88,18 @@ def _part(results: dict[str, Any], task: str, lora: str, kind: str) -> list[dict
 
 
 def rivals(results: dict[str, Any]) -> Table:
-    """Small adapters by task and budget, each at its best rate, the best first; figures are means over seeds."""
+    """Small adapters by task and budget, each at its best rate, the best first; figures are means over seeds.
+
+    Rows that were judged on other held-out examples count among the rates alone.
+    """
     names = {"SVD": "truncated SVD in bits", "XS": "LoRA-XS", "Fisher core": "Fisher cores"}
     runs: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for row in results["rows"]:
         runs.setdefault((row["task"], row["budget"], row["method"]), {}).setdefault(row["seed"], []).append(row)
     lines = []
     for (task, budget, method), seeds in runs.items():
-        best = [max(rows, key=lambda row: float(row["kept"])) for rows in seeds.values()]
+        judged = [[row for row in rows if "held_out" not in row] for rows in seeds.values()]
+        best = [max(rows, key=lambda row: float(row["kept"])) for rows in judged if rows]
         rates = sorted({row["rate"] for rows in seeds.values() for row in rows})
         mean = {key: fmean(row[key] for row in best) for key in ("bytes", "before", "kept", "error", "agreement")}
         cells = (
