@@ -24,9 +24,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 from lsrdecomp import compress  # noqa: E402
 from lsrdecomp.adapters.layer import LsrLayer  # noqa: E402
+from lsrdecomp.calibration.base_model import load_pair  # noqa: E402
 from lsrdecomp.calibration.calibrate import CalibrationError  # noqa: E402
 from lsrdecomp.calibration.dataset import DataError, PromptExample  # noqa: E402
-from lsrdecomp.calibration.distil import distil_factors, soft_divergence, trained  # noqa: E402
+from lsrdecomp.calibration.distil import Lessons, distil_factors, soft_divergence, trained  # noqa: E402
 from lsrdecomp.calibration.divergence import Reference, divergences  # noqa: E402
 from lsrdecomp.calibration.features import ask_with_features  # noqa: E402
 from lsrdecomp.calibration.fisher import Head  # noqa: E402
@@ -238,6 +239,18 @@ def test_a_training_that_ended_early_goes_on_where_more_is_enough(classifier, tm
                 assert len(done.checks) == 2
     assert steps == list(range(1, 25))
     assert done.steps == 24
+
+
+def test_what_a_model_reads_need_not_be_tokens(language_model, tmp_path):
+    source, student = load_pair(
+        language_model / "base", language_model / "lora", weakened(language_model, tmp_path / "w")
+    )
+    embed = source.model.get_input_embeddings()
+    ids = torch.randint(2, 30, (6, 4, 7), generator=torch.Generator().manual_seed(0))
+    batches = [{"inputs_embeds": embed(rows).detach(), "attention_mask": torch.ones_like(rows)} for rows in ids]
+    lessons = Lessons(source, [[batch] for batch in batches[:4]], Reference(source, batches[4:]))
+    done = distil_factors(student, lessons, steps=12, rate=0.03)
+    assert done.after > done.before + 0.01
 
 
 def test_micro_batches_are_the_same_step(classifier, tmp_path):
