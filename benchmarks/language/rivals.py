@@ -55,7 +55,7 @@ from lsrdecomp.calibration.base_model import Base, load_base, prompt_batches
 from lsrdecomp.calibration.calibrate import calibrate
 from lsrdecomp.calibration.dataset import PromptExample, read_examples
 from lsrdecomp.calibration.distil import soft_divergence
-from lsrdecomp.calibration.divergence import Reference, without_delta
+from lsrdecomp.calibration.divergence import Reference, ratio_error, without_delta
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.statistics import METADATA, read_statistics
@@ -228,14 +228,9 @@ def compressed(subject: Subject, method: str, budget: int, seed: int, steps: int
         calibrated=subject.statistics,
         force=True,
     )
-    before, after = (subject.reference.compare(load_base(subject.base, form)) for form in (made, done.directory))
-    return {
-        "bytes": bytes_to_open(done.directory / WEIGHTS),
-        "before": before.kept,
-        "kept": after.kept,
-        "error": after.standard_error,
-        "agreement": after.agreement,
-    }
+    before = subject.reference.compare(load_base(subject.base, made)).kept
+    facts = {"bytes": bytes_to_open(done.directory / WEIGHTS), "before": before}
+    return {**facts, **judged(subject.reference, load_base(subject.base, done.directory))}
 
 
 def cores(subject: Subject, directions: Mapping[str, tuple[Doubles, Doubles]], budget: int) -> Rival:
@@ -436,9 +431,19 @@ def learn(subject: Subject, rival: Rival, seed: int, steps: int, rate: float) ->
         optimizer.step()
     trained = subject.reference.compare(student).kept
     rival.round()
-    after = subject.reference.compare(student)
     facts = {"bytes": rival.bytes, "numbers": rival.numbers, "before": before, "trained": trained}
-    return {**facts, "kept": after.kept, "error": after.standard_error, "agreement": after.agreement}
+    return {**facts, **judged(subject.reference, student)}
+
+
+def judged(reference: Reference, written: Base) -> dict[str, Any]:
+    """What is kept of the answers, and the nats lost on each held-out example, by which forms are compared."""
+    lost, agreeing = reference.losses(written)
+    return {
+        "kept": 1.0 - float(lost.sum() / reference.effects.sum()),
+        "error": ratio_error(lost, reference.effects),
+        "agreement": float(agreeing.sum() / reference.counts.sum()),
+        "lost": [round(each, 3) for each in lost.tolist()],
+    }
 
 
 def row(subject: Subject, method: str, budget: int, seed: int, steps: int, rate: float) -> dict[str, Any]:
@@ -484,6 +489,7 @@ def main() -> None:
     names = ("lsrdecomp", "numpy", "torch", "transformers", "peft")
     record |= {"machine": platform.machine(), "versions": {name: version(name) for name in names}}
     opened = subject(arguments)
+    record.setdefault("effects", {})[arguments.task] = [round(each, 3) for each in opened.reference.effects.tolist()]
     runs = itertools.product(arguments.seeds, arguments.bytes, arguments.methods, arguments.rates)
     for seed, budget, method, rate in runs:
         key = {"task": arguments.task, "base": arguments.base, "method": method, "budget": budget, "seed": seed}
