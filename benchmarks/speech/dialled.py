@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,16 @@ def batches(tokenizer: Tokenizer, seed: int, count: int, size: int) -> list[Batc
     return made
 
 
-def loss_of(model: torch.nn.Module, batch: Batch, end: int) -> torch.Tensor:
-    """Mean nats of a digit, and of the end."""
-    ids, answers = batch["decoder_input_ids"], batch[ANSWER_MASK].bool()
-    targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=end)
-    return torch.nn.functional.cross_entropy(model(**model_inputs(batch)).logits[answers], targets[answers])
+def answered(opened: Base, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (sounds, 5, vocabulary) of the digits and the end, and the tokens that they should be, (sounds, 5)."""
+    tokens = torch.nn.functional.pad(batch["decoder_input_ids"], (0, 1), value=opened.tokenizer.token_to_id(END))
+    logits = opened.model(**model_inputs(batch)).logits
+    return logits[:, -DIGITS - 1 :], tokens[:, -DIGITS - 1 :]
+
+
+def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean nats of a token."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def train(base: Base, out: Path, seed: int, steps: int, rate: float) -> None:
@@ -101,11 +107,11 @@ def train(base: Base, out: Path, seed: int, steps: int, rate: float) -> None:
     torch.manual_seed(seed)
     config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "out_proj"])
     model = get_peft_model(base.model, config).train()
-    end = base.tokenizer.token_to_id(END)
+    student = replace(base, model=model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     for step, batch in enumerate(batches(base.tokenizer, 1000 + seed, 8 * steps, 8)):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 10) * (1.0 - step / steps)
-        loss = loss_of(model, batch, end)
+        loss = loss_of(*answered(student, batch))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -116,14 +122,12 @@ def train(base: Base, out: Path, seed: int, steps: int, rate: float) -> None:
 
 def judged(opened: Base, held: Sequence[Batch]) -> dict[str, float]:
     """Loss a token, and the share of sounds whose four digits and end are all the likeliest."""
-    end, losses, right = opened.tokenizer.token_to_id(END), [], []
+    losses, right = [], []
     with torch.no_grad():
         for batch in held:
-            ids, answers = batch["decoder_input_ids"], batch[ANSWER_MASK].bool()
-            targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=end)
-            logits = opened.model(**model_inputs(batch)).logits
-            losses.append(float(torch.nn.functional.cross_entropy(logits[answers], targets[answers])))
-            right += ((logits.argmax(-1) == targets) | ~answers).all(1).tolist()
+            logits, tokens = answered(opened, batch)
+            losses.append(float(loss_of(logits, tokens)))
+            right += (logits.argmax(-1) == tokens).all(1).tolist()
     return {"loss": float(np.mean(losses)), "exact": float(np.mean(right))}
 
 
