@@ -390,6 +390,19 @@ def in_small_adapters():
     best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
     lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)
     yield f"lose up to {short(lost, 3)} by it"
+    published = json.loads((ROOT / "benchmarks" / "gpu" / "peft_arena.json").read_text(encoding="utf-8"))["rows"]
+    rows = {(row["method"].partition(" ")[0], row["kind"]): row for row in published if row["method"] != "rank 8"}
+    (converted,) = (row for row in published if row["method"] == "rank 8")
+    (again,) = (row for row in published if "rank64-rslora" in row["source"])
+    large, small, source = (
+        rows[key] for key in (("LoKr", "trained"), ("UniLora", "trained"), ("LoRA", "source of the conversions"))
+    )
+    yield (
+        f"{small['accuracy']:.2f} % with {small['parameters']:,} parameters (UniLora), {large['accuracy']:.2f} % with "
+        f"{large['parameters']:,} (LoKr), and {converted['accuracy']:.2f} % where a LoRA of {source['accuracy']:.2f} % "
+        f"is converted to {converted['parameters']:,} by truncated SVD"
+    )
+    yield f"the same LoRA has {source['accuracy']:.2f} and {again['accuracy']:.2f} % in two of their files"
 
 
 def listed(texts):

@@ -7,11 +7,14 @@ Here are the same steps in bfloat16 on one device:
 1. such a LoRA is trained, or ``--adapter`` names one;
 2. Fisher statistics are measured on ``--samples`` training examples, and it is compressed to each size by LSR and by
    truncated SVD in both norms;
-3. each form answers the held-out prompts by greedy decoding: right if its last number is the last number of the file's
-   completion. Beside that, the divergence from the LoRA's answers.
+3. each form answers the held-out prompts by greedy decoding: right if its last number is that of the file's completion,
+   as in PEFT after "The answer is" or "####" where the completion has such a mark. Beside that, the divergence from the
+   LoRA's answers.
 
-``--data`` and ``--test`` hold JSON lines with ``prompt`` and ``completion``; PEFT's prompts read "Question: … Think
-step by step.\nAnswer:". A form's answers are written when it has given them, and not asked for again.
+``--data`` and ``--test`` hold JSON lines with ``prompt`` and ``completion``, as `benchmarks.gpu.arena` makes them of
+MetaMathQA and GSM8K; it also prints PEFT's rows beside what was measured. By default the LoRA sees fewer examples at a
+larger rate than PEFT's; ``--llm-steps 5000 --batch 4 --rate 1e-4 --test-examples 1319`` are PEFT's. A form's answers
+are written when it has given them, and not asked for again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.arena import CONVERTED, PUBLISHED, SOURCE
 from benchmarks.language.forms import FORM, form_directory, make_forms
 from benchmarks.language.judge import Judge, opened, said
 from lsrdecomp.calibration.base_model import Base
@@ -34,25 +38,17 @@ from lsrdecomp.training.finetune import finetune
 from lsrdecomp.training.record import ADAPTER, RECORD
 from lsrdecomp.training.settings import FinetuneSettings
 
-PEFT_PARAMETERS = 18_350_080
-PEFT_ACCURACY = 52.92
-PEFT_TABLE = {
-    2_293_760: ("rank 8", -9.55),
-    4_587_520: ("rank 16", -4.02),
-    9_175_040: ("rank 32", -1.44),
-    13_762_560: ("rank 48", -0.91),
-    2_150_400: ("0.5", -8.80),
-    3_082_240: ("0.6", -5.38),
-    4_448_256: ("0.7", -2.43),
-    6_510_592: ("0.8", -2.81),
-    10_022_912: ("0.9", -1.37),
-    12_976_128: ("0.95", -0.30),
+THEIRS = {
+    round(SOURCE["parameters"] / count, 3): (row["method"], round(row["accuracy"] - SOURCE["accuracy"], 2))
+    for count, row in CONVERTED.items()
 }
-"""Parameters after conversion: the argument ``rank`` of PEFT's `convert_to_lora` and the points of accuracy lost."""
-THEIRS = {round(PEFT_PARAMETERS / count, 3): found for count, found in PEFT_TABLE.items()}
-RATIOS = (8.0, 2.0, 24.0, 96.0)
+"""Ratios of PEFT's conversions: the argument ``rank`` of its `convert_to_lora` and the points of accuracy lost."""
+RATIOS = (8.0, 140.0, 2.0, 24.0)
+"""Of the smallest conversion, of the smallest adapter that PEFT trains to more than 40 %, and two between."""
 STRUCTURES = ("LSR", "SVD")
 JUDGED = "judged.json"
+PROTOCOL = PUBLISHED["protocol"]
+MARK = re.compile(r"(?:answer is:? |#### )(.*)")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -79,7 +75,11 @@ def lora(options: argparse.Namespace) -> dict[str, Any]:
                 "dev_examples": min(64, options.test_examples),
                 "options": {"r": options.rank, "lora_alpha": options.rank, "use_rslora": True},
                 "target_modules": ["q_proj", "v_proj"],
+                "answers": "all",
                 "learning_rate": options.rate,
+                "scheduler": "cosine",
+                "warmup": PROTOCOL["warmup"],
+                "weight_decay": SOURCE["weight_decay"],
                 "batch": options.batch,
                 "steps": options.llm_steps,
                 "seed": options.seed,
@@ -141,7 +141,8 @@ def answers(options: argparse.Namespace, group: Group) -> dict[str, Any]:
             (target / JUDGED).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
         rows.append(json.loads((target / JUDGED).read_text("utf-8")) | _facts(form, target))
         print(rows[-1], flush=True)
-    return {"rows": rows, "peft": {"accuracy": PEFT_ACCURACY, "parameters": PEFT_PARAMETERS}}
+    peft = {name: SOURCE[name] for name in ("accuracy", "parameters")}
+    return {"model": options.llm, "examples": options.test_examples, "rows": rows, "peft": peft}
 
 
 def _facts(form: tuple[str, float] | None, target: Path) -> dict[str, Any]:
@@ -156,10 +157,21 @@ def answered(adapted: Base, judge: Judge, options: argparse.Namespace, *, is_lor
     """Accuracy in percent, and what is kept of the LoRA's answers."""
     texts = said(adapted, judge.examples, new_tokens=options.new_tokens, batch=options.answer_batch)
     figures = judge.judge(None if is_lora else adapted)
-    wanted = [last_number(completion_text(example)) for example in judge.examples]
-    right = [last_number(text) == number for text, number in zip(texts, wanted, strict=True)]
+    completions = [completion_text(example) for example in judge.examples]
+    right = [
+        final_number(text, marked=marked) == final_number(completion, marked=marked)
+        for text, completion in zip(texts, completions, strict=True)
+        for marked in [bool(MARK.search(completion))]
+    ]
     kept = {} if is_lora else {"kl": figures["kl"], "kept": 1.0 - figures["kl"] / figures["effect"]}
     return {"accuracy": 100.0 * sum(right) / len(right), "loss": figures["loss"], **kept}
+
+
+def final_number(text: str, *, marked: bool) -> float | None:
+    """The last number of a text; if ``marked``, only of the line behind its last "answer is" or "####"."""
+    if marked:
+        text = (MARK.findall(text) or [""])[-1]
+    return last_number(text)
 
 
 def last_number(text: str) -> float | None:

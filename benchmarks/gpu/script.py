@@ -167,7 +167,8 @@ def table(stages: list[Stage], chosen: list[Stage], options: argparse.Namespace)
         state = "done" if done(options.work, stage).exists() else "" if stage in chosen else left_out
         lines.append(f"| {stage.name} | {stage.about} | {stage.seconds / 60:.1f} | {state} |")
     total = sum(stage.seconds for stage in chosen if not done(options.work, stage).exists())
-    return [*lines, "", f"{total / 60:.0f} minutes; no stage is longer than {LONGEST / 60:.0f}."]
+    longest = max(LONGEST, *(stage.seconds for stage in stages))
+    return [*lines, "", f"{total / 60:.0f} minutes; no stage is longer than {longest / 60:.0f}."]
 
 
 def layer_table(options: argparse.Namespace) -> dict[str, Any]:

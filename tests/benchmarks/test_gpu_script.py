@@ -108,3 +108,16 @@ def test_stages_are_taken_in_order_as_far_as_the_minutes_go(tmp_path, minutes, c
 )
 def test_an_answer_is_its_last_number(text, number):
     assert language.last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "marked", "number"),
+    [
+        ("5 lamps. #### 18\nThe answer is: 19\nQuestion: 3", True, 19.0),
+        ("#### 1,018 dollars", True, 1018.0),
+        ("so it is 18", True, None),
+        ("so it is 18", False, 18.0),
+    ],
+)
+def test_behind_a_mark_only_its_line_counts(text, marked, number):
+    assert language.final_number(text, marked=marked) == number
