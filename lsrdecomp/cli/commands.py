@@ -64,7 +64,7 @@ def inspect(
             ranks.append(_norm_and_rank(checkpoint, layer))
             read.add()
     tables.show(json, checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
-    if json is not None:
+    if json is not None:  # with the digest of a file that may be large
         tables.write_json(_inspection(checkpoint, ranks), json)
 
 
@@ -91,9 +91,8 @@ def curve(
     if out is not None:
         _draw(checkpoint, curves, out)
         tables.show(json, f"Wrote {out}.")
-    if json is not None:
-        facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
-        tables.write_json({**facts, "curves": [curve.to_json() for curve in curves]}, json)
+    facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
+    tables.write_json({**facts, "curves": [curve.to_json() for curve in curves]}, json)
 
 
 def export(

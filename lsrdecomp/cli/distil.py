@@ -47,8 +47,7 @@ def distil(
         f"{_percent(after.kept)} after{verdict}.",
         f"Wrote {done.directory}: {done.promise.sentence()}.",
     )
-    if json is not None:
-        tables.write_json(done.to_json(), json)
+    tables.write_json(done.to_json(), json)
 
 
 def _percent(share: float | None) -> str:

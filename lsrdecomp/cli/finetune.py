@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,24 +64,17 @@ def finetune(
     with tables.quiet(), follow(quiet=quiet) as show:
         with needs("training", "finetune"):
             from lsrdecomp.training.finetune import finetune as run
-        record = run(
-            run_settings,
-            out,
-            resume=not fresh,
-            on_step=show,
-        )
+        record = run(run_settings, out, resume=not fresh, on_step=show)
     if int(os.environ.get("RANK", "0")) != 0:
         return  # one of several processes, and not the one that speaks
-    if json is not None:
-        tables.write_json(record.to_json(), json)
-    if json is None or str(json) != "-":
-        _show(record, out)
+    tables.write_json(record.to_json(), json)
+    tables.show(json, *_parts(record, out))
     if record.dev.loss is None:
         raise typer.Exit(1)
 
 
-def _show(record: Record, out: Path) -> None:
-    output = tables.console()
+def _parts(record: Record, out: Path) -> Iterator[Sheet | str]:
+    """The scores as a table, what was said to the samples, and what the run took."""
     cells: dict[Column, Callable[[str], str]] = {
         Column(record.settings.task, justify="left"): str,
         Column("majority"): lambda name: f"{record.baseline[name]:.4f}" if name in record.baseline else "",
@@ -90,19 +83,19 @@ def _show(record: Record, out: Path) -> None:
         if scores is not None:
             cells[Column(head)] = partial(_figure, scores)
     judged = {"accuracy", "token_accuracy"} & set(record.dev.metrics) or record.dev.accuracy is None
-    output.print(Sheet.of(cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"]))
+    yield Sheet.of(cells, [*record.dev.metrics, *([] if judged else ["accuracy"]), "loss", "examples"])
     for sample in record.samples:
-        output.print(f"\n{sample.prompt.strip()}", markup=False)
+        yield f"\n{sample.prompt.strip()}"
         for who, text in (("base", sample.base), ("adapted", sample.adapted), ("file", sample.completion)):
-            output.print(f"  {who + ':':9} {text}", markup=False)
-    output.print(
+            yield f"  {who + ':':9} {text}"
+    yield (
         f"\n{record.settings.method}: {record.adapter_parameters:,} parameters and {record.head_parameters:,} in the "
         f"head; {record.adapter_bytes:,} bytes of {record.file_bytes:,}. {record.steps:,} steps in "
         f"{record.wall_seconds:.1f} s."
     )
     if record.dev.loss is None:
-        output.print("The outputs are no longer finite: try a smaller --learning-rate.")
-    output.print(f"Wrote {out}.")
+        yield "The outputs are no longer finite: try a smaller --learning-rate."
+    yield f"Wrote {out}."
 
 
 def _figure(scores: Scores, name: str) -> str:

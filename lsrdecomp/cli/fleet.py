@@ -19,6 +19,9 @@ from lsrdecomp.cli.settings import options_of
 from lsrdecomp.compression.settings import GOALS
 from lsrdecomp.errors import LsrError
 
+MOST_ROWS = 20
+"""Of the table of adapters that did not end well."""
+
 
 @options_of(compression.CompressionPlan, parsers={"inner_shape": (split_sizes, "NxN")})
 def fleet(
@@ -80,10 +83,17 @@ def fleet(
             on_step=step,
         )
     counts = many.summary(outcomes)
-    if json is not None:
-        tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
-    if json is None or str(json) != "-":
-        _show(outcomes)
+    tables.write_json({**counts, "outcomes": [asdict(outcome) for outcome in outcomes]}, json)
+    troubled = [outcome for outcome in outcomes if outcome.state != "done"]
+    if troubled:
+        tables.show(json, tables.outcome_table(troubled[:MOST_ROWS]))
+    if len(troubled) > MOST_ROWS:
+        tables.show(json, f"… and {len(troubled) - MOST_ROWS} more; --json lists all.")
+    tables.show(
+        json,
+        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their tolerance, "
+        f"{counts['failed']} failed; {counts['parameters']:,} parameters instead of {counts['parameters_before']:,}.",
+    )
     if counts["done"] < counts["adapters"]:
         raise typer.Exit(1)
 
@@ -97,19 +107,3 @@ def read_plan(path: Path) -> compression.CompressionPlan:
         return compression.CompressionPlan.from_mapping(table)
     except (LsrError, TypeError, ValueError) as error:
         raise LsrError(f"{path}: {error}") from error
-
-
-MOST_ROWS = 20
-
-
-def _show(outcomes: list[many.Outcome]) -> None:
-    output, counts = tables.console(), many.summary(outcomes)
-    troubled = [outcome for outcome in outcomes if outcome.state != "done"]
-    if troubled:
-        output.print(tables.outcome_table(troubled[:MOST_ROWS]))
-        if len(troubled) > MOST_ROWS:
-            output.print(f"… and {len(troubled) - MOST_ROWS} more; --json lists all.")
-    output.print(
-        f"{counts['done']} of {counts['adapters']} adapters done, {counts['missed']} missed their tolerance, "
-        f"{counts['failed']} failed; {counts['parameters']:,} parameters instead of {counts['parameters_before']:,}."
-    )

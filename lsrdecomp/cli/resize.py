@@ -78,8 +78,7 @@ def resize(
         if not dry_run:
             warn_of_growth(checkpoint, path)
     tables.show(json, PLAIN)
-    if json is not None:
-        tables.write_json(facts if len(facts) > 1 else facts[0], json)
+    tables.write_json(facts if len(facts) > 1 else facts[0], json)
 
 
 def resize_all(

@@ -32,8 +32,7 @@ def by_rules(adapter: Path, server: str, base: str | None, json: Path | None) ->
         raise LsrError("--for compares names and sizes with a base's: name it by --base")
     check = serving.check_served(adapter, server, base_files(base))
     tables.show(json, *_sentences(check))
-    if json is not None:
-        tables.write_json(check.to_json(), json)
+    tables.write_json(check.to_json(), json)
     if not check.applied:
         raise typer.Exit(1)
 
@@ -69,8 +68,7 @@ def by_asking(
     with nullcontext() if base is None else tables.quiet():  # what it quiets takes seconds to load
         reply = serving.ask_server(url, adapter, name=name, base=base, dtype=dtype, **lines)
     tables.show(json, *_answers(reply, url))
-    if json is not None:
-        tables.write_json(reply.to_json(), json)
+    tables.write_json(reply.to_json(), json)
     if not reply.acts or reply.scaled_right is False:
         raise typer.Exit(1)
 

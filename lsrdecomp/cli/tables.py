@@ -31,7 +31,7 @@ WIDE = 1000
 def console(wide: bool = False) -> Console:
     """Standard output, as wide as the terminal, as COLUMNS says, or as all columns need."""
     plain = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
-    return Console(width=WIDE if wide else plain, highlight=False, soft_wrap=False)
+    return Console(width=WIDE if wide else plain, highlight=False, markup=False)
 
 
 def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
@@ -69,8 +69,8 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def write_json(value: Any, path: Path) -> None:
-    """Write to a file as a whole, or to standard output for ``-``."""
+def write_json(value: Any, path: Path | None) -> None:
+    """Write to a file as a whole, or to standard output for ``-``; nothing where no file was named."""
     if str(path) == "-":
         sys.stdout.write(_json(value))
     with files(json_text(value, path)):

@@ -106,8 +106,7 @@ def verify(
         tables.show(json, *_sentences(behaviour))
     for complaint in _complaints(result, source):
         tables.say(complaint)
-    if json is not None:
-        tables.write_json(_figures(result, behaviour, base), json)
+    tables.write_json(_figures(result, behaviour, base), json)
     if not result.passed:
         raise typer.Exit(1)
     if not result.recorded:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from lsrdecomp.cli import tables
 from lsrdecomp.cli.app import app
-from lsrdecomp.cli.sheet import Sheet
+from lsrdecomp.cli.sheet import Column, Sheet
 from lsrdecomp.fleet.manifest import Outcome
 
 WIDTHS = (80, 100, 130)
@@ -96,3 +96,14 @@ FIRST = {
 def test_a_table_of_figures_that_took_hours_fits(verb, width, capsys, monkeypatch):
     narrow, whole = (printed(MADE_BY[verb](), each, capsys, monkeypatch) for each in (width, ALL))
     check(narrow, whole, width, FIRST[verb])
+
+
+def test_words_of_others_are_printed_as_they_are(capsys, monkeypatch):
+    """A prompt may hold what a markup language would take for its own, and so may the name of a layer."""
+    layer = Sheet((Column("layer", name=True), Column("error")), [("blocks[/0].attn", "0.5 [red]")])
+    shown = printed(layer, 80, capsys, monkeypatch)
+    tables.show(None, "  [INST] sort [3, 1] [/INST]")
+    shown += capsys.readouterr().out
+    assert "blocks[/0].attn" in shown
+    assert "0.5 [red]" in shown
+    assert "  [INST] sort [3, 1] [/INST]\n" in shown
