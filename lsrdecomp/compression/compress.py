@@ -25,7 +25,7 @@ from lsrdecomp.compression.quantize import INTEGER_BITS
 from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
-from lsrdecomp.compression.search_table import Draw, SearchTable
+from lsrdecomp.compression.search_table import SearchTable
 from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
@@ -177,7 +177,7 @@ class SearchedAdapter:
         budget = plan.budget(self.layers, self.effect)
         if plan.bytes is not None:
             budget = replace(budget, bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._searched.expected_error(Draw(budget))
+        return self._searched.expected_error(budget)
 
     @property
     def _searched(self) -> SearchTable:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.compression.candidates import Materialized, drop, keep, low_rank_candidates
 from lsrdecomp.compression.layers import Layer, SpillCache
-from lsrdecomp.compression.search_table import Draw, Entry, SearchTable
+from lsrdecomp.compression.search_table import Entry, SearchTable
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import (
     Configuration,
@@ -39,10 +39,6 @@ from lsrdecomp.compression.shapes import (
 )
 from lsrdecomp.compression.solve import Effort, Task, product_of
 from lsrdecomp.kronecker.shape import ProductShape
-
-EXPECTED_REFINEMENT = 0.7
-"""Share of its loss that refining usually leaves of a product: what is chosen is chosen for what it may become, against
-truncated SVD, which is as good as it can be from the start. On a language model's layers it leaves .4 to .9."""
 
 WIDENINGS = 2
 """Most times that the fine grid is solved for a budget: with it some layers are given more, others less."""
@@ -195,32 +191,30 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
     BudgetError
         If the budget cannot be met; says what is reachable.
     """
-    draw = Draw(budget)
     # Search 3: the first choice, of what is in the table.
-    allocation = table.allocated(draw)
+    allocation = table.allocated(budget)
     low_rank_error = allocation.low_rank_error
     # Search 4: the fine grid where the choice wants it.
     for _ in range(WIDENINGS if table.refines_grid else 0):
         if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
             break
-        allocation = table.allocated(draw)
+        allocation = table.allocated(budget)
     # Search 5 and 6: neighbours of the shapes that were chosen, and shapes of other layers of that size. A
     # tolerance for each layer has no rate of exchange between layers.
     if not (table.search.shapes or budget.layer_rtol):
         for _ in range(table.search.rounds):
             if not try_neighbours(table, allocation.entries, allocation.exchange_rate):
                 break
-            allocation = table.allocated(draw)
+            allocation = table.allocated(budget)
         if table.search.rounds:
             exchange_shapes(table, allocation.entries)
     # Search 7: refine what is chosen for what it may become, until refining changes no choice; then only errors
     # in the whole norm count.
-    expecting = replace(draw, expected_refinement=1.0 if budget.bounds_error else EXPECTED_REFINEMENT)
     for _ in range(ROUNDS):
-        allocation = table.allocated(expecting)
+        allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
-    return Fitted(table.materialized(table.allocated(replace(draw, trusted=True))), low_rank_error)
+    return Fitted(table.materialized(table.allocated(budget, "measured")), low_rank_error)
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:
@@ -365,8 +359,8 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
     for swept in range(0, table.search.sweeps, PORTION):
         # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands.
         left = table.search.sweeps - swept
-        alone = Effort(left, left, REFINED, 1, least, table.runner.resources.device)
-        some = replace(alone, sweeps=min(PORTION, left), cold_sweeps=min(PORTION, left))
+        alone = Effort(left, REFINED, least)
+        some = replace(alone, sweeps=min(PORTION, left))
         same: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
         for i in standing:
             same[table.layers[i].kind, chosen[i].product.configuration].append(i)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
+from typing import Literal
 
 import numpy as np
 
 from lsrdecomp.compression.candidates import (
     Candidate,
     Drop,
-    Keep,
     LowRank,
     Lsr,
     Materialized,
@@ -36,14 +36,19 @@ from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.allocation import Options, total_loss, within_cost, within_loss
 from lsrdecomp.kronecker.separated import SeparatedProduct
 
-PLAIN = (Drop, LowRank, Keep)
-"""What truncated SVD alone can do."""
-
 SHARE = 8.0
 """Most that a layer is given, in units of what the budget gives a layer on average."""
 
 NEAR = 1.15
 """Candidates this factor above the convex hull of a layer's errors are still tried in integers."""
+
+EXPECTED_REFINEMENT = 0.7
+"""Share of its loss that refining usually leaves of a product: what is chosen is chosen for what it may become, against
+truncated SVD, which is as good as it can be from the start. On a language model's layers it leaves .4 to .9."""
+
+Losses = Literal["solved", "expected", "measured"]
+"""By which losses products are chosen: as they are; where they were not refined yet, what refining usually leaves of
+them; only those that were measured in the whole norm. A budget that bounds errors expects nothing."""
 
 
 @dataclass(eq=False)
@@ -63,21 +68,6 @@ class Entry:
     @property
     def is_lsr(self) -> bool:
         return isinstance(self.exact, Lsr)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A budget, and which losses count under it."""
-
-    budget: Budget
-    trusted: bool = False  # whether only errors in the whole norm count
-    expected_refinement: float = 1.0  # share of its loss that refining leaves of a product
-
-    def as_refined(self, candidate: Candidate) -> Candidate:
-        """The candidate at the loss that it has once it is refined."""
-        if self.expected_refinement == 1.0 or not isinstance(candidate, Lsr) or candidate.refined:
-            return candidate
-        return replace(candidate, squared_error=candidate.squared_error * self.expected_refinement)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +125,7 @@ class SearchTable:
         self.layers, self.search, self.storages, self.cache = layers, search, tuple(storages), cache
         self.runner = TaskRunner(layers, resources)
         self.parameters = sum(layer.parameters for layer in layers)
+        self.has_integers = any(storage in INTEGER_BITS for storage in storages)
         self.rows: list[list[Entry]] = [[] for _ in layers]
         self.whole_norm = [True] * len(layers)
         self.tried: set[tuple[object, ...]] = set()
@@ -158,11 +149,10 @@ class SearchTable:
 
     # -- what a budget can take ----------------------------------------------------------------------------------------
 
-    def candidates(self, i: int, draw: Draw) -> Iterator[tuple[Entry, Candidate]]:
-        """Candidates of a layer in their storages, those that a draw may take and no cheaper one beats."""
-        integers = any(storage in INTEGER_BITS for storage in self.storages)
-        entries, measured = self._worth_trying(i, draw, near_hull=integers), draw.budget.bounds_error
-        for entry in entries:
+    def candidates(self, i: int, budget: Budget, losses: Losses) -> Iterator[tuple[Entry, Candidate]]:
+        """Candidates of a layer in their storages, those that a budget may take and no cheaper one beats."""
+        measured = budget.bounds_error
+        for entry in self._worth_trying(i, budget, losses):
             if measured not in entry.priced:
                 entry.priced[measured] = [
                     priced_as(self.layers[i], entry.exact, storage, measured=measured)
@@ -170,33 +160,31 @@ class SearchTable:
                     if storage not in INTEGER_BITS or isinstance(entry.exact, Lsr | Drop)
                 ]
             for candidate in entry.priced[measured]:
-                if draw.budget.allows(candidate):
-                    yield entry, draw.as_refined(candidate)
-        if integers:
-            coded = self._coded_low_rank(i, draw.budget)
-            yield from ((entry, entry.exact) for entry in coded if draw.budget.allows(entry.exact))
+                if budget.allows(candidate):
+                    yield entry, _at_loss(candidate, budget, losses)
+        if self.has_integers:
+            coded = self._coded_low_rank(i, budget)
+            yield from ((entry, entry.exact) for entry in coded if budget.allows(entry.exact))
 
-    def _worth_trying(self, i: int, draw: Draw, near_hull: bool) -> list[Entry]:
+    def _worth_trying(self, i: int, budget: Budget, losses: Losses) -> list[Entry]:
         """A row without products that a cheaper one beats; for integers only those near the hull."""
-        # Losses are those that a draw expects, so that products that were refined compete with those that were not.
-        losses = [(draw.as_refined(entry.exact).squared_error, entry) for entry in self.rows[i]]
-        products = sorted(
-            ((entry.exact.parameters, loss, entry) for loss, entry in losses if entry.is_lsr), key=lambda row: row[:2]
-        )
+        products = [
+            (e.exact.parameters, _at_loss(e.exact, budget, losses).squared_error, e) for e in self.rows[i] if e.is_lsr
+        ]
         falling: list[Entry] = []
         least = math.inf
-        for _, loss, entry in products:
+        for _, loss, entry in sorted(products, key=lambda row: row[:2]):
             if loss < least:
                 falling.append(entry)
                 least = loss
-        if near_hull and falling:  # codes are made for each candidate: only those that a budget could take
+        if self.has_integers and falling:  # codes are made for each candidate: only those that a budget could take
             sizes, errors = [e.exact.parameters for e in falling], [e.exact.squared_error for e in falling]
             corners = Options.of(sizes, errors).hull()
             limits = NEAR * np.interp(sizes, [sizes[k] for k in corners], [errors[k] for k in corners])
             falling = [e for e, limit in zip(falling, limits, strict=True) if e.exact.squared_error <= limit]
-            most = self.most_for(self.layers[i], draw.budget.most_parameters)
+            most = self.most_for(self.layers[i], budget.most_parameters)
             falling = [e for e in falling if e.exact.parameters <= most]
-        if draw.trusted and not self.whole_norm[i]:
+        if losses == "measured" and not self.whole_norm[i]:
             falling = [entry for entry in falling if entry.product.refined]
         return [*(entry for entry in self.rows[i] if not entry.is_lsr), *falling]
 
@@ -215,15 +203,14 @@ class SearchTable:
             self._coded[i, most] = [Entry(candidate) for candidate in coded if max(candidate.bits) <= width]
         return self._coded[i, most]
 
-    def allocated(self, draw: Draw) -> Allocation:
-        """The candidate that each layer takes under a draw; truncated SVD alone, in that norm, is never better.
+    def allocated(self, budget: Budget, losses: Losses = "solved") -> Allocation:
+        """The candidate that each layer takes under a budget; truncated SVD alone, in that norm, is never better.
 
         By the steepest steps along the lower convex hulls of all layers [1]_, then single changes and exchanges with
         what is left. Raises `BudgetError` if no choice meets the budget; says what is reachable.
         """
-        rows = [list(self.candidates(i, draw)) for i in range(len(self.layers))]
+        rows = [list(self.candidates(i, budget, losses)) for i in range(len(self.layers))]
         candidates = [[candidate for _, candidate in row] for row in rows]
-        budget = draw.budget
         if budget.layer_rtol is not None:
             each = zip(self.layers, candidates, strict=True)
             choice = [_within_tolerance(layer, row, budget.layer_rtol) for layer, row in each]
@@ -231,8 +218,8 @@ class SearchTable:
         # Allocation 1: points of cost and loss, in parameters or bytes and in squared error.
         cost = attrgetter("bytes" if budget.counts_bytes else "parameters")
         options = [Options.of([cost(c) for c in row], [c.squared_error for c in row]) for row in candidates]
-        # Allocation 2: truncated SVD alone, among the plain candidates.
-        plain = [[k for k, c in enumerate(row) if isinstance(c, PLAIN)] for row in candidates]
+        # Allocation 2: what truncated SVD alone can do.
+        plain = [[k for k, c in enumerate(row) if not isinstance(c, Lsr)] for row in candidates]
         narrow = [Options(o.costs[k], o.losses[k]) for o, k in zip(options, plain, strict=True)]
         starts, low_rank_error = [], None
         within, most = (within_loss, budget.squared_error or 0.0) if budget.cost is None else (within_cost, budget.cost)
@@ -246,12 +233,12 @@ class SearchTable:
         choice = within(options, most, starts)
         return Allocation(rows, [row[k] for row, k in zip(rows, choice, strict=True)], low_rank_error)
 
-    def expected_error(self, draw: Draw) -> float:
-        """Squared relative error of what a draw takes, as priced: nothing is made or refined.
+    def expected_error(self, budget: Budget) -> float:
+        """Squared relative error of what a budget takes, as priced: nothing is made or refined.
 
         Raises `BudgetError` as `allocated`, and if it takes no layer at all.
         """
-        chosen = [candidate for _, candidate in self.allocated(draw).chosen]
+        chosen = [candidate for _, candidate in self.allocated(budget).chosen]
         if not any(candidate.parameters for candidate in chosen):
             raise BudgetError("nothing of the adapter fits into this budget; allow more")
         lost = math.fsum(candidate.squared_error for candidate in chosen)
@@ -307,6 +294,13 @@ class SearchTable:
             made[storage] = materialize(layer, replace(refined, storage=storage), self.cache)
             loss = made[storage].candidate.squared_error
         entry.exact, entry.priced, entry.made = replace(refined, squared_error=loss), {}, made
+
+
+def _at_loss(candidate: Candidate, budget: Budget, losses: Losses) -> Candidate:
+    """The candidate at the loss by which it is chosen; see `Losses`."""
+    if losses != "expected" or budget.bounds_error or not isinstance(candidate, Lsr) or candidate.refined:
+        return candidate
+    return replace(candidate, squared_error=EXPECTED_REFINEMENT * candidate.squared_error)
 
 
 def _made(factors: Callable[[], Factors]) -> SeparatedProduct:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape, divisors, splits
 
 Configuration = tuple[ProductShape, tuple[int, int]]
@@ -50,7 +49,6 @@ class Request:
 
     shape: ProductShape
     terms: tuple[Ranks, ...]
-    starts: Sequence[SeparatedProduct] | None = None  # of this shape with no more terms than the first, a layer each
 
 
 def shape_grid(

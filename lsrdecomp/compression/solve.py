@@ -32,14 +32,11 @@ Factors = tuple[list[NDArray[np.float64]], list[NDArray[np.float64]]]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard to solve."""
+    """How hard to solve from what was solved before."""
 
-    sweeps: int = 2  # after a start from fewer terms
-    cold_sweeps: int = 4  # after a start from singular vectors
+    sweeps: int = 2
     tolerance: float = 2e-3  # a sweep that lowers no error by more ends the solve
-    starts: int = 2
-    least: float = 0.0  # nor does one that lowers no squared error by more go on
-    device: str | None = None
+    least: float = 0.0  # so does one that lowers no squared error by more
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +47,9 @@ class Task:
     targets: Sequence[LowRank]
     weights: Sequence[NormWeights] | None  # None: the Frobenius norm
     requests: Sequence[Request]
+    starts: Sequence[SeparatedProduct] | None  # one a layer, of the shape of the only request and no more terms
     effort: Effort
+    device: str | None
 
     @property
     def size(self) -> int:
@@ -88,6 +87,9 @@ def product_of(factors: Factors) -> SeparatedProduct:
 
 
 SIDES = "left", "right"
+
+STARTS, COLD_SWEEPS = 2, 4
+"""Starts from singular vectors, and sweeps after the nearest, where nothing was solved before."""
 
 CG_STEPS = 8
 """Conjugate gradient steps of a block update in a weighted norm."""
@@ -129,12 +131,12 @@ class TaskRunner:
         Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
         Targets and norms are read when a task is run.
         """
-        effort, tasks = effort or Effort(device=self.resources.device), []
+        tasks = []
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
         for span in batches([self.layers[i] for i in ordered], leading=True):
             part = tuple(ordered[span])
             begun = None if starts is None else [starts[i] for i in part]
-            tasks.append(Task(part, (), None, [replace(each, starts=begun) for each in requests], effort))
+            tasks.append(Task(part, (), None, requests, begun, effort or Effort(), self.resources.device))
         return tasks
 
     def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
@@ -185,7 +187,7 @@ def solve(task: Task) -> list[Answer]:
     """All requests of a task in turn; each number of terms starts from the largest solved one that it holds."""
     # Targets are placed on the device and weighted once, for all shapes of the task.
     effort = task.effort
-    batch = WeightedTargets.of(task.targets, task.weights, effort.device)
+    batch = WeightedTargets.of(task.targets, task.weights, task.device)
     answers: list[Answer] = []
     for request in task.requests:
         problem = PairProblem.of(batch, request.shape, CG_STEPS)
@@ -198,10 +200,10 @@ def solve(task: Task) -> list[Answer]:
             inside = [fewer for fewer in solved if fewer[0] <= ranks[0] and fewer[1] <= ranks[1]]
             if inside:
                 begun, sweeps = problem.grown(solved[max(inside, key=sum)], ranks), effort.sweeps
-            elif request.starts is not None:
-                begun, sweeps = problem.from_products(request.starts, ranks), effort.sweeps
+            elif task.starts is not None:
+                begun, sweeps = problem.from_products(task.starts, ranks), effort.sweeps
             else:
-                begun, sweeps = problem.best_start(problem.starts(ranks, effort.starts), 0)[0], effort.cold_sweeps
+                begun, sweeps = problem.best_start(problem.starts(ranks, STARTS), 0)[0], COLD_SWEEPS
             solved[ranks] = descend(problem, begun, sweeps, effort.tolerance, effort.least)
         for ranks, state in solved.items():
             errors, factors = placed((problem.errors(state), problem.factors(state)), None)
@@ -213,9 +215,8 @@ def task_key(task: Task) -> str:
     """A digest of all that an answer depends on."""
     pairs = [[target.left, target.right] for target in task.targets]
     shapes = [[request.shape, request.terms] for request in task.requests]
-    starts = [start for request in task.requests for start in request.starts or ()]
-    folded = [[start.left.folded(), start.right.folded()] for start in starts]
-    return content_key(shapes, astuple(task.effort)[:-1], pairs, task.weights, folded)
+    folded = [[start.left.folded(), start.right.folded()] for start in task.starts or ()]
+    return content_key(shapes, astuple(task.effort), pairs, task.weights, folded)
 
 
 def _packed(answers: Sequence[Answer]) -> tuple[dict[str, NDArray[np.float64]], list[Any]]:

@@ -20,7 +20,6 @@ from lsrdecomp.compression import solve
 from lsrdecomp.compression.candidates import Lsr
 from lsrdecomp.compression.layers import Layer, open_layers
 from lsrdecomp.compression.search import STRIDE, WIDENINGS, Fitted, exchange_shapes, fit_budget, search_layers
-from lsrdecomp.compression.search_table import Draw
 from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.compression.shapes import coarse_grid, fine_grid, neighbours, shape_grid
 from lsrdecomp.errors import BudgetError, LsrError
@@ -87,14 +86,14 @@ def test_prices_say_what_any_size_would_lose_and_make_nothing(
     layers: list[Layer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = search_layers(layers, [smaller(layers, 12.0)], search=QUICK)
-    draws = [Draw(smaller(layers, ratio)) for ratio in (12.0, 9.0)]
-    drawn = [error(layers, Fitted(searched.materialized(searched.allocated(draw)), None)) for draw in draws]
+    budgets = [smaller(layers, ratio) for ratio in (12.0, 9.0)]
+    drawn = [error(layers, Fitted(searched.materialized(searched.allocated(budget)), None)) for budget in budgets]
     monkeypatch.setattr(searched, "materialized", lambda *_: pytest.fail("made"))
     monkeypatch.setattr(solve, "solve", lambda task: pytest.fail("solved"))
-    for draw, measured in zip(draws, drawn, strict=True):
-        assert searched.expected_error(draw) == pytest.approx(measured**2, rel=0.05)
+    for budget, measured in zip(budgets, drawn, strict=True):
+        assert searched.expected_error(budget) == pytest.approx(measured**2, rel=0.05)
     with pytest.raises(BudgetError, match="nothing of the adapter fits"):
-        searched.expected_error(Draw(Budget(parameters=1.0)))
+        searched.expected_error(Budget(parameters=1.0))
 
 
 def test_no_layer_has_a_larger_rank_than_allowed(layers: list[Layer]) -> None:
@@ -169,7 +168,7 @@ def test_refining_goes_on_with_the_layers_that_still_gain(layers: list[Layer], m
     refined: list[tuple[int, tuple[int, ...]]] = []
 
     def counted(task: solve.Task) -> list[solve.Answer]:
-        if task.requests[0].starts is not None:
+        if task.starts is not None:
             refined.append((task.effort.sweeps, task.indices))
         return solved(task)
 
