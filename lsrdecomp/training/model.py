@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lsrdecomp.calibration.bases import PUBLISHED, open_tokenizer
 from lsrdecomp.checkpoints.tensors import first_line, read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.errors import CheckpointError, LsrError
+from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.methods import adapter_config, find_method
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
@@ -140,10 +139,8 @@ def _loading_options(settings: FinetuneSettings, four_bit: bool) -> dict[str, An
     device_map = {} if settings.device_map is None else {"device_map": settings.device_map}
     if not four_bit:
         return {"dtype": torch.bfloat16 if settings.precision == "bfloat16" else torch.float32} | device_map
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise LsrError(
-            f"{settings.method} holds the base in 4 bits by bitsandbytes: pip install 'lsrdecomp[quantized]'"
-        )
+    with needs("a base in 4 bits", "quantized"):
+        import bitsandbytes  # noqa: F401
     return device_map | {
         "quantization_config": BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_4bit=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from lsrdecomp.calibration.dataset import Choices, Example
 from lsrdecomp.checkpoints.files import regular_file_size
-from lsrdecomp.errors import LsrError
+from lsrdecomp.errors import LsrError, needs
 
 
 class TaskError(LsrError, ValueError):
@@ -55,19 +54,6 @@ class Task:
     def regression(self) -> bool:
         """Whether a label is a score and not a class."""
         return not self.labels
-
-    def check_libraries(self) -> None:
-        """Refuse, before any work, a task whose metrics cannot be computed here.
-
-        Raises
-        ------
-        LsrError
-            Naming the command that installs what is missing.
-        """
-        if importlib.util.find_spec("sklearn") is None:
-            raise LsrError(
-                f"{self.name} is judged by scikit-learn, which is not installed: pip install 'lsrdecomp[finetune]'"
-            )
 
     def file(self, data: str | Path, split: str) -> Path:
         """Where a split lies: ``data`` is the benchmark's directory or the task's own."""
@@ -127,8 +113,8 @@ class Task:
         expected, answered = np.asarray(labels), np.asarray(answers)
         if expected.shape != answered.shape or expected.ndim != 1 or not expected.size:
             raise TaskError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
-        metrics = _metrics()
-        return {name: float(metrics[name](expected, answered)) for name in self.metrics}
+        functions = metric_functions()
+        return {name: float(functions[name](expected, answered)) for name in self.metrics}
 
     def baseline(self, examples: Sequence[Example]) -> dict[str, float]:
         """Every metric for always answering the commonest label (the mean score for a regression)."""
@@ -137,10 +123,11 @@ class Task:
         return self.score(labels, np.full_like(labels, constant))
 
 
-def _metrics() -> Mapping[str, Metric]:
-    """All metrics by name; what computes them takes a second to load."""
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+def metric_functions() -> Mapping[str, Metric]:
+    """All metrics by name; what computes them takes a second to load. Raises `LsrError` where it is not installed."""
+    with needs("judging a task", "finetune"):
+        from scipy.stats import pearsonr, spearmanr
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     def correlation(function: Callable[..., Any], labels: np.ndarray, answers: np.ndarray) -> float:
         # A constant says nothing about the order: SciPy warns of nan, GLUE's tables count 0.

