@@ -39,6 +39,9 @@ from lsrdecomp.errors import LsrError
 ANSWER_MASK = "answer_mask"
 """Key of a batch that says which tokens count as answers; no argument of a model, see `model_inputs`."""
 ANSWERS = ("completion", "all")
+TABLES: Mapping[str, Mapping[str, Any]] = {".csv": {}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+"""Endings of tables, and how `csv` reads them."""
+FURTHER = "further columns"
 POOL = 50  # batches that are sorted by length together
 MAX_LENGTH = 1024  # tokens of an example where nothing else is said
 TEXT_LENGTH = 128  # of a text that is answered as a whole, whose rest is cut
@@ -119,30 +122,51 @@ def read_examples(file: str | Path) -> list[PromptExample]:
     ' 4'
     """
     path = Path(file)
-    regular_file_size(path)
     if path.suffix == ".parquet":
         new = path.with_suffix(".jsonl").name
         raise DataError(
             f'{path}: is Parquet; write it as JSON lines (pip install pandas pyarrow): python -c "import pandas; '
             f"pandas.read_parquet('{path}').to_json('{new}', orient='records', lines=True)\""
         )
-    try:
-        examples = [_example(row, where) for row, where in _rows(path)]
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{path}: no CSV ({error})") from None
+    examples = [_example(row, where) for row, where in read_rows(path)]
     if not examples:
         raise DataError(f"{path}: no line has an example")
     return examples
 
 
-def _rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """What each line, entry or row holds, and where it stands."""
-    with path.open(encoding="utf-8-sig", newline="" if path.suffix == ".csv" else None) as lines:
-        if path.suffix == ".csv":
-            table = csv.DictReader(lines, restkey="further columns")
-            yield from ((row, f"{path}, line {table.line_num}") for row in table)
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[dict[str, Any], str]]:
+    """What each line of JSON, entry of a list in a .json file or row of a .csv or .tsv table holds, and where it is.
+
+    ``columns`` name those of a table without a header. A .tsv table has no quotation marks, since sentences hold lone
+    ones, and all its columns in every row.
+
+    Raises
+    ------
+    DataError, CheckpointError
+        As `read_examples`.
+    """
+    regular_file_size(path)
+    try:
+        for row, where in _rows(path, columns):
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: a {type(row).__name__}; each example must be a JSON object")
+            yield row, where
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: no table ({error})") from None
+
+
+def _rows(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[Any, str]]:
+    with path.open(encoding="utf-8-sig", newline="" if path.suffix in TABLES else None) as lines:
+        if path.suffix in TABLES:
+            table = csv.DictReader(lines, columns, restkey=FURTHER, **TABLES[path.suffix])
+            for row in table:
+                where, further = f"{path}, line {table.line_num}", row.get(FURTHER, [])
+                if path.suffix == ".tsv" and (further or None in row.values()):
+                    count = sum(isinstance(value, str) for value in row.values()) + len(further)
+                    raise DataError(f"{where}: {count} columns, expected {len(table.fieldnames or ())}")
+                yield row, where
             return
         if path.suffix == ".json" and lines.read(64).lstrip().startswith("["):
             lines.seek(0)
@@ -164,9 +188,7 @@ def _json(text: str, where: str) -> Any:
         raise DataError(f"{where}: no JSON ({error}); each example must be a JSON object") from None
 
 
-def _example(row: Any, where: str) -> PromptExample:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a {type(row).__name__}; each example must be a JSON object")
+def _example(row: dict[str, Any], where: str) -> PromptExample:
     references = row.get("references", [])
     if not isinstance(references, list) or not all(isinstance(text, str) and text.strip() for text in references):
         raise DataError(f'{where}: "references" must be a list of texts that are not empty')

@@ -265,7 +265,7 @@ def read_data(data: str | Path | Texts) -> list[Item]:
 
     A file whose name ends in .jsonl, .json or .csv holds prompts and completions, conversations or texts, see
     `lsrdecomp.calibration.dataset`: only completions are answers. Any other has a text a line, a tab between pairs.
-    Raises `CheckpointError`, `DataError` or `TaskError` for what cannot be read.
+    Raises `CheckpointError` or `DataError` for what cannot be read.
     """
     if not isinstance(data, str | Path):
         return list(data)

@@ -114,7 +114,7 @@ def read_dataset(settings: FinetuneSettings) -> TaskDataset | LanguageDataset:
 
     Raises
     ------
-    TaskError, DataError, CheckpointError
+    DataError, CheckpointError
         If a file is missing or holds a bad row.
     SettingsError
         If the validation split would leave nothing.

@@ -83,7 +83,7 @@ def finetune(
     ------
     SettingsError
         If a setting does not fit the model, the task or the number of processes.
-    TaskError
+    DataError
         If a task's file holds a bad row.
     CheckpointError
         If ``out`` exists, if another run is writing there, or if an adapter directory does not fit.
@@ -138,7 +138,7 @@ def evaluate(settings: FinetuneSettings) -> Scores:
 
     Raises
     ------
-    SettingsError, TaskError, CheckpointError
+    SettingsError, DataError, CheckpointError
         As `finetune` does.
     """
     settings, dataset = _settled(settings), read_dataset(settings)

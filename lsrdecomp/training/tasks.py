@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lsrdecomp.calibration.dataset import Choices, Example
-from lsrdecomp.checkpoints.files import regular_file_size
-from lsrdecomp.errors import LsrError, needs
-
-
-class TaskError(LsrError, ValueError):
-    """A task's file is missing or holds a row that is not as published; the message names file and line."""
-
+from lsrdecomp.calibration.dataset import Choices, DataError, Example, read_rows
+from lsrdecomp.errors import needs
 
 Row = Mapping[str, Any]
 Metric = Callable[[np.ndarray, np.ndarray], float]
@@ -66,40 +58,36 @@ class Task:
 
         Raises
         ------
-        TaskError
+        DataError
             If the split does not exist, or a row lacks a column, holds an unknown label or is not JSON.
         CheckpointError
             If the file is missing, not a regular file or a Git-LFS pointer.
         """
         if split not in self.splits:
-            raise TaskError(f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}")
+            raise DataError(f"{self.name} has no split {split!r} with labels; there are: {', '.join(self.splits)}")
         path = self.file(data, split)
-        regular_file_size(path)
-        rows = _tsv(path, self.columns) if self.suffix == "tsv" else _json_lines(path)
-        examples = [self._example(path, line, row) for line, row in rows]
+        examples = [self._example(row, where) for row, where in read_rows(path, self.columns)]
         if not examples:
-            raise TaskError(f"{path}: no examples")
+            raise DataError(f"{path}: no examples")
         return examples
 
-    def _example(self, path: Path, line: int, row: Row) -> Example:
+    def _example(self, row: Row, where: str) -> Example:
         try:
             choices, value = self.example(row)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise TaskError(
-                f"{path}, line {line}: {self.name} needs {error}; it has {', '.join(map(str, row))}"
-            ) from None
+            raise DataError(f"{where}: {self.name} needs {error}; it has {', '.join(map(str, row))}") from None
         if self.regression:
             try:
                 score = float(value)
             except (TypeError, ValueError):
                 score = float("nan")
             if not np.isfinite(score):
-                raise TaskError(f"{path}, line {line}: score {str(value)[:80]!r} is not a finite number")
+                raise DataError(f"{where}: score {str(value)[:80]!r} is not a finite number")
             return Example(choices, score)
         label = str(value).lower() if isinstance(value, bool) else str(value)
         if label not in self.labels:
             labels = ", ".join(self.labels)
-            raise TaskError(f"{path}, line {line}: label {label[:80]!r} is not one of {labels}")
+            raise DataError(f"{where}: label {label[:80]!r} is not one of {labels}")
         return Example(choices, float(self.labels.index(label)))
 
     def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
@@ -107,12 +95,12 @@ class Task:
 
         Raises
         ------
-        TaskError
+        DataError
             If there is not one answer per label.
         """
         expected, answered = np.asarray(labels), np.asarray(answers)
         if expected.shape != answered.shape or expected.ndim != 1 or not expected.size:
-            raise TaskError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
+            raise DataError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
         functions = metric_functions()
         return {name: float(functions[name](expected, answered)) for name in self.metrics}
 
@@ -211,7 +199,7 @@ def find_task(directory: str | Path) -> Task:
 
     Raises
     ------
-    TaskError
+    DataError
         If no task is called so.
 
     Examples
@@ -221,34 +209,5 @@ def find_task(directory: str | Path) -> Task:
     """
     name = Path(directory).resolve().name
     if name not in TASKS:
-        raise TaskError(f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}")
+        raise DataError(f"{directory}: no task is called {name!r}; the directory's name is one of {', '.join(TASKS)}")
     return TASKS[name]
-
-
-def _tsv(path: Path, columns: tuple[str, ...] | None) -> Iterator[tuple[int, Row]]:
-    # Quoting off: sentences hold lone quotation marks. utf-8-sig: MRPC starts with a byte order mark.
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, columns, delimiter="\t", quoting=csv.QUOTE_NONE, strict=True)
-        try:
-            expected = len(reader.fieldnames or ())
-            for row in reader:
-                columns_here = len(row.get(None) or ()) + sum(
-                    value is not None for key, value in row.items() if key is not None
-                )
-                if columns_here != expected:
-                    raise TaskError(f"{path}, line {reader.line_num}: {columns_here} columns, expected {expected}")
-                yield reader.line_num, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise TaskError(f"{path}, after line {reader.line_num}: {error}") from None
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, text in enumerate(lines, start=1):
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise TaskError(f"{path}, line {number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise TaskError(f"{path}, line {number}: a {type(row).__name__}, expected an object")
-            yield number, row

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from lsrdecomp.calibration.dataset import DataError
 from lsrdecomp.errors import CheckpointError
-from lsrdecomp.training.tasks import TASKS, TaskError, find_task
+from lsrdecomp.training.tasks import TASKS, find_task
 
 SIZES = {
     "CoLA": (8551, 1043),
@@ -97,30 +98,30 @@ def test_boolean_labels_and_choices(tmp_path):
         ("SST-2", "sentence\tlabel\n", "no examples"),
         ("SST-2", "", "no examples"),
         ("STS-B", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: score 'nan' is not a finite number"),
-        ("CB", '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"prem\n', "line 2: not JSON"),
-        ("CB", "[1]\n", "line 1: a list, expected an object"),
+        ("CB", '{"premise": "a", "hypothesis": "b", "label": "neutral"}\n{"prem\n', "line 2: no JSON"),
+        ("CB", "[1]\n", "line 1: a list; each example must be a JSON object"),
         ("WSC", '{"text": "a b", "target": {"span2_index": 9}, "label": true}\n', "line 1: WSC needs"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, task, text, message):
     written(tmp_path, task, text)
-    with pytest.raises(TaskError, match=message):
+    with pytest.raises(DataError, match=message):
         TASKS[task].read(tmp_path, "dev")
 
 
 def test_bytes_that_are_not_text_are_named(tmp_path):
     written(tmp_path, "SST-2", "")
     TASKS["SST-2"].file(tmp_path, "dev").write_bytes(b"sentence\tlabel\n\xff\xfe\t1\n")
-    with pytest.raises(TaskError, match=r"dev\.tsv.*utf-8"):
+    with pytest.raises(DataError, match=r"dev\.tsv: not UTF-8"):
         TASKS["SST-2"].read(tmp_path, "dev")
 
 
 def test_what_is_not_there_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"dev\.tsv: no such file"):
         TASKS["SST-2"].read(tmp_path, "dev")
-    with pytest.raises(TaskError, match="has no split 'test' with labels; there are: train, dev"):
+    with pytest.raises(DataError, match="has no split 'test' with labels; there are: train, dev"):
         TASKS["SST-2"].read(tmp_path, "test")
-    with pytest.raises(TaskError, match="no task is called"):
+    with pytest.raises(DataError, match="no task is called"):
         find_task(tmp_path)
 
 
@@ -135,5 +136,5 @@ def test_metrics_agree_with_their_definitions():
     ranks = TASKS["STS-B"].score([1.0, 2.0, 4.0], [1.0, 10.0, 11.0])
     assert ranks["spearman"] == pytest.approx(1.0)
     assert ranks["pearson"] == pytest.approx(np.corrcoef([1.0, 2.0, 4.0], [1.0, 10.0, 11.0])[0, 1])
-    with pytest.raises(TaskError, match=r"answers of shape \(3,\) for labels of shape \(2,\)"):
+    with pytest.raises(DataError, match=r"answers of shape \(3,\) for labels of shape \(2,\)"):
         TASKS["SST-2"].score([1, 0], [1, 0, 1])
