@@ -43,18 +43,18 @@ Row = dict[str, Any]
 def ours(layers: Sequence[Layer], budgets: dict[str, float], search: Search) -> list[Row]:
     """What `compress` chooses at each budget, and what it would choose from a part of its candidates."""
     kronecker = (Lsr, Drop)
-    arms: dict[str, tuple[Sequence[str], tuple[type[Candidate], ...]]] = {
-        "ours, float16": (["float16"], (Candidate,)),
-        "ours, bits chosen": ([*STORAGES, "bits"], (Candidate,)),
-        "ours, Kronecker only, float16": (["float16"], kronecker),
-        "ours, Kronecker only, bits chosen": (STORAGES, kronecker),
+    arms: dict[str, tuple[str | None, tuple[type[Candidate], ...]]] = {
+        "ours, float16": ("float16", (Candidate,)),
+        "ours, bits chosen": (None, (Candidate,)),
+        "ours, Kronecker only, float16": ("float16", kronecker),
+        "ours, Kronecker only, bits chosen": (None, kronecker),
     }
     searched = search_layers(layers, [Budget(bytes=max(budgets.values()))], search=search, storages=STORAGES)
     rows = []
-    for arm, (storages, structures) in arms.items():
+    for arm, (storage, structures) in arms.items():
 
-        def allowed(candidate: Candidate, storages: Any = storages, structures: Any = structures) -> bool:
-            return candidate.storage in storages and isinstance(candidate, structures)
+        def allowed(candidate: Candidate, storage: Any = storage, structures: Any = structures) -> bool:
+            return storage in (None, candidate.storage) and isinstance(candidate, structures)
 
         for budget, most in budgets.items():
             try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
-from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, norm_of
+from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, check_measured
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
@@ -121,7 +121,9 @@ def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | No
 
     Raises `BudgetError` naming a layer that the statistics lack.
     """
-    return [Layer.of(name, pair, norm_of(statistics, name)) for name, pair in pairs.items()]
+    for name in pairs if statistics is not None else ():
+        check_measured(statistics, name)
+    return [Layer.of(name, pair, None if statistics is None else statistics[name]) for name, pair in pairs.items()]
 
 
 def solve_together(

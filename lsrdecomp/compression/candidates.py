@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -146,14 +146,7 @@ def unrotated_candidates(layer: Layer) -> list[LowRank]:
 
 def _coded_candidate(layer: Layer, code: SpectralCode, bits: tuple[int, ...]) -> LowRank:
     rank = len(code.bits)
-    return LowRank(
-        parameters=rank * sum(layer.shape),
-        squared_error=layer.squared_error(code.dequantized()),
-        storage="bits",
-        bytes=code.bytes,
-        rank=rank,
-        bits=bits,
-    )
+    return _priced(layer, LowRank(parameters=rank * sum(layer.shape), squared_error=0.0, rank=rank, bits=bits), code)
 
 
 def lsr_candidate(solution: PairSolution, cache: SpillCache) -> Lsr:
@@ -182,20 +175,8 @@ class Materialized:
 
     @property
     def form(self) -> SeparatedProduct | None:
-        """The factors in their storage; None for a layer left out."""
-        return None if self.stored is None else dequantized(self.stored())
-
-    @property
-    def codes(self) -> CodedProduct | None:
-        """What is on disk, for integer storage."""
-        stored = self.stored() if self.stored is not None and self.coded else None
-        return None if isinstance(stored, SeparatedProduct) else stored
-
-    @property
-    def as_read(self) -> SeparatedProduct | None:
-        """What a reader gets: weights are spread over the factors and those rounded when they are written."""
-        form = self.form
-        return form if form is None or self.coded else form.round_to(self.candidate.storage)
+        """What a reader gets; None for a layer left out."""
+        return None if self.stored is None else as_read(self.stored(), self.candidate.storage)
 
 
 def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materialized:
@@ -207,17 +188,13 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
     stored = _stored(layer, candidate)
     if stored is None:
         return Materialized(candidate, False, None)
-    if isinstance(stored, SeparatedProduct):
-        error = layer.squared_error(stored.round_to(candidate.storage))
-        priced = replace(candidate, bytes=_float_bytes(candidate, candidate.storage), squared_error=error)
-        return Materialized(priced, False, cache.put(stored))
-    error = layer.squared_error(stored.dequantized())
-    if isinstance(candidate, Lsr):
+    coded, priced = not isinstance(stored, SeparatedProduct), _priced(layer, candidate, stored)
+    if coded and isinstance(candidate, Lsr):
         solved = refitted_product(layer.pair, candidate.product(), INTEGER_BITS[candidate.storage], layer.norms)
-        lost = layer.squared_error(solved.dequantized())
-        if lost < error:
-            stored, error = solved, lost
-    return Materialized(replace(candidate, bytes=stored.bytes, squared_error=error), True, cache.put(stored))
+        other = _priced(layer, candidate, solved)
+        if other.squared_error < priced.squared_error:
+            stored, priced = solved, other
+    return Materialized(priced, coded, cache.put(stored))
 
 
 def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: bool = True) -> Candidate:
@@ -226,18 +203,23 @@ def priced_as(layer: Layer, candidate: Candidate, storage: str, *, measured: boo
     Without ``measured`` a floating type leaves the error as it is. Integers for a low-rank pair are
     `water_filled_candidates`.
     """
-    priced = replace(candidate, storage=storage)
-    if isinstance(candidate, Drop):
-        return priced
-    if storage not in INTEGER_BITS:
-        priced = replace(priced, bytes=_float_bytes(candidate, storage))
-        if not measured:
-            return priced
+    candidate = replace(candidate, storage=storage)
     # Codes are always measured: what few bits lose cannot be told from the exact error.
-    stored = _stored(layer, priced)
-    assert stored is not None
-    size = priced.bytes if isinstance(stored, SeparatedProduct) else stored.bytes
-    return replace(priced, bytes=size, squared_error=layer.squared_error(dequantized(stored)))
+    if storage not in INTEGER_BITS and not measured:
+        return replace(candidate, bytes=_float_bytes(candidate))
+    stored = _stored(layer, candidate)
+    return candidate if stored is None else _priced(layer, candidate, stored)
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+def _priced(layer: Layer, candidate: C, stored: SeparatedProduct | CodedProduct) -> C:
+    """The candidate at the price of what is stored of it: its bytes, and the error of what a reader gets."""
+    error = layer.squared_error(as_read(stored, candidate.storage))
+    if isinstance(stored, SeparatedProduct):
+        return replace(candidate, bytes=_float_bytes(candidate), squared_error=error)
+    return replace(candidate, bytes=stored.bytes, storage=stored.storage, squared_error=error)
 
 
 def _stored(layer: Layer, candidate: Candidate) -> SeparatedProduct | CodedProduct | None:
@@ -271,10 +253,10 @@ def stored_product(product: SeparatedProduct, storage: str) -> SeparatedProduct 
     return product.round_to(storage)
 
 
-def dequantized(stored: SeparatedProduct | CodedProduct) -> SeparatedProduct:
-    """The numbers that codes stand for; a product in floating point as it is."""
-    return stored if isinstance(stored, SeparatedProduct) else stored.dequantized()
+def as_read(stored: SeparatedProduct | CodedProduct, storage: str) -> SeparatedProduct:
+    """What a reader gets: the numbers that codes stand for, or factors over which weights were spread, rounded."""
+    return stored.round_to(storage) if isinstance(stored, SeparatedProduct) else stored.dequantized()
 
 
-def _float_bytes(candidate: Candidate, storage: str) -> int:
-    return math.ceil(candidate.parameters * precision(storage).bytes)
+def _float_bytes(candidate: Candidate) -> int:
+    return math.ceil(candidate.parameters * precision(candidate.storage).bytes)

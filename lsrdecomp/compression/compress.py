@@ -201,15 +201,15 @@ class SearchedAdapter:
         """Compress 4, report: a row a layer."""
         rows = []
         for stored, layer, made in zip(self.checkpoint.layers, self.layers, fitted.chosen, strict=True):
-            best, codes = made.candidate, made.codes
+            best = made.candidate
             error = math.sqrt(best.squared_error)
             rows.append(
                 report_layer(
                     stored,
                     layer,
-                    made.as_read,
+                    made.form,
                     structure=best.structure,
-                    storage=best.storage if codes is None else codes.storage,
+                    storage=best.storage,
                     bytes=best.bytes,
                     error=error,
                     met=plan.rtol is None or error <= plan.rtol * math.sqrt(layer.squared_norm) * (1.0 + 1e-12),

@@ -171,14 +171,6 @@ def _in_memory(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def norm_of(statistics: StatisticsByLayer | None, name: str) -> NormWeights | None:
-    """The norm of a layer; None without statistics, for Frobenius'. Raises `BudgetError` where they lack the layer."""
-    if statistics is None:
-        return None
-    check_measured(statistics, name)
-    return statistics[name]
-
-
 def check_measured(statistics: StatisticsByLayer, name: str) -> None:
     """Raise `BudgetError` for a layer that statistics lack: errors in different norms cannot share a budget."""
     if name not in statistics:

@@ -12,8 +12,8 @@ from lsrdecomp.checkpoints import Checkpoint, open_checkpoint, write_lsr
 from lsrdecomp.checkpoints.files import SUMS, read_json
 from lsrdecomp.checkpoints.packed_index import codes_in
 from lsrdecomp.checkpoints.writing import CARD, new_directory, provenance
-from lsrdecomp.compression.candidates import dequantized, stored_product
-from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_pair, layer_product, norm_of
+from lsrdecomp.compression.candidates import as_read, stored_product
+from lsrdecomp.compression.layers import Layer, StatisticsByLayer, layer_product, open_layers
 from lsrdecomp.compression.quantize import codes_like
 from lsrdecomp.compression.result import REPORT, LayerReport, report_layer, report_text, stored_factors, to_json, totals
 from lsrdecomp.compression.verify import check_layers
@@ -47,9 +47,10 @@ def rewrite(
     statistics : Mapping, optional
         As for `compress`: the norm codes are solved in, and the error that the record tells beside Frobenius'.
     """
-    # 1. What was written, which must be of this LoRA.
+    # 1. What was written, which must be of this LoRA; and its layers, in whose norms errors count.
     old = open_checkpoint(written)
     check_layers(old, source)
+    layers = {layer.name: layer for layer in open_layers(source, statistics)}
     # 2. The new numbers in each layer's own storage: codes solved for afresh, or floats rounded.
     codes = codes_in(old)
     floats: dict[str, SeparatedProduct] = {}
@@ -58,10 +59,10 @@ def rewrite(
         form = forms.get(layer.name)
         if layer.name in codes:
             if form is not None:
-                codes[layer.name] = codes_like(codes[layer.name], form, norm_of(statistics, layer.name))
+                codes[layer.name] = codes_like(codes[layer.name], form, layers[layer.name].norms)
             continue
         storage = layer.dtype
-        floats[layer.name] = layer_product(layer) if form is None else dequantized(stored_product(form, storage))
+        floats[layer.name] = layer_product(layer) if form is None else as_read(stored_product(form, storage), storage)
     # 3. The files, with the record of the old ones and the errors of the new numbers.
     record = provenance(old)
     return write_lsr(
@@ -72,7 +73,7 @@ def rewrite(
         storage=storage,
         provenance={key: record[key] for key in ("plan",) if key in record},
         dropped=record.get("dropped", ()),
-        files=_record(old, source, floats, codes, statistics),
+        files=_record(old, source, layers, floats, codes),
     )
 
 
@@ -133,9 +134,9 @@ def recorded_layers(directory: Path) -> tuple[LayerReport, ...]:
 def _record(
     old: Checkpoint,
     source: Checkpoint,
+    layers: Mapping[str, Layer],
     floats: Mapping[str, SeparatedProduct],
     codes: Mapping[str, CodedProduct],
-    statistics: StatisticsByLayer | None,
 ) -> dict[str, str]:
     """The report of the directory with the errors of the new numbers; none where it had none."""
     # Record 1: what the directory said of itself; where it said it of every layer, so does the new one.
@@ -148,12 +149,11 @@ def _record(
     storages = {layer.name: layer.dtype for layer in old.layers}
     # Record 2: a row a layer, its error measured on the new numbers; shape and storage are the old ones.
     rows = []
-    for stored in source.layers:
+    for stored, layer in zip(source.layers, layers.values(), strict=True):
         code, row = codes.get(stored.name), before.get(stored.name)
         if row is None and detailed:
             raise CheckpointError(f"has no line of layer {stored.name!r}; write the adapter again", path=path)
         product = code.dequantized() if code is not None else floats.get(stored.name)
-        layer = Layer.of(stored.name, layer_pair(source, stored), norm_of(statistics, stored.name))
         storage = storages.get(stored.name, "float32") if code is None else code.storage
         structure = "drop" if product is None else "LSR"
         if row is not None:  # a directory that records more than sums knows better

@@ -159,7 +159,8 @@ def test_uniform_sides_are_nearer_as_found_than_as_singular_vectors(rng: np.rand
     assert components.bytes == found.bytes
     assert found.squared_error < 0.8 * layer.squared_error(components.dequantized())
     made = materialize(layer, found, SpillCache())
-    assert layer.squared_error(made.codes.dequantized()) == found.squared_error
+    assert made.stored().storage == "int8"
+    assert layer.squared_error(made.form) == found.squared_error
     assert unrotated_candidates(Layer.of("zero", LowRank(0.0 * left, right))) == []
 
 

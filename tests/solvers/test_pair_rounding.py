@@ -70,7 +70,7 @@ def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
     assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())
     assert solved.candidate.bytes == plain.bytes
     assert solved.candidate.squared_error == pytest.approx(layer.squared_error(solved.form), rel=1e-12)
-    assert solved.codes.storage == "int4"
+    assert solved.stored().storage == solved.candidate.storage == "int4"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
