@@ -69,9 +69,10 @@ class Compression:
         """Whether every layer meets the plan."""
         return self.totals.missed == 0
 
-    def to_json(self) -> dict[str, Any]:
-        """The report with plan and source, as plain values."""
-        return to_json(self.layers, self.totals, plan=self.plan.to_json(), source=self.source.path.name)
+    def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
+        """The report with plan and source, as plain values: of every layer, or the sums alone."""
+        facts = {"plan": self.plan.to_json(), "source": self.source.path.name}
+        return to_json(self.layers, self.totals, every_layer=every_layer, **facts)
 
     def __repr__(self) -> str:
         """Goal, sizes and errors in a few lines, and what to do next."""
@@ -140,7 +141,7 @@ class Compression:
             force=force,
             provenance={"plan": self.plan.to_json()},
             dropped=[row.name for row in self.layers if row.structure == "drop"],
-            files={REPORT: report_text(self.to_json(), every_layer=record)},
+            files={REPORT: report_text(self.to_json(every_layer=record))},
         )
 
     def _stored(self, *, coded: bool) -> Iterator[tuple[str, Any]]:
@@ -358,17 +359,16 @@ def totals(
     )
 
 
-def to_json(layers: Sequence[LayerReport], summary: Totals, **facts: Any) -> dict[str, Any]:
-    """Plain values for a JSON file."""
+def to_json(layers: Sequence[LayerReport], summary: Totals, *, every_layer: bool, **facts: Any) -> dict[str, Any]:
+    """Plain values for a JSON file: of every layer, or the sums alone."""
     ratio = summary.ratio if math.isfinite(summary.ratio) else None
-    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, "layers": [asdict(layer) for layer in layers]}
+    rows = {"layers": [asdict(layer) for layer in layers]} if every_layer else {}
+    return {**facts, "totals": {**asdict(summary), "ratio": ratio}, **rows}
 
 
-def report_text(facts: dict[str, Any], *, every_layer: bool) -> str:
-    """`to_json` as the text of the record: of every layer, or the sums alone, in few bytes."""
-    if every_layer:
-        return json.dumps(facts, indent=1, allow_nan=False) + "\n"
-    return json.dumps({key: value for key, value in facts.items() if key != "layers"}, allow_nan=False) + "\n"
+def report_text(report: dict[str, Any]) -> str:
+    """`to_json` as the text of the record: a line a value where it has every layer, else in few bytes."""
+    return json.dumps(report, indent=1 if "layers" in report else None, allow_nan=False) + "\n"
 
 
 def recorded_errors(written: Checkpoint) -> dict[str, Any]:

@@ -241,19 +241,16 @@ class MeasuredCompression(Compression):
         """The same for a notebook."""
         return f"{super()._repr_html_()}<p>It {escape(self.promise.sentence())}.</p>"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, *, every_layer: bool = True) -> dict[str, Any]:
         """The report of the compression, the promise, and the forms that were measured."""
-        return {**super().to_json(), **self._facts(), "promise": self.promise.to_json()}
+        rival = {} if self.truncated_svd is None else {"truncated_svd": asdict(self.truncated_svd)}
+        measured = {**self.facts, "tried": [asdict(measurement) for measurement in self.tried], **rival}
+        return {**super().to_json(every_layer=every_layer), **measured, "promise": self.promise.to_json()}
 
     def save(self, out: str | Path, *, force: bool = False, record: bool = False) -> Path:
         """As `Compression.save`; the promise stands in the record and on the card."""
-        facts = {**self._facts(), **({"layers": self.to_json()["layers"]} if record else {})}
-        inputs = (self.source.path,)
-        return publish(self.written, out, self.promise, facts=facts, inputs=inputs, force=force, every_layer=record)
-
-    def _facts(self) -> dict[str, Any]:
-        rival = {} if self.truncated_svd is None else {"truncated_svd": asdict(self.truncated_svd)}
-        return {**self.facts, "tried": [asdict(measurement) for measurement in self.tried], **rival}
+        report = self.to_json(every_layer=record)
+        return publish(self.written, out, report, self.promise, inputs=(self.source.path,), force=force)
 
 
 def _measured(

@@ -11,8 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Unpack
 
 from lsrdecomp.checkpoints import Journal, check_output, content_key, open_checkpoint
+from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.statistics import read_statistics
+from lsrdecomp.compression.result import REPORT
 from lsrdecomp.compression.verify import check_layers
 from lsrdecomp.errors import needs
 from lsrdecomp.fidelity.fidelity import Fidelity
@@ -156,7 +158,8 @@ def distil(
         # 4. Report: what the better files keep, written with them.
         fidelity = evaluator.fidelity(form.behaviour, form.path, source, data_name(data), distilled=form.steps)
         if team.is_main_process:
-            facts = {"distillation": form.to_json()}
-            publish(form.path, out, fidelity, facts=facts, inputs=(source.path,), force=replaces)
+            record = form.path / REPORT
+            report = {**(read_json(record) if record.is_file() else {}), "distillation": form.to_json()}
+            publish(form.path, out, report, fidelity, inputs=(source.path,), force=replaces)
         team.wait_for_everyone()
     return Distilled(out, fidelity, form)

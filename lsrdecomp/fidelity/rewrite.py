@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -80,12 +79,11 @@ def rewrite(
 def publish(
     written: Path,
     out: str | Path,
+    report: Mapping[str, Any],
     fidelity: Fidelity,
     *,
-    facts: Mapping[str, Any] | None = None,
     inputs: Iterable[Path] = (),
     force: bool = False,
-    every_layer: bool = True,
 ) -> Path:
     """Copy the directory ``written`` to ``out``, whole or not at all, with what it keeps in its record and on its card.
 
@@ -95,13 +93,11 @@ def publish(
         What `Compression.save` wrote.
     out : path
         Must not exist, unless ``force``.
+    report : Mapping
+        JSON values of the new record, beside the promise.
     fidelity : Fidelity
-    facts : Mapping, optional
-        Further JSON values of the record, such as how it was distilled.
     inputs : iterable of Path
         What ``out`` must not overwrite.
-    every_layer : bool
-        Whether the record keeps what it says of each layer, if it does; else sums alone.
     """
     out = Path(out)
     # All but the digests, which are made anew: record and card change.
@@ -109,12 +105,7 @@ def publish(
         for file in written.iterdir():
             if file.is_file() and file.name != SUMS:
                 shutil.copyfile(file, part / file.name)
-        path = part / REPORT
-        record = read_json(path) if path.is_file() else {}
-        if not every_layer:
-            record.pop("layers", None)
-        record = {**record, **(facts or {}), "promise": fidelity.to_json()}
-        path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (part / REPORT).write_text(report_text({**report, "promise": fidelity.to_json()}), encoding="utf-8")
         card = part / CARD
         text = card.read_text(encoding="utf-8") if card.is_file() else ""
         card.write_text(f"{text.rstrip()}\n\nThis adapter {fidelity.sentence()}.\n", encoding="utf-8")
@@ -165,4 +156,4 @@ def _record(
     sums = facts.get("totals", {})
     summary = totals(rows, source.extra_parameters, sums.get("low_rank_error"), sums.get("effect"))
     others = {key: value for key, value in facts.items() if key not in ("totals", "layers", "promise")}
-    return {REPORT: report_text(to_json(rows, summary, **others), every_layer=detailed)}
+    return {REPORT: report_text(to_json(rows, summary, every_layer=detailed, **others))}
