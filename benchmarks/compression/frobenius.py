@@ -27,7 +27,7 @@ from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.compression.candidates import (
     Candidate,
     Layer,
-    dequantized,
+    as_read,
     low_rank_candidates,
     lsr_candidate,
     stored_product,
@@ -79,7 +79,7 @@ def own_rank(layers: Sequence[Layer], long: int) -> list[dict[str, float]]:
             }
             for storage in STORAGES:
                 stored = stored_product(solution.product, storage)
-                error = layer.pair.residual_norm(dequantized(stored)) / layer.pair.norm
+                error = layer.pair.residual_norm(as_read(stored, storage)) / layer.pair.norm
                 record[f"extra_{storage}"] = error - solution.relative_error
             records.append(record)
     return records

@@ -170,7 +170,7 @@ def test_a_byte_budget_chooses_few_bits(rng: np.random.Generator) -> None:
     fine = fit_layers(some, Budget(bytes=300), search=SEARCH, storages=("float16", "int8", "int4"))
     assert max(coarse.bytes, fine.bytes) <= 300
     assert fine.relative_error < 0.9 * coarse.relative_error
-    assert {fitted.candidate.storage for fitted in fine.layers} & {"int4", "int8"}
+    assert any(fitted.candidate.storage.startswith("int") for fitted in fine.layers)
     _check_errors(fine)
 
 

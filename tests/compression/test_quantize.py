@@ -12,7 +12,7 @@ from oracles import weighted_svd
 
 from lsrdecomp.compression.candidates import (
     Layer,
-    dequantized,
+    as_read,
     materialize,
     stored_product,
     unrotated_candidates,
@@ -50,7 +50,7 @@ def test_rounding_adds_little_to_the_error(storage: str, scale: float, rng: np.r
     target = pair(rng)
     target = LowRank(target.left * scale, target.right)
     found = JointALS().solve(target, SHAPE, (4, 4))
-    stored = dequantized(stored_product(found.product, storage))
+    stored = as_read(stored_product(found.product, storage), storage)
     after = target.residual_norm(stored) / target.norm
     assert after - found.relative_error <= EXTRA[storage]
 
