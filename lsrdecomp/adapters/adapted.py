@@ -39,8 +39,7 @@ class AdaptedLayer(nn.Module, Mergeable):
         self._disable_adapters = False
         self.merged_adapters = []
         self.merge_shares = {}
-        self._merged_scales = {}
-        self._merged_scaling = {}
+        self._merged = {}
         self.scaling: dict[str, float] = {}
         self.initial_scaling: dict[str, float] = {}
 

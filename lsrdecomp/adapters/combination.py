@@ -95,7 +95,7 @@ def combined(layer: LsrLayer, weighted: Weighted, how: Combination) -> tuple[Fac
         wanted = sidewise(layer, weighted, how)
         factors = low_rank(layer, weighted, *wanted)
     else:
-        rank = how.svd_rank or max(layer.r[adapter] for adapter, _ in weighted)
+        rank = how.svd_rank or max(layer.layout[adapter].r for adapter, _ in weighted)
         if how.kind != "svd":
             deltas = [wide(layer.get_delta_weight(adapter)) for adapter, _ in weighted]
             wanted = layer.geometry.to_matrix(how.elementwise(deltas, [weight for _, weight in weighted]))

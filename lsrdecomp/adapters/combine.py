@@ -41,7 +41,7 @@ def combine(
                 (a, w) for a, w in zip(adapters, weights, strict=True) if layer.has_adapter(a) and a not in layer.tied
             ]
             if weighted:
-                check_ranks(name, {adapter: layer.r[adapter] for adapter, _ in weighted}, how)
+                check_ranks(name, {adapter: layer.layout[adapter].r for adapter, _ in weighted}, how)
                 made[name], errors[name] = combined(layer, weighted, how)
     return combined_config(configs, made), made, errors
 

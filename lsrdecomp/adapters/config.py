@@ -237,7 +237,6 @@ class LayerLayout:
 
     shape: ProductShape
     separation_ranks: tuple[int, int]  # out side, in side
-    alpha: float
     scaling: float
     r: int
 
@@ -274,7 +273,6 @@ def layer_layout(config: LsrConfig, name: str, matrix_shape: tuple[int, int], co
     return LayerLayout(
         shape=shape,
         separation_ranks=separation_ranks(f"{name}: separation_rank", terms),
-        alpha=alpha,
         scaling=alpha / (math.sqrt(r) if config.use_rslora else r),
         r=r,
     )

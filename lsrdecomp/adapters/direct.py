@@ -87,14 +87,13 @@ class DirectLayer(AdaptedLayer):
     """Direct sums of Kronecker products beside one layer of the base model."""
 
     adapter_layer_names: tuple[str, ...] = ("dlsr_W",)
-    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "alpha", "dropout")
+    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "dropout")
     container = "dlsr_W"
 
     def __init__(self, base_layer: nn.Module, **quantization: Any) -> None:
         super().__init__(base_layer, **quantization)
         setattr(self, self.container, nn.ModuleDict())
         self.dropout = nn.ModuleDict()
-        self.alpha: dict[str, float] = {}
 
     def sums(self, adapter: str) -> KroneckerFactors:
         return getattr(self, self.container)[adapter]  # type: ignore[no-any-return]
@@ -108,8 +107,7 @@ class DirectLayer(AdaptedLayer):
             shape.check(self.geometry.matrix_shape, name)
         terms = find(config.separation_rank_pattern, name) or config.separation_rank
         alpha = find(config.alpha_pattern, name)
-        self.alpha[adapter] = config.alpha if alpha is None else alpha
-        self.set_initial_scale(adapter, self.alpha[adapter])
+        self.set_initial_scale(adapter, config.alpha if alpha is None else alpha)
         self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
         getattr(self, self.container)[adapter] = KroneckerFactors(shape, positive(f"{name}: separation_rank", terms))
         self.initialize(adapter, config.init_weights)

@@ -144,7 +144,7 @@ def uniform_rank(layers: Iterable[LsrLayer], adapter: str) -> int:
     """The rank that every layer can be padded to: that of the largest, and a multiple of every number of groups."""
     groups = [(layer, getattr(layer.geometry, "groups", 1)) for layer in layers]
     multiple = math.lcm(*(count for _, count in groups))
-    return -(-max(layer.r[adapter] * count for layer, count in groups) // multiple) * multiple
+    return -(-max(layer.layout[adapter].r * count for layer, count in groups) // multiple) * multiple
 
 
 def lora_tensors(layer: LsrLayer, adapter: str, rank: int) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class LsrLayer(AdaptedLayer):
     """
 
     adapter_layer_names: tuple[str, ...] = ("lsr_A", "lsr_B", "lsr_magnitude_vector")
-    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "r", "lsr_alpha", "lsr_dropout", "layout", "tied")
+    other_param_names: tuple[str, ...] = (*AdaptedLayer.SCALE, "lsr_dropout", "layout", "tied")
 
     copies = 1
     """How many matrices of the layer's shape lie beside one another; more than one for stacked experts."""
@@ -45,8 +45,6 @@ class LsrLayer(AdaptedLayer):
         self.lsr_B = nn.ModuleDict()
         self.lsr_magnitude_vector = nn.ParameterDict()
         self.lsr_dropout = nn.ModuleDict()
-        self.r: dict[str, int] = {}
-        self.lsr_alpha: dict[str, float] = {}
         self.layout: dict[str, LayerLayout] = {}
         self.tied: dict[str, LsrLayer] = {}  # a plain dict: the other layer is not a part of this one
 
@@ -62,10 +60,7 @@ class LsrLayer(AdaptedLayer):
         name : str
             Full name of this module in the base model, for patterns and for errors.
         """
-        layout = layer_layout(config, name, self.geometry.matrix_shape, self.copies)
-        self.layout[adapter] = layout
-        self.r[adapter] = layout.r
-        self.lsr_alpha[adapter] = layout.alpha
+        self.layout[adapter] = layout = layer_layout(config, name, self.geometry.matrix_shape, self.copies)
         self.set_initial_scale(adapter, layout.scaling)
         self.lsr_dropout[adapter] = nn.Dropout(config.lsr_dropout) if config.lsr_dropout > 0 else nn.Identity()
         out_terms, in_terms = layout.separation_ranks
@@ -88,7 +83,6 @@ class LsrLayer(AdaptedLayer):
                 f"a layer of shape {self.geometry.matrix_shape} cannot be tied to {other.geometry.matrix_shape}"
             )
         self.tied[adapter] = other
-        self.r[adapter], self.lsr_alpha[adapter] = other.r[adapter], other.lsr_alpha[adapter]
         self.layout[adapter] = other.layout[adapter]
         self.set_initial_scale(adapter, other.initial_scaling[adapter])
         self.lsr_dropout[adapter] = copy.deepcopy(other.lsr_dropout[adapter])
@@ -121,7 +115,7 @@ class LsrLayer(AdaptedLayer):
         if init_weights:
             out.initialize(1.0, zero=zero_factor(self.layout[adapter].shape.left))  # type: ignore[operator]
         else:
-            out.initialize(1 / math.sqrt(self.r[adapter]))  # type: ignore[operator]
+            out.initialize(1 / math.sqrt(self.layout[adapter].r))  # type: ignore[operator]
 
     def pair(self, adapter: str) -> tuple[Tensor, Tensor]:
         """``(scaling · B̂, Â)`` of one adapter, formed: shapes (m, r) and (r, n)."""

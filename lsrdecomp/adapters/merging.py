@@ -23,8 +23,8 @@ class Mergeable(BaseTunerLayer):
 
     merged_adapters: list[str]
     merge_shares: dict[str, float]
-    _merged_scales: dict[str, Tensor]
-    _merged_scaling: dict[str, float]
+    _merged: dict[str, tuple[float, Tensor | None]]
+    """The scaling and, for DoRA, the scale of the rows that adapters were merged with."""
     scaling: dict[str, float]
 
     def has_adapter(self, adapter: str) -> bool:
@@ -86,9 +86,7 @@ class Mergeable(BaseTunerLayer):
             self.set_base_weight(stored)
             raise self.share_error(adapter, share)
         self.merge_shares[adapter] = share
-        self._merged_scaling[adapter] = self.scaling[adapter]
-        if scale is not None:
-            self._merged_scales[adapter] = scale
+        self._merged[adapter] = self.scaling[adapter], scale
 
     def _add(self, adapter: str, stored: Tensor, safe: bool = False) -> tuple[float, bool, Tensor | None]:
         """Set the weight to the merged one: the share that survived, whether that is too little, and DoRA's scale."""
@@ -136,26 +134,23 @@ class Mergeable(BaseTunerLayer):
         weight = self._unmerged(stored.to(torch.promote_types(stored.dtype, torch.float32)))
         self.set_base_weight(weight.to(stored.dtype))
         self.merged_adapters.clear()
-        self._merged_scales.clear()
-        self._merged_scaling.clear()
+        self._merged.clear()
 
     def _unmerged(self, merged: Tensor) -> Tensor:
         """The weight without the merged adapters; the argument itself if there are none."""
         # Each adapter added (s − 1) W + s ΔW: the sum is undone by taking out all s ΔW and dividing by 1 + Σ (s − 1).
-        weight, total = merged, torch.ones((), device=merged.device)
-        for adapter in self.merged_adapters:
-            if not self.has_adapter(adapter) or self.merged_elsewhere(adapter):
-                continue
-            delta = self._merged_delta(adapter).to(merged)
-            scale = self._merged_scales.get(adapter)
-            weight = weight - (delta if scale is None else scale * delta)
-            total = total if scale is None else total + (scale - 1)
-        return weight / total if self._merged_scales else weight
+        weight = merged
+        for adapter, (scaling, scale) in self._merged.items():
+            if self.has_adapter(adapter):
+                delta = self._delta_scaled(adapter, scaling).to(merged)
+                weight = weight - (delta if scale is None else scale * delta)
+        scales = [scale for _, scale in self._merged.values() if scale is not None]
+        return weight / sum((scale - 1 for scale in scales), start=1) if scales else weight
 
-    def _merged_delta(self, adapter: str) -> Tensor:
+    def _delta_scaled(self, adapter: str, scaling: float) -> Tensor:
         """ΔW as it was merged, whatever the adapter has been scaled by since."""
         now = self.scaling[adapter]
-        self.scaling[adapter] = self._merged_scaling.get(adapter, now)
+        self.scaling[adapter] = scaling
         try:
             return self.get_delta_weight(adapter)
         finally:

@@ -218,7 +218,7 @@ def test_patterns_choose_by_the_end_of_the_name():
     )
     layers = get_peft_model(model, config).base_model.model
     found = {
-        f"{a}.{b}": (layer.r["default"], layer.scaling["default"], layer.layout["default"].separation_ranks)
+        f"{a}.{b}": (layer.layout["default"].r, layer.scaling["default"], layer.layout["default"].separation_ranks)
         for a, pair in layers.items()
         for b, layer in pair.items()
     }
