@@ -50,58 +50,49 @@ class IdentityError(LsrError, AssertionError):
         self.cause = cause
 
 
-def identity(
-    *, bound: Callable[..., float] | None = None, sums: bool = False
-) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
-    """Decorator that makes a check of an identity, written as a function that returns its two sides.
-
-    The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of the identity, the first
-    line of its docstring the formula. The check takes a function and arrays of any library, and raises `IdentityError`
-    unless both sides agree up to rounding. Rounding is relative to ``bound``, a function of the arrays: the size of the
-    numbers that are added up, absent the product of the norms. With ``sums`` it grows with the sides of the matrices.
-    """
-
-    def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
-        name = sides.__name__.replace("_", " ")
-        formula = (sides.__doc__ or name).splitlines()[0].rstrip(".")
-
-        def check(function: Callable[..., Any], *arguments: Any) -> None:
-            __tracebackhide__ = True
-            arrays = arrays_in(arguments)
-            values = _as_numpy(arguments)
-            formed = arrays_in(values)
-            left, right = sides(_on_numpy(function, arrays), *values)
-            require_agreement(
-                f"{name}, {formula}",
-                left,
-                right,
-                bound=math.prod(map(_finite_norm, formed)) if bound is None else bound(*formed),
-                size=math.prod(max(array.shape, default=1) for array in formed) if sums else 1,
-                inputs=arguments,
-            )
-
-        update_wrapper(check, sides)
-        del check.__wrapped__  # type: ignore[attr-defined]  # the signature is that of the check
-        return check
-
-    return decorate
-
-
 class Identities:
     """Identities of one function with the cases they are tried on, those that tell most first."""
 
     def __init__(self) -> None:
         self.checks: list[tuple[Callable[..., None], Any]] = []
 
-    def on(self, cases: Any, **options: Any) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
-        """`identity` with its options, tried on ``cases``: a callable (Cases) -> arguments, or the sides of matrices.
+    def on(
+        self, *cases: Any, bound: Callable[..., float] | None = None, sums: bool = False
+    ) -> Callable[[Callable[..., Sides]], Callable[..., None]]:
+        """Decorator that makes a check of an identity, written as a function that returns its two sides.
 
-        Sides are named as in `numpy.einsum`: ``"mn np"`` for a product.
+        The function takes yours, as a function of NumPy arrays, and the arrays. Its name is that of the identity, the
+        first line of its docstring the formula. The check takes a function and arrays of any library, and raises
+        `IdentityError` unless both sides agree up to rounding. Rounding is relative to ``bound``, a function of the
+        arrays: the size of the numbers that are added up, absent the product of the norms. With ``sums`` it grows with
+        the sides of the matrices.
+
+        Each of ``cases`` is a callable (Cases) -> arguments, or the sides of matrices, named as in `numpy.einsum`:
+        ``"mn np"`` for a product.
         """
 
         def decorate(sides: Callable[..., Sides]) -> Callable[..., None]:
-            check = identity(**options)(sides)
-            self.checks.append((check, cases))
+            name = sides.__name__.replace("_", " ")
+            formula = (sides.__doc__ or name).splitlines()[0].rstrip(".")
+
+            def check(function: Callable[..., Any], *arguments: Any) -> None:
+                __tracebackhide__ = True
+                arrays = arrays_in(arguments)
+                values = _as_numpy(arguments)
+                formed = arrays_in(values)
+                left, right = sides(_on_numpy(function, arrays), *values)
+                require_agreement(
+                    f"{name}, {formula}",
+                    left,
+                    right,
+                    bound=math.prod(map(_finite_norm, formed)) if bound is None else bound(*formed),
+                    size=math.prod(max(array.shape, default=1) for array in formed) if sums else 1,
+                    inputs=arguments,
+                )
+
+            update_wrapper(check, sides)
+            del check.__wrapped__  # type: ignore[attr-defined]  # the signature is that of the check
+            self.checks += [(check, each) for each in cases]
             return check
 
         return decorate

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import numpy as np
@@ -56,8 +57,11 @@ class Options(TypedDict, total=False):
 class Cases:
     """Draws what an identity needs, in the array library and the element type that a check was called with."""
 
-    def __init__(self, draw: Callable[[Any], Any], xp: Namespace, complex_values: bool, dtype: str) -> None:
+    def __init__(
+        self, draw: Callable[[Any], Any], xp: Namespace, complex_values: bool, dtype: str, order: int | None
+    ) -> None:
         self.draw = draw
+        self._order = order
         self._xp = xp
         self._complex = dtype.startswith("complex") or (complex_values and draw(st.booleans()))
         self._real = "float32" if dtype in ("float32", "complex64") else "float64"
@@ -67,8 +71,8 @@ class Cases:
         """NumPy values in the array library and element type of the cases, or in ``dtype``."""
         return self._xp.asarray(np.array(values, dtype=dtype or self._dtype))
 
-    def shape(self, order: int | None = 2, square: bool = False) -> KroneckerShape:
-        shape: KroneckerShape = self.draw(kronecker_shapes(order=order, max_entries=400, square=square))
+    def shape(self, square: bool = False) -> KroneckerShape:
+        shape: KroneckerShape = self.draw(kronecker_shapes(order=self._order, max_entries=400, square=square))
         return shape
 
     def sides(self, count: int, among: Sequence[int] = SIZES) -> list[int]:
@@ -99,29 +103,30 @@ class Cases:
             isometries.append(self.array(u[:, :r] @ v[:, :r].T))
         return tuple(isometries)
 
-    def numbered(self, order: int | None) -> tuple[Array, KroneckerShape]:
+    def numbered(self) -> tuple[Array, KroneckerShape]:
         """A matrix whose entries are 1, 2, 3, …: a permutation has nowhere to hide."""
-        shape = self.shape(order)
+        shape = self.shape()
         return self.array(_counted(shape.matrix_shape)), shape
 
     def graded(self, shape: KroneckerShape) -> Array:
         """A matrix whose rearrangement has singular values from one down to rounding, evenly on a logarithmic scale."""
         return self.array(self.draw(graded_matrices(shape, complex_values=self._complex)))
 
-    def terms(self, shape: KroneckerShape) -> tuple[Array, tuple[Array, ...]]:
+    def terms(self, square: bool = False) -> tuple[Array, tuple[Array, ...]]:
         """Weights s, s − 1, …, 1 and a stack of s factors for each position."""
+        shape = self.shape(square)
         s = self.draw(st.integers(1, 4))
         stacks = [np.stack([to_numpy(self.matrix(pair)) for _ in range(s)]) for pair in shape.factors]
         return self.array(np.arange(s, 0.0, -1.0), self._real), tuple(map(self.array, stacks))
 
-    def invertible_term(self, shape: KroneckerShape) -> tuple[Array, tuple[Array, ...]]:
+    def invertible_term(self) -> tuple[Array, tuple[Array, ...]]:
         """One term of well conditioned square factors."""
-        factors = [self.draw(invertible_matrices(m, self._complex, 5.0)) for m in shape.rows]
+        factors = [self.draw(invertible_matrices(m, self._complex, 5.0)) for m in self.shape(square=True).rows]
         return self.array(np.ones(1), self._real), tuple(self.array(factor[None]) for factor in factors)
 
-    def small_term(self, order: int | None) -> tuple[Array, tuple[Array, ...]]:
+    def small_term(self) -> tuple[Array, tuple[Array, ...]]:
         """Two terms, the second with 1e-4 of the weight of the first and a minus sign."""
-        stacks = [self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]])) for _ in range(order or 2)]
+        stacks = [self.array(np.stack([_counted((2, 3)), _counted((2, 3))[::-1]])) for _ in range(self._order or 2)]
         return self.array([1.0, -1e-4], self._real), tuple(stacks)
 
 
@@ -155,8 +160,8 @@ Trial = tuple[str, Callable[[Cases], None]]
 def trials(
     identities: Identities,
     function: Callable[..., Any],
-    corners: Mapping[str, tuple[tuple[int, ...], ...]],
     options: Options,
+    corners: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType({}),
     on_corners: Callable[..., None] | None = None,
 ) -> list[Trial]:
     """Each identity on drawn cases, and ``on_corners`` (absent, the first identity) on corner cases.

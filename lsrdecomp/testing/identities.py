@@ -56,7 +56,7 @@ def check_kron(kron: Kron, **options: Unpack[Options]) -> None:
         "empty first factor": ((0, 2), (2, 3)),
         "empty second factor": ((2, 3), (2, 0)),
     }
-    try_identities(trials(IDENTITIES, guarded(kron), corners, options), **options)
+    try_identities(trials(IDENTITIES, guarded(kron), options, corners), **options)
 
 
 def _condition(*matrices: Array) -> float:

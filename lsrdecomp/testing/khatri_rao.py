@@ -58,7 +58,7 @@ def check_khatri_rao(khatri_rao: KhatriRao, **options: Unpack[Options]) -> None:
         "empty first factor": ((0, 2), (3, 2)),
         "no columns": ((2, 0), (3, 0)),
     }
-    try_identities(trials(IDENTITIES, guarded(khatri_rao), corners, options), **options)
+    try_identities(trials(IDENTITIES, guarded(khatri_rao), options, corners), **options)
 
 
 @IDENTITIES.on("mn pn")

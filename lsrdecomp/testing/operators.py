@@ -92,16 +92,15 @@ def check_operator(
 
     def identity(name: str) -> Trial:
         method = guarded(callables[name])
-        return name, lambda d: _method_agrees(d, name, guarded_build, method, order)
+        return name, lambda d: _method_agrees(d, name, guarded_build, method)
 
-    try_identities([identity(name) for name in METHODS if name in callables], **options)
+    try_identities([identity(name) for name in METHODS if name in callables], order=order, **options)
 
 
-def _method_agrees(d: Cases, name: str, build: Build, method: Method, order: int | None) -> None:
+def _method_agrees(d: Cases, name: str, build: Build, method: Method) -> None:
     row = METHODS[name]
     # 1. An operator, and its matrix formed by NumPy.
-    shape = d.shape(order, square=row.matrix != "any")
-    weights, factors = d.invertible_term(shape) if row.matrix == "invertible" else d.terms(shape)
+    weights, factors = d.invertible_term() if row.matrix == "invertible" else d.terms(square=row.matrix == "square")
     operator, dense = build(weights, factors), formed_terms(weights, factors)
     # 2. The argument of the method; rounding is relative to the terms, which may cancel, and to the argument.
     bound = norm(weights) * math.prod(map(norm, factors))

@@ -66,7 +66,7 @@ def check_partial_trace(partial_trace: PartialTrace, **options: Unpack[Options])
         "empty first factor": ((0, 2, 0, 2),),
         "empty second factor": ((2, 0, 2, 0),),
     }
-    try_identities(trials(IDENTITIES, guarded(partial_trace), corners, options, both_axes), **options)
+    try_identities(trials(IDENTITIES, guarded(partial_trace), options, corners, both_axes), **options)
 
 
 def _drawn(d: Cases, second: Literal["", "whole", "traced", "left"] = "") -> tuple[Any, ...]:

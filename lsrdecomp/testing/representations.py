@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Unpack
+from functools import partial, reduce
+from typing import Any, Unpack
 
 import numpy as np
 from hypothesis import strategies as st
@@ -23,14 +23,15 @@ from hypothesis import strategies as st
 from lsrdecomp.arrays import Array, namespace, norm, to_numpy
 from lsrdecomp.kronecker.rearrange import inverse_rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
-from lsrdecomp.testing.agreement import IdentityError, Matrix, Sides, exact, identity, require_agreement
-from lsrdecomp.testing.cases import Cases, Options, Trial
+from lsrdecomp.testing.agreement import Identities, IdentityError, Matrix, Sides, exact, require_agreement
+from lsrdecomp.testing.cases import Cases, Options, trials
 from lsrdecomp.testing.runner import guarded, try_identities
 
 Apply = Callable[[Sequence[Array], Array], Array]
 Form = Callable[[Array, Sequence[Array]], Array]
 Rearrange = Callable[[Array, KroneckerShape], Array]
 Decompose = Callable[[Array, KroneckerShape, int], tuple[Array, Sequence[Array]]]
+APPLY, REARRANGE, ROUND_TRIP, SUM, BEST = (Identities() for _ in range(5))
 
 
 def check_apply(apply: Apply, **options: Unpack[Options]) -> None:
@@ -54,14 +55,7 @@ def check_apply(apply: Apply, **options: Unpack[Options]) -> None:
     >>> check_apply(lambda factors, x: reduce(np.kron, factors) @ x)              # prints nothing: no bug was found
     """
     __tracebackhide__ = True
-    yours = guarded(apply)
-
-    def case(d: Cases) -> None:
-        shape = d.shape(None)
-        product(yours, d.factors(shape), d.matrix((shape.matrix_shape[1], d.draw(st.integers(1, 3)))))
-
-    tried: list[Trial] = [("product", case)]
-    try_identities(tried, **options)
+    try_identities(trials(APPLY, guarded(apply), options), order=None, **options)
 
 
 def check_rearrange(
@@ -105,17 +99,11 @@ def check_rearrange(
     def by_columns(matrix: Array, shape: KroneckerShape) -> Array:
         return called(namespace(matrix).matrix_transpose(matrix), shape.transposed)
 
-    yours = by_columns if columns else called
-    tried: list[Trial] = [
-        ("entries", lambda d: entries(yours, *d.numbered(order))),
-        ("outer product", lambda d: outer_product(yours, d.factors(d.shape(order)))),
-    ]
+    tried = trials(REARRANGE, by_columns if columns else called, options)
     if inverse is not None:
         back = guarded(inverse)
-        tried.append(
-            ("there and back", lambda d: there_and_back(lambda a, q: back(called(a, q), q), *d.numbered(order)))
-        )
-    try_identities(tried, **options)
+        tried += trials(ROUND_TRIP, lambda a, q: back(called(a, q), q), options)
+    try_identities(tried, order=order, **options)
 
 
 def check_sum(form: Form, *, order: int | None = None, **options: Unpack[Options]) -> None:
@@ -141,12 +129,7 @@ def check_sum(form: Form, *, order: int | None = None, **options: Unpack[Options
     >>> check_sum(lambda weights, factors: sum(w * reduce(np.kron, term) for w, *term in zip(weights, *factors)))
     """
     __tracebackhide__ = True
-    yours = guarded(form)
-    tried: list[Trial] = [
-        ("sum of terms", lambda d: sum_of_terms(yours, *d.terms(d.shape(order)))),
-        ("a small term", lambda d: sum_of_terms(yours, *d.small_term(order))),
-    ]
-    try_identities(tried, **options)
+    try_identities(trials(SUM, guarded(form), options), order=order, **options)
 
 
 def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> None:
@@ -177,27 +160,27 @@ def check_decomposition(decompose: Decompose, **options: Unpack[Options]) -> Non
     >>> check_decomposition(by_svd)
     """
     __tracebackhide__ = True
-    yours = guarded(decompose)
-
-    def case(d: Cases, graded: bool = False) -> None:
-        shape = d.shape()
-        rank = d.draw(st.integers(1, shape.max_separation_rank))
-        best_terms(yours, d.graded(shape) if graded else d.matrix(shape.matrix_shape), shape, rank)
-
-    tried: list[Trial] = [
-        ("best terms", case),
-        ("best terms of a graded spectrum", lambda d: case(d, graded=True)),
-    ]
-    try_identities(tried, **options)
+    try_identities(trials(BEST, guarded(decompose), options), **options)
 
 
-@identity(sums=True)
+def _product_and_vectors(d: Cases) -> tuple[Any, ...]:
+    shape = d.shape()
+    return d.factors(shape), d.matrix((shape.matrix_shape[1], d.draw(st.integers(1, 3))))
+
+
+def _matrix_and_rank(d: Cases, graded: bool = False) -> tuple[Any, ...]:
+    shape = d.shape()
+    rank = d.draw(st.integers(1, shape.max_separation_rank))
+    return d.graded(shape) if graded else d.matrix(shape.matrix_shape), shape, rank
+
+
+@APPLY.on(_product_and_vectors, sums=True)
 def product(apply: Apply, factors: Sequence[Matrix], x: Matrix) -> Sides:
     """(A ⊗ B ⊗ …) x."""
     return apply(factors, x), reduce(np.kron, factors) @ x
 
 
-@identity(bound=exact)
+@REARRANGE.on(Cases.numbered, bound=exact)
 def entries(rearrange: Rearrange, matrix: Matrix, shape: KroneckerShape) -> Sides:
     """R(A)[i_1·n_1 + j_1, …] = A[i, j] for i = (i_1, …, i_d) and j = (j_1, …, j_d).
 
@@ -208,7 +191,7 @@ def entries(rearrange: Rearrange, matrix: Matrix, shape: KroneckerShape) -> Side
     return rearrange(matrix, shape), tensor.reshape(shape.sizes)
 
 
-@identity()
+@REARRANGE.on(lambda d: (d.factors(d.shape()),))
 def outer_product(rearrange: Rearrange, factors: Sequence[Matrix]) -> Sides:
     """R(A ⊗ B) = vec(A) vec(B)ᵀ, and so for any number of factors; vec reads row by row."""
     shape = KroneckerShape(tuple((len(factor), factor.shape[1]) for factor in factors))
@@ -216,13 +199,13 @@ def outer_product(rearrange: Rearrange, factors: Sequence[Matrix]) -> Sides:
     return rearrange(reduce(np.kron, factors), shape), reduce(np.multiply.outer, vectors)
 
 
-@identity(sums=True)
+@SUM.on(Cases.terms, Cases.small_term, sums=True)
 def sum_of_terms(form: Form, weights: Matrix, factors: Sequence[Matrix]) -> Sides:
     """Σ_k λ_k M_k⁽¹⁾ ⊗ … ⊗ M_k⁽ᵈ⁾ with every term once."""
     return form(weights, factors), formed_terms(weights, factors)
 
 
-@identity(bound=exact)
+@ROUND_TRIP.on(Cases.numbered, bound=exact)
 def there_and_back(round_trip: Rearrange, matrix: Matrix, shape: KroneckerShape) -> Sides:
     """R⁻¹(R(A)) = A, in every bit."""
     return round_trip(matrix, shape), matrix
@@ -250,7 +233,7 @@ def unit_terms(weights: Matrix, factors: Sequence[Matrix]) -> None:
         )
 
 
-@identity(sums=True)
+@BEST.on(_matrix_and_rank, partial(_matrix_and_rank, graded=True), sums=True)
 def best_terms(decompose: Decompose, matrix: Matrix, shape: KroneckerShape, rank: int) -> Sides:
     """‖A − Â‖ is the tail of the spectrum of R(A).
 

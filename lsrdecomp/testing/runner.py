@@ -57,6 +57,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 def try_identities(
     trials: Sequence[Trial],
     *,
+    order: int | None = 2,
     xp: Namespace = np,
     complex_values: bool = True,
     dtype: str = "float64",
@@ -65,13 +66,14 @@ def try_identities(
 ) -> None:
     """Try each; raise `IdentityError` for the first that fails with its smallest case, and say which others do.
 
-    The list begins with what tells most: an identity further down fails as well where one above does.
+    The list begins with what tells most: an identity further down fails as well where one above does. ``order`` is the
+    number of factors of the shapes that are drawn; None for one to four.
     """
     __tracebackhide__ = True
 
     def on_case(check: Callable[[Cases], None], draw: Callable[[Any], Any]) -> None:
         try:
-            check(Cases(draw, xp, complex_values, dtype))
+            check(Cases(draw, xp, complex_values, dtype, order))
         except IdentityError as error:
             if tolerance is None or error.gap is None or not error.gap <= tolerance:
                 raise

@@ -74,11 +74,11 @@ def check_vec(
         "no rows": ((0, 2),),
         "no columns": ((2, 0),),
     }
-    tried = trials(VEC, vector, corners, options)
+    tried = trials(VEC, vector, options, corners)
     if unvec is not None:
-        tried += trials(UNVEC, guarded(unvec), corners, options)
+        tried += trials(UNVEC, guarded(unvec), options, corners)
     if commutation is not None:
-        tried += trials(COMMUTATION, guarded(commutation), {}, options)
+        tried += trials(COMMUTATION, guarded(commutation), options)
     try_identities(tried, **options)
 
 
