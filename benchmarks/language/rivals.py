@@ -15,6 +15,8 @@ A row of the record is one training at one rate.
 - LoRAQuant (arXiv:2510.26690): the LoRA's own singular directions, the first of a layer in two or three bits, the next
   in one, trained through the rounding. What the budget does not reach is left out; the split is chosen in the Fisher
   norm.
+- Rank one: a LoRA of rank one in four bits on as few layers, trained through the rounding as well: the first singular
+  direction of those that do most in the Fisher norm.
 - VeRA, Uni-LoRA, TinyLoRA, VB-LoRA, FourierFT: PEFT's, from PEFT's own start, at the largest size that fits.
 
 Bytes of all but LSR and SVD: `CONFIG`, half a byte a number and two bytes a scale, a scale a tensor; an index of which
@@ -79,6 +81,7 @@ PIECE = 96
 """Numbers of one vector of VB-LoRA's bank: a divisor of the sides of the layers."""
 SPLITS = [(high, low) for high in range(3) for low in range(5 - high)]
 """Directions of a layer that LoRAQuant writes in more bits and in one."""
+RANK_ONE = [(0, 0), (1, 0)]
 COMPRESSED = {"LSR": Search(), "SVD": Search(orders=())}
 Doubles = NDArray[np.float64]
 
@@ -295,9 +298,12 @@ def eigenvectors(subject: Subject) -> dict[str, tuple[Doubles, Doubles]]:
     return {name: (whitened(norm.output), whitened(norm.input)) for name, norm in norms.items()}
 
 
-def two_precisions(subject: Subject, budget: int) -> Rival:
-    """LoRAQuant: columns of U √Σ and rows of √Σ Vᵀ, the first in two or three bits, whichever loses less."""
-    _, layers = min((_split(subject, budget - CONFIG, high) for high in (2, 3)), key=lambda split: split[0])
+def own_directions(
+    subject: Subject, budget: int, splits: Sequence[tuple[int, int]], bits_of_first: Sequence[int]
+) -> Rival:
+    """Columns of U √Σ and rows of √Σ Vᵀ, the first in so many bits, whichever loses least, the next in one."""
+    tried = (_split(subject, budget - CONFIG, splits, high) for high in bits_of_first)
+    _, layers = min(tried, key=lambda split: split[0])
     model, parameters, bits = copy.deepcopy(subject.plain), [], []
     for name, widths, *sides in layers:
         columns, rows = (
@@ -310,7 +316,9 @@ def two_precisions(subject: Subject, budget: int) -> Rival:
     return Rival(model, parameters, bits)
 
 
-def _split(subject: Subject, budget: int, high: int) -> tuple[float, list[tuple[str, list[int], Doubles, Doubles]]]:
+def _split(
+    subject: Subject, budget: int, splits: Sequence[tuple[int, int]], high: int
+) -> tuple[float, list[tuple[str, list[int], Doubles, Doubles]]]:
     """What is lost in the Fisher norm, and the layers that are used: bits of each direction, columns, rows."""
     checkpoint, statistics = open_checkpoint(subject.lora), read_statistics(subject.statistics)
     options, layers = [], []
@@ -331,7 +339,7 @@ def _split(subject: Subject, budget: int, high: int) -> tuple[float, list[tuple[
 
         wanted = product(sides)
         costs, losses = [], []
-        for first, then in SPLITS:
+        for first, then in splits:
             end = first + then
             parts = [
                 np.concatenate([dear[:first], cheap[first:end]])
@@ -346,7 +354,7 @@ def _split(subject: Subject, budget: int, high: int) -> tuple[float, list[tuple[
     choices = within_cost(options, budget)
     used = []
     for (name, sides), choice in zip(layers, choices, strict=True):
-        first, then = SPLITS[choice]
+        first, then = splits[choice]
         if first + then:
             used.append((name, [high] * first + [1] * then, *sides))
     return sum(float(each.losses[choice]) for each, choice in zip(options, choices, strict=True)), used
@@ -454,13 +462,15 @@ def row(subject: Subject, method: str, budget: int, seed: int, steps: int, rate:
     elif method == "Fisher core":
         rival = cores(subject, eigenvectors(subject), budget)
     elif method == "LoRAQuant":
-        rival = two_precisions(subject, budget)
+        rival = own_directions(subject, budget, SPLITS, (2, 3))
+    elif method == "Rank one":
+        rival = own_directions(subject, budget, RANK_ONE, (4,))
     else:
         rival = from_peft(subject, method, budget, seed)
     return learn(subject, rival, seed, steps, rate)
 
 
-METHODS = (*COMPRESSED, "XS", "Fisher core", "LoRAQuant", *PEFT)
+METHODS = (*COMPRESSED, "XS", "Fisher core", "LoRAQuant", "Rank one", *PEFT)
 
 
 def main() -> None:
