@@ -10,6 +10,7 @@ from lsrdecomp.arrays import as_double, to_numpy
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_gauge
+from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 
 def kron_sum(weights, factors):
@@ -30,6 +31,12 @@ def block_rearrange(matrix, first, second):
 def formed(weight):
     """The matrix of a weight of a norm."""
     return weight.apply(np.eye(weight.size))
+
+
+def weight_of(matrix, xp=np):
+    """The weight of a norm that a positive semidefinite matrix is, by all of its eigenpairs."""
+    values, vectors = np.linalg.eigh(matrix)
+    return LowRankPlusIdentity(xp.asarray(vectors), xp.asarray(np.maximum(values, 0.0)), 0.0)
 
 
 def close(actual, expected, size=1, condition=1.0, dtype="float64"):

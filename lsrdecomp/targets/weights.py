@@ -1,4 +1,4 @@
-"""Positive semidefinite weights of a norm, as operators: identity, diagonal, dense, low rank + identity.
+"""Positive semidefinite weights of a norm, as operators: the identity, and leading eigenpairs beside one value.
 
 The weighted norm of a layer's change is ‖G^½ X C^½‖_F with an output weight G and an input weight C (`NormWeights`).
 Every weight knows how it acts, how its root acts and its trace, and may carry leading batch axes.
@@ -7,31 +7,10 @@ Every weight knows how it acts, how its root acts and its trace, and may carry l
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from typing import TypeAlias
 
 from lsrdecomp.arrays import Array, as_double, device, namespace
 from lsrdecomp.errors import PrecisionError, ShapeError
-
-
-class Weight(Protocol):
-    """A symmetric positive semidefinite matrix C of shape (size, size), known by its action in double precision."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def trace(self) -> Array:
-        """Sum of the eigenvalues; an array of the batch axes, () for a single weight."""
-        ...
-
-    def apply(self, x: Array) -> Array:
-        """C x for x of shape (…, size, b)."""
-        ...
-
-    def root(self, x: Array) -> Array:
-        """C^½ x with the symmetric root, for x of shape (…, size, b)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,88 +29,13 @@ class Identity:
     def root(self, x: Array) -> Array:
         return x
 
-
-@dataclass(frozen=True, eq=False)
-class Diagonal:
-    """diag(v) for v ≥ 0 of shape (…, n)."""
-
-    values: Array
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "values", _not_negative(as_double(self.values), "diagonal weight"))
-
-    @property
-    def size(self) -> int:
-        return int(self.values.shape[-1])
-
-    @property
-    def trace(self) -> Array:
-        return namespace(self.values).sum(self.values, axis=-1)
-
-    def apply(self, x: Array) -> Array:
-        return self.values[..., :, None] * x
-
-    def root(self, x: Array) -> Array:
-        return namespace(self.values).sqrt(self.values)[..., :, None] * x
-
-
-@dataclass(frozen=True, eq=False)
-class Dense:
-    """A symmetric positive semidefinite matrix, held: shape (…, n, n).
-
-    The root comes from one eigendecomposition, O(n³); use `LowRankPlusIdentity` for wide layers. Negative eigenvalues
-    at the level of rounding count as zero.
-
-    Parameters
-    ----------
-    matrix : Array, shape (…, n, n)
-    half : Array, optional
-        The symmetric root, if it is known already.
-    """
-
-    matrix: Array
-    half: Array | None = None
-
-    def __post_init__(self) -> None:
-        matrix = as_double(self.matrix)
-        if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-            raise ShapeError(f"dense weight: expected a square matrix, got shape {tuple(matrix.shape)}")
-        object.__setattr__(self, "matrix", _finite(matrix, "dense weight"))
-
-    @property
-    def size(self) -> int:
-        return int(self.matrix.shape[-1])
-
-    @property
-    def trace(self) -> Array:
-        return namespace(self.matrix).linalg.trace(self.matrix)
-
-    def apply(self, x: Array) -> Array:
-        return self.matrix @ x
-
-    def root(self, x: Array) -> Array:
-        return self.symmetric_root @ x
-
-    @cached_property
-    def symmetric_root(self) -> Array:
-        """C^½, shape (…, n, n)."""
-        if self.half is not None:
-            return self.half
-        xp = namespace(self.matrix)
-        values, vectors = xp.linalg.eigh(0.5 * (self.matrix + xp.matrix_transpose(self.matrix)))
-        floor = -1e-8 * xp.max(xp.abs(values))
-        if bool(xp.any(values < floor)):
-            raise PrecisionError(
-                f"dense weight: eigenvalues from {float(xp.min(values)):.3g} to {float(xp.max(values)):.3g}; "
-                "a weight must be positive semidefinite"
-            )
-        roots = xp.sqrt(xp.where(values > 0, values, xp.zeros_like(values)))
-        return (vectors * roots[..., None, :]) @ xp.matrix_transpose(vectors)
+    def gram(self, x: Array, inside: Array | None = None) -> Array:
+        return namespace(x).matrix_transpose(x) @ x
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankPlusIdentity:
-    """V diag(λ) Vᵀ + rest·(I − V Vᵀ): leading eigenpairs, and one value for all other directions.
+    """V diag(λ) Vᵀ + rest·(I − V Vᵀ): leading eigenpairs, and one value for all other directions; or all eigenpairs.
 
     Parameters
     ----------
@@ -195,6 +99,10 @@ class LowRankPlusIdentity:
     def _act(self, values: Array, rest: Array, x: Array) -> Array:
         inside = namespace(self.basis).matrix_transpose(self.basis) @ x
         return rest[..., None, None] * x + self.basis @ ((values - rest[..., None])[..., :, None] * inside)
+
+
+Weight: TypeAlias = Identity | LowRankPlusIdentity
+"""A symmetric positive semidefinite matrix C of shape (size, size), known by its action in double precision."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracles import weighted_truncation
+from oracles import weight_of, weighted_truncation
 
 from benchmarks.lab.fit import Fit, fit_layers, lsr_candidates, make_layers
 from lsrdecomp.compression.candidates import (
@@ -24,7 +24,7 @@ from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
-from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 SEARCH = Search(orders=(2,), rounds=1, sweeps=8)
 M, N, RANK = 24, 36, 4
@@ -33,7 +33,9 @@ M, N, RANK = 24, 36, 4
 def weights(rng: np.random.Generator, m: int = M, n: int = N) -> NormWeights:
     half = rng.standard_normal((m, m)) @ np.diag(0.8 ** np.arange(m))
     basis = np.linalg.qr(rng.standard_normal((n, 5)))[0]
-    return NormWeights(Dense(half @ half.T / m), LowRankPlusIdentity(basis, np.array([9.0, 5.0, 3.0, 2.0, 1.0]), 0.05))
+    return NormWeights(
+        weight_of(half @ half.T / m), LowRankPlusIdentity(basis, np.array([9.0, 5.0, 3.0, 2.0, 1.0]), 0.05)
+    )
 
 
 def layers(rng: np.random.Generator, weighted: bool, count: int = 3) -> list[Layer]:

@@ -11,7 +11,7 @@ import pytest
 from checkpoint_files import directory, pair
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import close
+from oracles import close, weight_of
 from safetensors.numpy import load_file, save_file
 
 import lsrdecomp as lsr
@@ -29,7 +29,7 @@ from lsrdecomp.compression.settings import CompressionPlan, Search
 from lsrdecomp.compression.verify import verify
 from lsrdecomp.errors import BudgetError, CheckpointError, UnsupportedError
 from lsrdecomp.solvers.pair.factorwise import FactorwiseSVD
-from lsrdecomp.targets.weights import Dense, NormWeights
+from lsrdecomp.targets.weights import NormWeights
 from lsrdecomp.testing import low_rank_pairs
 
 DEMO = Path(lsr.__file__).parent / "cli" / "demo_adapter"
@@ -127,8 +127,8 @@ def test_statistics_change_what_is_kept(few):
     weights = {}
     for i, layer in enumerate(few.layers):
         direction = rng.standard_normal((layer.in_features, 1))
-        seen = Dense(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
-        weights[layer.name] = NormWeights(Dense((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen)
+        seen = weight_of(direction @ direction.T + 1e-3 * np.eye(layer.in_features))
+        weights[layer.name] = NormWeights(weight_of((1e4 if i == 1 else 1.0) * np.eye(layer.out_features)), seen)
     plain = compress(few, CompressionPlan(ratio=15), search=QUICK)
     ours = compress(few, CompressionPlan(ratio=15), statistics=weights, search=QUICK)
     assert ours.totals.functional_error <= ours.low_rank_error * (1 + 1e-9)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import weighted_svd
+from oracles import weight_of, weighted_svd
 
 from lsrdecomp.compression.candidates import (
     Layer,
@@ -29,7 +29,7 @@ from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
-from lsrdecomp.targets.weights import Dense, NormWeights
+from lsrdecomp.targets.weights import NormWeights
 
 SHAPE = ProductShape((8, 6), (2, 2), (8, 6))
 EXTRA = {"float16": 1e-5, "bfloat16": 5e-4, "int8": 3e-3}
@@ -123,7 +123,7 @@ def test_water_filling_spends_bits_where_they_count(weighted: bool, rng: np.rand
     weights = None
     if weighted:
         halves = [rng.standard_normal((48, 48)) @ np.diag(0.9 ** np.arange(48)) for _ in range(2)]
-        weights = NormWeights(*(Dense(half @ half.T) for half in halves))
+        weights = NormWeights(*(weight_of(half @ half.T) for half in halves))
     layer = Layer.of("q", pair(rng), weights)
     found = water_filled_candidates(layer)
     sizes, errors = [c.bytes for c in found], [c.squared_error for c in found]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import weighted_truncation
+from oracles import weight_of, weighted_truncation
 from scipy.optimize import least_squares
 
 from lsrdecomp.arrays import to_numpy
@@ -23,7 +23,7 @@ from lsrdecomp.solvers.pair.initialization import first_factor_fastest
 from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
-from lsrdecomp.targets.weights import Dense, Diagonal, Identity, LowRankPlusIdentity, NormWeights
+from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, NormWeights
 
 TINY = ProductShape((3, 2), (2, 1), (2, 2))
 SMALL = ProductShape((6, 4), (2, 2), (5, 4))
@@ -44,13 +44,11 @@ def semidefinite(rng: np.random.Generator, n: int) -> np.ndarray:
 def norms(rng: np.random.Generator, shape: ProductShape, kind: str, xp: Any = np) -> NormWeights:
     sides = []
     for n in shape.matrix_shape:
-        if kind == "diagonal":
-            sides.append(Diagonal(xp.asarray(rng.random(n) + 0.1)))
-        elif kind == "low rank":
+        if kind == "low rank":
             basis = np.linalg.qr(rng.standard_normal((n, 3)))[0]
             sides.append(LowRankPlusIdentity(xp.asarray(basis), xp.asarray([5.0, 3.0, 2.0]), 0.2))
         else:
-            sides.append(Dense(xp.asarray(semidefinite(rng, n))))
+            sides.append(weight_of(semidefinite(rng, n), xp))
     return NormWeights(*sides)
 
 
@@ -78,14 +76,14 @@ def brute_force(target: LowRank, shape: ProductShape, ranks: tuple[int, int], g:
 def test_the_end_is_the_best_of_brute_force_fits(weighted: bool, rng: np.random.Generator) -> None:
     target = low_rank(rng, TINY, 3)
     g, c = (semidefinite(rng, n) + 0.1 * np.eye(n) if weighted else np.eye(n) for n in TINY.matrix_shape)
-    weights = NormWeights(Dense(g), Dense(c))
+    weights = NormWeights(weight_of(g), weight_of(c))
     found = JointALS(sweeps=2000, tolerance=1e-12).solve(target, TINY, (2, 2), weights=weights if weighted else None)
     best = brute_force(target, TINY, (2, 2), g, c)
     assert found.error == pytest.approx(best, rel=1e-4)
     assert weighted_residual_norm(target, found.product, weights) == pytest.approx(found.error, rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["frobenius", "dense", "diagonal", "low rank"])
+@pytest.mark.parametrize("kind", ["frobenius", "all eigenpairs", "low rank"])
 def test_monotone_measured_and_equal_on_every_library(kind: str, xp: ModuleType, rng: np.random.Generator) -> None:
     shape = CUBE if xp.__name__.endswith("numpy") else SMALL  # the other libraries on the cheaper one
     target = low_rank(rng, shape, 5, xp)
@@ -120,10 +118,6 @@ def test_components_run_first_factor_fastest_inner_factor(rng: np.random.Generat
 
 def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, NormWeights | None]:
     def moved(value: Any) -> Any:
-        if isinstance(value, Dense):
-            return Dense(to_numpy(value.matrix))
-        if isinstance(value, Diagonal):
-            return Diagonal(to_numpy(value.values))
         return LowRankPlusIdentity(to_numpy(value.basis), to_numpy(value.values), float(value.rest))
 
     pair = LowRank(to_numpy(target.left), to_numpy(target.right))
@@ -132,8 +126,8 @@ def _on_numpy(target: LowRank, weights: NormWeights | None) -> tuple[LowRank, No
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [("dense", SMALL), ("diagonal", SMALL), ("low rank", CUBE)],
-    ids=["dense-two factors", "diagonal-two factors", "low rank-three factors"],
+    [("all eigenpairs", SMALL), ("low rank", CUBE)],
+    ids=["all eigenpairs-two factors", "low rank-three factors"],
 )
 def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     kind: str, shape: ProductShape, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -141,8 +135,7 @@ def test_formed_blocks_and_conjugate_gradients_end_at_the_same_minimum(
     target, weights = low_rank(rng, shape, 5), norms(rng, shape, kind)
     solver = JointALS(sweeps=2, cg_steps=400, tolerance=0.0, trials=0, ridge=1e-4)
     formed = solver.solve(target, shape, (2, 3), weights=weights)
-    for largest in ("LARGEST_BLOCK", "LARGEST_SPECTRAL"):
-        monkeypatch.setattr(f"lsrdecomp.solvers.pair.normal_equations.{largest}", 0)
+    monkeypatch.setattr("lsrdecomp.solvers.pair.spectral_block.LARGEST", 0)
     stepped = solver.solve(target, shape, (2, 3), weights=weights)
     assert stepped.relative_error == pytest.approx(formed.relative_error, rel=1e-6)
     few = JointALS(sweeps=6, cg_steps=3, tolerance=0.0).solve(target, shape, (2, 3), weights=weights)
@@ -155,11 +148,11 @@ def test_weighted_is_frobenius_of_the_transformed_problem_where_the_weights_are_
     """Weights that split like the shape map separated products to separated products, so the optima agree."""
     target = low_rank(rng, SMALL, 5)
     parts = [[semidefinite(rng, q) + 0.05 * np.eye(q) for q in sizes] for sizes in (SMALL.out, SMALL.into)]
-    weights = NormWeights(*(Dense(np.kron(*side)) for side in parts))
+    weights = NormWeights(*(weight_of(np.kron(*side)) for side in parts))
     transformed = LowRank(weights.output.root(target.left), weights.input.root(target.right.T).T)
     many = JointALS(sweeps=40, tolerance=0.0, trials=0)  # trials may end in another local optimum
     weighted = many.solve(target, SMALL, (3, 3), weights=weights)
-    identity = NormWeights(*(Dense(np.eye(size)) for size in SMALL.matrix_shape))  # starts as the other one does
+    identity = NormWeights(*(weight_of(np.eye(size)) for size in SMALL.matrix_shape))  # starts as the other one does
     plain = many.solve(transformed, SMALL, (3, 3), weights=identity)
     assert weighted.norm == pytest.approx(plain.norm, rel=1e-12)
     assert weighted.relative_error == pytest.approx(plain.relative_error, rel=1e-3)

@@ -1,4 +1,4 @@
-"""What a block sees of a weight of few eigenpairs is what the whole weight, held densely, makes of it."""
+"""What a block sees of a weight of few eigenpairs is what the whole weight, formed, makes of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from lsrdecomp.kronecker.shape import KroneckerShape, ProductShape
 from lsrdecomp.solvers.batched_terms import summed
 from lsrdecomp.solvers.pair.block_update import Side
-from lsrdecomp.solvers.pair.normal_equations import PartialTraces, moved_first, normal_matrix
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 from lsrdecomp.solvers.pair.problem import PairProblem
 from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
 from lsrdecomp.solvers.pair.stacking import WeightedTargets
-from lsrdecomp.targets.weights import Dense, LowRankPlusIdentity, NormWeights
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights
 
 LAYERS, PAIRS = 3, 5
 
@@ -26,15 +26,28 @@ def weight(rng: np.random.Generator):
     return made
 
 
-def _dense(weight: LowRankPlusIdentity) -> Dense:
-    return Dense(weight.apply(np.broadcast_to(np.eye(weight.size), (LAYERS, weight.size, weight.size))))
+def _formed(weight: LowRankPlusIdentity) -> np.ndarray:
+    return weight.apply(np.broadcast_to(np.eye(weight.size), (LAYERS, weight.size, weight.size)))
+
+
+def _normal_matrix(
+    weight: LowRankPlusIdentity, shape: KroneckerShape, stacks: list[np.ndarray], i: int, gram: np.ndarray
+) -> np.ndarray:
+    """⟨X_e, W X_f H⟩ of the sides X that single entries of block i make."""
+    sides = []
+    for entry in np.ndindex(stacks[i].shape[1:]):
+        single = np.zeros(stacks[i].shape)
+        single[:, *entry] = 1.0
+        sides.append(summed([single if j == i else stack for j, stack in enumerate(stacks)], shape))
+    images = [_formed(weight) @ side @ gram for side in sides]
+    return np.einsum("elab,flab->lef", np.stack(sides), np.stack(images))
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "terms"),
     [((3, 4), (1, 1), 2), ((3, 4), (2, 3), 2), ((6, 4), (2, 1), 1), ((6, 4), (1, 2), 3), ((3, 4, 5), (2, 1, 3), 3)],
 )
-def test_formed_and_applied_it_is_the_normal_matrix_of_the_dense_weight(
+def test_formed_and_applied_it_is_the_normal_matrix_of_the_whole_weight(
     rows: tuple[int, ...], columns: tuple[int, ...], terms: int, weight, rng: np.random.Generator
 ) -> None:
     shape = KroneckerShape.of(rows, columns)
@@ -44,7 +57,7 @@ def test_formed_and_applied_it_is_the_normal_matrix_of_the_dense_weight(
     stacks = [rng.standard_normal((LAYERS, m * r, terms)) for m, r in shape.factors]
     for i in range(shape.order):
         block = SpectralBlock.of(w, basis_for(w, rows, i), shape, stacks, i, gram)
-        wanted = normal_matrix(moved_first(_dense(w), rows, i), shape, stacks, i, gram)
+        wanted = _normal_matrix(w, shape, stacks, i, gram)
         assert np.allclose(block.matrix(), wanted, rtol=1e-11, atol=1e-11 * np.abs(wanted).max())
         x = rng.standard_normal(stacks[i].shape)
         image = (wanted @ x.reshape(LAYERS, -1, 1)).reshape(x.shape)
@@ -69,11 +82,19 @@ def test_what_it_says_of_the_side_in_the_eigenpairs_is_so(
 
 
 @pytest.mark.parametrize("rows", [(3, 4), (12, 1), (3, 2, 2)])
-def test_partial_traces_are_those_of_the_dense_weight(rows: tuple[int, ...], weight, rng: np.random.Generator) -> None:
+def test_partial_traces_are_those_of_the_whole_weight(rows: tuple[int, ...], weight, rng: np.random.Generator) -> None:
     w, like = weight(12), rng.standard_normal((LAYERS, 12, 1))
-    found, wanted = PartialTraces.of(w, rows, like), PartialTraces.of(_dense(w), rows, like)
-    for few, dense in zip(found.parts, wanted.parts, strict=True):
-        assert (few is None and dense is None) or np.allclose(few, dense, rtol=1e-11, atol=1e-11)
+    found, tensor, d = PartialTraces.of(w, rows, like), _formed(w).reshape(LAYERS, *rows, *rows), len(rows)
+    assert np.allclose(12 * found.mean, np.trace(_formed(w), axis1=1, axis2=2), rtol=1e-12)
+    for i, (size, part) in enumerate(zip(rows, found.parts, strict=True)):
+        others = [axis + 1 for axis in range(d) if axis != i]
+        order = (0, i + 1, d + i + 1, *others, *(d + axis for axis in others))
+        square = tensor.transpose(order).reshape(LAYERS, size, size, 12 // size, 12 // size)
+        wanted = np.trace(square, axis1=3, axis2=4) * (size / (12 * found.mean))[:, None, None]
+        if size == 1:
+            assert part is None
+        else:
+            assert np.allclose(part, wanted, rtol=2e-6, atol=2e-6)  # damped a little
 
 
 def test_shapes_with_one_split_share_its_traces(weight, rng: np.random.Generator) -> None:
@@ -100,9 +121,9 @@ def test_a_sweep_tells_its_error_exactly(weight, rng: np.random.Generator) -> No
         assert np.allclose(swept.error, problem.state(swept.pair).error, rtol=1e-10)
 
 
-def test_gram_is_that_of_the_dense_weight(weight, rng: np.random.Generator) -> None:
+def test_gram_is_that_of_the_whole_weight(weight, rng: np.random.Generator) -> None:
     w, x = weight(12), rng.standard_normal((LAYERS, 12, 4))
-    assert np.allclose(w.gram(x), x.swapaxes(1, 2) @ _dense(w).matrix @ x, rtol=1e-12, atol=1e-12)
+    assert np.allclose(w.gram(x), x.swapaxes(1, 2) @ _formed(w) @ x, rtol=1e-12, atol=1e-12)
 
 
 def test_it_pays_where_the_other_factors_are_long_and_terms_few() -> None:

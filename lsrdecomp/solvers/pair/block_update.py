@@ -6,9 +6,8 @@ stack is held as an array (L, m_i·r_i, s): L problems, the entries of a factor,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
@@ -25,9 +24,9 @@ from lsrdecomp.solvers.batched_terms import (
     mttkrp,
     summed,
 )
-from lsrdecomp.solvers.pair.normal_equations import PartialTraces, inverse, is_small, moved_first, normal_matrix
-from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, pays
-from lsrdecomp.targets.weights import Identity, LowRankPlusIdentity, Weight
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces, inverse
+from lsrdecomp.solvers.pair.spectral_block import SpectralBlock, basis_for, is_small, pays
+from lsrdecomp.targets.weights import Identity, Weight
 
 DAMPING = 64.0
 """Proximal term of a block solve, in units of size × unit roundoff × mean diagonal: harmless to convergence, and the
@@ -43,15 +42,15 @@ class Side:
     cg_steps: int
     ridge: float
     traces: PartialTraces
-    reordered: tuple[Any, ...]  # W with index i outermost, of few eigenpairs V alone with index i innermost
+    bases: tuple[Array, ...]  # eigenpairs of W for each block, see `basis_for`; none of the identity
 
     @classmethod
     def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, traces: PartialTraces) -> Side:
         """The side of a batch with the partial traces of its weight at the rows of the shape."""
-        spectral = isinstance(weight, LowRankPlusIdentity)
-        move: Callable[..., Any] = basis_for if spectral else moved_first
-        reordered = tuple(move(weight, shape.rows, i) for i in range(shape.order))
-        return cls(shape, weight, cg_steps, ridge, traces, reordered)
+        bases: tuple[Array, ...] = ()
+        if not isinstance(weight, Identity):
+            bases = tuple(basis_for(weight, shape.rows, i) for i in range(shape.order))
+        return cls(shape, weight, cg_steps, ridge, traces, bases)
 
     def update(
         self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()
@@ -81,13 +80,14 @@ class Side:
             # Block 1: what the present sum lacks along this block, and what its λ costs.
             right_hand = against(stacks, i)
             penalty = self._penalty(stacks, gram, i)
-            # Block 2: its minimum: of a small one by its normal matrix, without a weight row by row, else by a few
-            # conjugate gradient steps.
-            small = is_small(self.weight, self.shape, i, int(stacks[i].shape[2]))
-            seen, inside = self._seen(stacks, i, gram, small), None
-            if small:
-                formed = seen.matrix() if seen else normal_matrix(self.reordered[i], self.shape, stacks, i, gram)
-                stacks[i] = self._direct(stacks[i], 1, formed, penalty, right_hand)
+            # Block 2: its minimum: without a weight row by row, of a small one by its normal matrix, else by a few
+            # conjugate gradient steps, with what the block sees of the eigenpairs where that is cheaper.
+            seen, inside, terms = None, None, int(stacks[i].shape[2])
+            small = is_small(self.shape, i, terms)
+            if not isinstance(self.weight, Identity) and (small or pays(self.shape, i, terms, self.cg_steps)):
+                seen = SpectralBlock.of(self.weight, self.bases[i], self.shape, stacks, i, gram)
+            if seen and small:
+                stacks[i] = self._direct(stacks[i], 1, seen.matrix(), penalty, right_hand)
             elif isinstance(self.weight, Identity):
                 normal = self._normal(stacks, gram_tensor, i)
                 stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
@@ -107,7 +107,7 @@ class Side:
         """
         if isinstance(self.weight, Identity):
             return summed([self._factor_gram(stack, j) for j, stack in enumerate(stacks)], self._inner)
-        return self._weighted_gram(formed, inside)
+        return self.weight.gram(formed, inside)
 
     def scaled(self, stacks: Stacks, gram: Array, cross: Array) -> Stacks:
         """Minimise over one number for each term: its first stack is multiplied by it."""
@@ -115,17 +115,12 @@ class Side:
         batch, r = int(gram.shape[0]), int(gram.shape[1])
         terms = [summed([stack[:, :, k : k + 1] for stack in stacks], self.shape) for k in range(s)]
         columns = xp.concat(terms, axis=2)  # (L, m, s·r)
-        seen = xp.reshape(self._weighted_gram(columns), (batch, s, r, s, r))
+        seen = xp.reshape(self.weight.gram(columns), (batch, s, r, s, r))
         normal = xp.sum(seen * gram[:, None, :, None, :], axis=(2, 4))
         right_hand = xp.stack([xp.sum(term * cross, axis=(1, 2)) for term in terms], axis=1)
         step = right_hand - xp.sum(normal, axis=2)
         change = xp.linalg.solve(damped(normal, DAMPING * s * unit_roundoff("float64")), step[:, :, None])[:, :, 0]
         return [stacks[0] * (1.0 + change)[:, None, :], *stacks[1:]]
-
-    def _weighted_gram(self, x: Array, inside: Array | None = None) -> Array:
-        if isinstance(self.weight, LowRankPlusIdentity):
-            return self.weight.gram(x, inside)
-        return namespace(x).matrix_transpose(x) @ self.weight.apply(x)
 
     @property
     def _inner(self) -> KroneckerShape:
@@ -173,14 +168,6 @@ class Side:
         step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
         step = xp.astype(step, normal.dtype)
         return xp.reshape(block + xp.matrix_transpose(step), stack.shape)
-
-    def _seen(self, stacks: Stacks, i: int, gram: Array, small: bool) -> SpectralBlock | None:
-        """What block i sees of a weight of few eigenpairs, where that is cheaper than the weight itself."""
-        if not isinstance(self.weight, LowRankPlusIdentity):
-            return None
-        if not small and not pays(self.shape, i, int(stacks[i].shape[2]), self.cg_steps):
-            return None
-        return SpectralBlock.of(self.weight, self.reordered[i], self.shape, stacks, i, gram)
 
     def _operator(self, stacks: Stacks, i: int, gram: Array) -> Operator:
         """N of block i, by the whole weight."""

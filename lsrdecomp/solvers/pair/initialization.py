@@ -18,7 +18,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.solvers.batched_terms import Stacks
-from lsrdecomp.solvers.pair.normal_equations import PartialTraces, along_rows, kron_apply
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces, along_rows, kron_apply
 from lsrdecomp.solvers.svd.batch import rayleigh_ritz
 from lsrdecomp.solvers.svd.golub_kahan import BlockGolubKahan
 from lsrdecomp.targets.base import Dense

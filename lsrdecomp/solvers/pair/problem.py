@@ -23,7 +23,7 @@ from lsrdecomp.solvers.pair.initialization import (
     orthogonal_terms,
     side_terms,
 )
-from lsrdecomp.solvers.pair.normal_equations import along_rows, kron_apply
+from lsrdecomp.solvers.pair.partial_traces import along_rows, kron_apply
 from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.solvers.progress import Step
 from lsrdecomp.targets.weighted import pair_residual_norms, weighted_triangles

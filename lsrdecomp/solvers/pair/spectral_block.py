@@ -110,6 +110,16 @@ def basis_for(weight: LowRankPlusIdentity, sizes: Sequence[int], i: int) -> Arra
     return xp.reshape(moved, (rows.shape[0], math.prod(sizes) // sizes[i], sizes[i] * q))
 
 
+LARGEST = 80
+"""Unknowns of a block up to which its normal matrix is formed and solved; steps with S are cheaper from there on."""
+
+
+def is_small(shape: KroneckerShape, i: int, terms: int) -> bool:
+    """Whether block i has few enough unknowns to be solved by its normal matrix."""
+    m, r = shape.factors[i]
+    return m * r * terms <= LARGEST
+
+
 def pays(shape: KroneckerShape, i: int, terms: int, steps: int) -> bool:
     """Whether so many products with N cost less through S, by a count of multiplications, than with V itself."""
     rest, each = shape.matrix_shape[0] // shape.rows[i], 2 * (steps + 1) * shape.columns[i]

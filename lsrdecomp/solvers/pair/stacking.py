@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lsrdecomp.arrays import Array, as_double, check_device, namespace, placed, zero_padded
 from lsrdecomp.errors import ShapeError
@@ -12,10 +11,10 @@ from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.batched_terms import Stacks
 from lsrdecomp.solvers.pair.initialization import as_stacks
-from lsrdecomp.solvers.pair.normal_equations import PartialTraces
+from lsrdecomp.solvers.pair.partial_traces import PartialTraces
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import pair_norms
-from lsrdecomp.targets.weights import Dense, Diagonal, Identity, LowRankPlusIdentity, NormWeights, Weight
+from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
 Pair = tuple[Stacks, Stacks]
 
@@ -42,7 +41,6 @@ class WeightedTargets:
 
         Raises `LsrError` if torch cannot compute in float64 on the device.
         """
-        # Stacked before they are placed, so that roots of dense weights are taken once and stay cached.
         arrays = stacked_pairs(targets), stacked_triangles(targets), stacked_norms(targets, weights)
         if device is not None:
             check_device(device)
@@ -96,21 +94,15 @@ def stack_weights(weights: Sequence[Weight]) -> Weight:
     if len(kinds) != 1 or len(sizes) != 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ShapeError(f"weights to stack must agree: kinds {names}; sizes {sorted(sizes)}")
-    each: list[Any] = list(weights)
-    if isinstance(each[0], Identity):
-        return each[0]
-    if isinstance(each[0], Diagonal):
-        return Diagonal(_stack([w.values for w in each]))
-    if isinstance(each[0], Dense):
-        return Dense(_stack([w.matrix for w in each]), _stack([w.symmetric_root for w in each]))
-    if isinstance(each[0], LowRankPlusIdentity):
-        width = max(int(w.basis.shape[-1]) for w in each)
-        return LowRankPlusIdentity(
-            _stack([zero_padded(w.basis, 1, width) for w in each]),
-            _stack([zero_padded(w.values, 0, width) for w in each]),
-            _stack([w.rest for w in each]),
-        )
-    raise ShapeError(f"weights of kind {type(each[0]).__name__} cannot be stacked")
+    each = [weight for weight in weights if isinstance(weight, LowRankPlusIdentity)]
+    if not each:
+        return weights[0]
+    width = max(int(w.basis.shape[-1]) for w in each)
+    return LowRankPlusIdentity(
+        _stack([zero_padded(w.basis, 1, width) for w in each]),
+        _stack([zero_padded(w.values, 0, width) for w in each]),
+        _stack([w.rest for w in each]),
+    )
 
 
 def _stack(arrays: list[Array]) -> Array:
