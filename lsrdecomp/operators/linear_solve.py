@@ -127,36 +127,33 @@ def solve(
         raise BudgetError(f"method {method!r} is none of auto, exact, cg, minres, gmres")
     if not rtol > 0.0:
         raise BudgetError(f"rtol must be positive, got {rtol}")
-    if method in ("auto", "exact"):
-        exact = _exact(matrix, b)
-        if exact is not None:
-            return _finish(matrix, b, *exact, 0, rtol, throw)
-        if method == "exact":
-            raise MatrixError(
-                f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in common bases: no "
-                'exact method; method="auto" iterates'
-            )
+    exact = method in ("auto", "exact")
+    if exact and matrix.separation_rank == 0:
+        raise MatrixError("the matrix is zero: no solution")
+    if exact and matrix.separation_rank == 1:
+        return _finish(matrix, b, solve_single(matrix, b), "factors", 0, rtol, throw)
     terms, right = host(matrix), to_numpy(as_double(detached(b)))
-    x, used, steps = krylov(terms, right, rtol, method, preconditioner, max_iterations, on_iteration)
+    solved = _by_common_bases(terms, right) if exact else None
+    if solved is None and method == "exact":
+        raise MatrixError(
+            f"{matrix.separation_rank} terms of {matrix.kronecker_shape} are not triangular in common bases: no "
+            'exact method; method="auto" iterates'
+        )
+    if solved is None:
+        solved = krylov(terms, right, rtol, method, preconditioner, max_iterations, on_iteration)
+    x, used, steps = solved
     return _finish(matrix, b, like(x, wide(b, matrix)), used, steps, rtol, throw)
 
 
-def _exact(matrix: SeparatedMatrix, b: Array) -> tuple[Array, str] | None:
-    if matrix.separation_rank == 0:
-        raise MatrixError("the matrix is zero: no solution")
-    if matrix.separation_rank == 1:
-        return solve_single(matrix, b), "factors"
-    detached(b)
-    terms, right = host(matrix), to_numpy(as_double(b))
+def _by_common_bases(matrix: SeparatedMatrix, b: np.ndarray) -> tuple[np.ndarray, str, int] | None:
+    """(x, method, 0), or None where the factors have no common bases; NumPy arrays in double precision."""
     for build, name in ((diagonalize, "diagonal"), (triangularize, "triangular")):
-        form: Any = build(terms)
+        form: Any = build(matrix)
         if form is None:
             continue
-        x = form.solve(right)
-        x = x + form.solve(right - terms @ x)  # one step of refinement
-        if not is_complex(matrix.factors[0]) and not np.iscomplexobj(right):
-            x = x.real
-        return like(x, wide(b, matrix)), name
+        x = form.solve(b)
+        x = x + form.solve(b - matrix @ x)  # one step of refinement
+        return x if is_complex(matrix.factors[0]) or np.iscomplexobj(b) else x.real, name, 0
     return None
 
 
