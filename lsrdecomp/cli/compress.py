@@ -62,7 +62,6 @@ def split_ratios(text: str) -> list[float]:
 
 @options_of(
     CompressionPlan,
-    elsewhere=("storage",),
     parsers={"ratio": (split_ratios, "N[,N…]"), "inner_shape": (split_sizes, "NxN")},
 )
 @options_of(MeasuredSettings)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lsrdecomp.training.record import Record, Scores
 
 
-@options_of(FinetuneSettings, elsewhere=("options",))
+@options_of(FinetuneSettings)
 def finetune(
     out: Annotated[Path, PLACE, typer.Option(help="Directory to write; must not exist.")],
     *,

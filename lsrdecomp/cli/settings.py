@@ -23,14 +23,13 @@ V = TypeVar("V", bound=Callable[..., Any])
 def options_of(
     settings: type[Settings],
     *,
-    elsewhere: tuple[str, ...] = (),
     only: tuple[str, ...] | None = None,
     parsers: Mapping[str, tuple[Callable[[str], Any], str]] = MappingProxyType({}),
 ) -> Callable[[V], V]:
     """The verb, whose ``**options`` takes the fields that are options; ``--help-all`` lists the others for ``--set``.
 
-    ``options`` holds what was on the command line, under the names of the fields. The fields named in ``elsewhere`` are
-    options that the verb declares itself; with ``only``, those named there are the options, and neither defaults nor
+    ``options`` holds what was on the command line, under the names of the fields. A field of the name of a
+    parameter is left to the verb itself; with ``only``, those named there are the options, and neither defaults nor
     others are shown. A field in ``parsers`` is read from its text by a function, and shown as the word beside it.
     """
 
@@ -38,7 +37,7 @@ def options_of(
         signature = inspect.signature(verb, eval_str=True)
         own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         before = [each for each in own if each.kind is not each.KEYWORD_ONLY]
-        fields = [each for each in settings.fields.values() if each.name not in elsewhere]
+        fields = [each for each in settings.fields.values() if each.name not in signature.parameters]
         chosen = [each for each in fields if (OPTION in each.marks if only is None else each.name in only)]
         made = [_parameter(each, parsers.get(each.name), default=only is None) for each in chosen]
         if verb.__name__ in PANELS and HELP_ALL.name not in signature.parameters:
