@@ -129,12 +129,14 @@ def _only(layer: nn.Module, wanted: Tensor, first: int | None = None) -> Iterato
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside."""
+def evaluating(model: nn.Module, *, autocast: bool) -> Iterator[torch.device]:
+    """Evaluation mode inside, with ``autocast`` products in bfloat16; yields where the model is."""
+    device = next(model.parameters()).device
     was = model.training
     model.eval()
     try:
-        yield
+        with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+            yield device
     finally:
         model.train(was)
 
@@ -150,9 +152,8 @@ def generate(
     batch: int = GENERATED,
 ) -> list[str]:
     """What the model says to each prompt, by greedy decoding, without special tokens."""
-    device = next(model.parameters()).device
     order, said = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), [""] * len(prompts)
-    with evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+    with evaluating(model, autocast=autocast) as device:
         for start in range(0, len(order), batch):
             chosen = order[start : start + batch]
             read = tokenizer([prompts[i] for i in chosen], padding=True, padding_side="left", return_tensors="pt")

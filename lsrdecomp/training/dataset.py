@@ -43,7 +43,7 @@ class TaskDataset:
     @property
     def outputs(self) -> int:
         """Numbers the head gives a row of tokens."""
-        return 1 if self.task.regression or choices(self.dev) > 1 else len(self.task.labels)
+        return 1 if self.task.regression or len(self.dev[0].choices) > 1 else len(self.task.labels)
 
     @property
     def regression(self) -> bool:
@@ -153,20 +153,6 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
 def length(example: Example) -> int:
     """Characters of the longest choice: near enough to its tokens to sort by, and free."""
     return max(len(first) + len(second or "") for first, second in example.choices)
-
-
-def choices(examples: Sequence[Example]) -> int:
-    """How many rows each example has: 1 for a classification.
-
-    Raises
-    ------
-    SettingsError
-        If examples differ in it.
-    """
-    counts = {len(example.choices) for example in examples}
-    if len(counts) != 1:
-        raise SettingsError(f"examples of one task must have equally many choices, got {sorted(counts)}")
-    return counts.pop()
 
 
 class Collator:

@@ -7,7 +7,6 @@ and only if, given the true completion so far, every next token is the likeliest
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -178,11 +177,10 @@ def judge_tokens(model: nn.Module, rows: Sequence[Tokens], pad: int, *, autocast
     autocast : bool
         Whether products are taken in bfloat16.
     """
-    device = next(model.parameters()).device
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     total, hits, count, right = 0.0, 0, 0, [False] * len(rows)
-    base = Base("", model, None, Head.causal_lm, ())
-    with evaluating(model), torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
+    base = Base("", model, None, Head.causal_lm)
+    with evaluating(model, autocast=autocast) as device:
         for start in range(0, len(order), EVALUATION_BATCH):
             chosen = order[start : start + EVALUATION_BATCH]
             (inputs,) = token_batches([rows[i] for i in chosen], size=len(chosen), seed=None, pad=pad, device=device)

@@ -91,16 +91,8 @@ class Task:
         return Example(choices, float(self.labels.index(label)))
 
     def score(self, labels: ArrayLike, answers: ArrayLike) -> dict[str, float]:
-        """Every metric of the task for ``answers``: class indices, or scores for a regression.
-
-        Raises
-        ------
-        DataError
-            If there is not one answer per label.
-        """
+        """Every metric of the task for ``answers``: class indices, or scores for a regression; one to each label."""
         expected, answered = np.asarray(labels), np.asarray(answers)
-        if expected.shape != answered.shape or expected.ndim != 1 or not expected.size:
-            raise DataError(f"{self.name}: answers of shape {answered.shape} for labels of shape {expected.shape}")
         functions = metric_functions()
         return {name: float(functions[name](expected, answered)) for name in self.metrics}
 
