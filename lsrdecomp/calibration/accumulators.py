@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lsrdecomp.calibration.covariance import Covariance, Spectrum
+from lsrdecomp.calibration.covariance import Covariance
 from lsrdecomp.calibration.fisher import CalibrationError, Pairs
+from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ class LayerSums:
         parts = {f"{side}.{part}": getattr(sums, part) for side, sums in sides.items() for part in ("total", "trace")}
         return parts | {"squared_inputs": self.squared_inputs, "tokens": self.tokens}
 
-    def spectra(self, answers: int) -> tuple[Spectrum, Spectrum, float]:
+    def spectra(self, answers: int) -> tuple[LowRankPlusIdentity, LowRankPlusIdentity, float]:
         """C with the trace E‖x_t‖², G with tr G · tr C = E‖W‖_F² per answer, and that product."""
         # Both sums have the trace Σ‖W‖². C takes the mean squared length of an input, G what is left of the product.
-        into, out = self.input.spectrum(), self.output.spectrum()
-        fisher, length = out.trace / answers, float(self.squared_inputs) / int(self.tokens)
+        into, out = float(self.input.trace), float(self.output.trace)
+        fisher, length = out / answers, float(self.squared_inputs) / int(self.tokens)
         if not (fisher > 0 and length > 0):
-            return _scaled(into, 0.0), _scaled(out, 0.0), 0.0
-        return _scaled(into, length / into.trace), _scaled(out, fisher / length / out.trace), fisher
+            return self.input.spectrum(0.0), self.output.spectrum(0.0), 0.0
+        return self.input.spectrum(length / into), self.output.spectrum(fisher / length / out), fisher
 
 
 def in_groups(memory: Mapping[str, int], most: int | None) -> list[list[str]]:
@@ -91,9 +92,3 @@ def in_groups(memory: Mapping[str, int], most: int | None) -> list[list[str]]:
         left -= size
         groups[-1].append(name)
     return groups
-
-
-def _scaled(spectrum: Spectrum, factor: float) -> Spectrum:
-    return replace(
-        spectrum, values=spectrum.values * factor, rest=spectrum.rest * factor, trace=spectrum.trace * factor
-    )

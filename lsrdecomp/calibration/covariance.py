@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import scipy.linalg
 import torch
-from numpy.typing import NDArray
+
+from lsrdecomp.targets.weights import LowRankPlusIdentity
 
 OVERSAMPLING = 2  # columns of the random block per eigenpair that is kept
-Double = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Spectrum:
-    """S ≈ V diag(λ) Vᵀ + ρ (I − V Vᵀ), with λ descending and the trace of S."""
-
-    vectors: Double  # (n, q)
-    values: Double  # (q,)
-    rest: float
-    trace: float
 
 
 class Covariance:
@@ -57,15 +45,15 @@ class Covariance:
         self.total += rows.T @ (partners if self.full else partners @ self._block)
         self.trace += (rows * partners).double().sum()
 
-    def spectrum(self) -> Spectrum:
-        """The ``rank`` largest eigenpairs of the sum and an isotropic rest."""
+    def spectrum(self, scale: float = 1.0) -> LowRankPlusIdentity:
+        """The ``rank`` largest eigenpairs of the sum, descending, and an isotropic rest, times ``scale``."""
         trace = float(self.trace)
         if self.full:
             total, left_out = self.total.double().cpu().numpy(), self.size - self.rank
             values, vectors = scipy.linalg.eigh((total + total.T) / 2, subset_by_index=(left_out, self.size - 1))
             values, vectors = np.maximum(values[::-1], 0.0), vectors[:, ::-1].copy()
             rest = max(trace - float(values.sum()), 0.0) / left_out if left_out else 0.0
-            return Spectrum(vectors, values, rest, trace)
+            return LowRankPlusIdentity(vectors, scale * values, scale * rest)
         block, image = self._block.double().cpu().numpy(), self.total.double().cpu().numpy()
         # The shift of [1] keeps the Cholesky factor real under the rounding of float32 sums.
         shift = np.finfo(np.float32).eps * float(np.linalg.norm(image)) + np.finfo(np.float64).tiny
@@ -79,7 +67,7 @@ class Covariance:
         eigenvalues = np.maximum(singular[: self.rank] ** 2 - shift, 0.0)
         vectors = vectors[:, : self.rank]
         rest = max(trace - float(eigenvalues.sum()), 0.0) / max(self.size - eigenvalues.size, 1)
-        return Spectrum(vectors, eigenvalues, rest, trace)
+        return LowRankPlusIdentity(vectors, scale * eigenvalues, scale * rest)
 
 
 def _width(size: int, max_full: int, rank: int) -> int:

@@ -59,12 +59,12 @@ def leading_eigenpairs(layers: Mapping[str, LayerSums], answers: int) -> tuple[d
     for name, sums in layers.items():
         into, out, fisher = sums.spectra(answers)
         for side, spectrum in (("input", into), ("output", out)):
-            for part, value in zip(PARTS, (spectrum.vectors, spectrum.values, spectrum.rest), strict=True):
+            for part, value in zip(PARTS, (spectrum.basis, spectrum.values, spectrum.rest), strict=True):
                 # Entries of unit vectors: half precision holds them to 5e-4 of their size, whatever the scale.
                 tensors[f"{name}.{side}.{part}"] = np.asarray(
-                    value, dtype=np.float16 if value is spectrum.vectors else np.float32
+                    value, dtype=np.float16 if value is spectrum.basis else np.float32
                 )
-        shape = [len(out.vectors), len(into.vectors)]
+        shape = [out.size, into.size]
         ranks = [out.values.size, into.values.size]
         about[name] = {"shape": shape, "ranks": ranks, "tokens": int(sums.tokens), "fisher_trace": fisher}
     return tensors, about

@@ -164,7 +164,7 @@ def test_the_sums_are_products_of_weight_gradients(tokens):
     np.testing.assert_allclose(out.trace * into.trace, fisher, rtol=1e-5)
     for spectrum, product in ((into, sum(w.T @ w for w in gradients)), (out, sum(w @ w.T for w in gradients))):
         expected = product * spectrum.trace / np.trace(product)
-        measured = spectrum.vectors * spectrum.values @ spectrum.vectors.T
+        measured = spectrum.basis * spectrum.values @ spectrum.basis.T
         np.testing.assert_allclose(measured, expected, atol=1e-5 * spectrum.trace)
 
 
@@ -288,8 +288,8 @@ def test_a_wide_covariance_keeps_its_leading_eigenpairs_and_its_trace():
         for covariance in (wide, whole):
             covariance.add(torch.from_numpy(part), torch.from_numpy(part))
     kept, exact = wide.spectrum(), whole.spectrum()
-    assert kept.vectors.shape == (300, 16)
-    np.testing.assert_allclose(kept.vectors.T @ kept.vectors, np.eye(16), atol=1e-5)
+    assert kept.basis.shape == (300, 16)
+    np.testing.assert_allclose(kept.basis.T @ kept.basis, np.eye(16), atol=1e-5)
     # One pass loses at most about the energy beyond the block's 32 columns; it goes to the rest. Sums are in single
     # precision, so every eigenvalue is known to a part of the largest one, which is a million times the smallest.
     tail, noise = exact.values[32:].sum(), 1e-4 * exact.values[0]
