@@ -26,7 +26,7 @@ from lsrdecomp.compression.result import Compression as Compression
 from lsrdecomp.compression.result import report_layer
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.search_table import SearchTable
-from lsrdecomp.compression.settings import CompressionPlan, Resources, Search
+from lsrdecomp.compression.settings import Budget, CompressionPlan, Resources, Search
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.kronecker.shape import ProductShape, balanced_split
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -165,8 +165,7 @@ class SearchedAdapter:
         """
         if plan.bytes is not None and fill:
             return self._filled(plan, plan.bytes)
-        size = None if plan.bytes is None else _bytes_for_factors(self.checkpoint, plan.bytes)
-        return self._reported(plan, self._fit(plan, size))
+        return self._reported(plan, self._fit(plan))
 
     def expected_error(self, plan: CompressionPlan) -> float:
         """Squared relative error of a plan by the prices of what was solved: the same table answers for every size.
@@ -174,10 +173,7 @@ class SearchedAdapter:
         In the norm that was searched in, before refining, so somewhat above what `compress` comes to; milliseconds.
         The plan has a number of parameters or bytes. Raises `BudgetError` as `compress`.
         """
-        budget = plan.budget(self.layers, self.effect)
-        if plan.bytes is not None:
-            budget = replace(budget, bytes=max(0, plan.bytes - _fixed_bytes(self.checkpoint)))
-        return self._searched.expected_error(budget)
+        return self._searched.expected_error(self._budget(plan))
 
     @property
     def _searched(self) -> SearchTable:
@@ -185,17 +181,20 @@ class SearchedAdapter:
             raise BudgetError("the search was for given terms only; search again for this plan")
         return self.table
 
-    def _fit(self, plan: CompressionPlan, size: float | None) -> Fitted:
-        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured.
+    def _budget(self, plan: CompressionPlan, size: float | None = None) -> Budget:
+        """What a plan allows the layers; of one of bytes, factors of ``size``, or what its files leave for them."""
+        budget = plan.budget(self.layers, self.effect)
+        if plan.bytes is None:
+            return budget
+        return replace(budget, bytes=_bytes_for_factors(self.checkpoint, plan.bytes) if size is None else size)
 
-        Of a plan of bytes, in factors of so many.
-        """
+    def _fit(self, plan: CompressionPlan, size: float | None = None) -> Fitted:
+        """Compress 2 and 3, fit and materialize: what each layer becomes, its factors made and measured."""
         if plan.separation_rank is not None:
             solver = replace(SOLVER, device=self.device)
             terms, storage = plan.separation_rank, plan.storages[0]
             return Fitted(at_given_terms(self.layers, terms, plan.inner_shape, storage, solver, self.cache), None)
-        budget = plan.budget(self.layers, self.effect)
-        return fit_budget(self._searched, budget if size is None else replace(budget, bytes=size))
+        return fit_budget(self._searched, self._budget(plan, size))
 
     def _reported(self, plan: CompressionPlan, fitted: Fitted) -> Compression:
         """Compress 4, report: a row a layer."""
@@ -279,7 +278,8 @@ def at_given_terms(
     cache = cache or SpillCache()
     groups: dict[Any, list[int]] = {}
     for i, layer in enumerate(layers):
-        shape = ProductShape.balanced(layer.shape, inner or balanced_split(layer.effective_rank))
+        most = min(layer.rank, *layer.shape)  # the largest inner rank that is of use
+        shape = ProductShape.balanced(layer.shape, inner or balanced_split(most))
         groups.setdefault((layer.kind, shape), []).append(i)
     made: dict[int, Materialized] = {}
     for (_, shape), indices in groups.items():
@@ -295,14 +295,9 @@ def at_given_terms(
     return tuple(made[i] for i in range(len(layers)))
 
 
-def _fixed_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the files whatever the layers are: heads, header and config."""
-    return checkpoint.extra_bytes + HEADER_BYTES
-
-
 def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
     """Bytes for factors in files of so many; `BudgetError` if there are none."""
-    fixed = _fixed_bytes(checkpoint)
+    fixed = checkpoint.extra_bytes + HEADER_BYTES
     if size <= fixed:
         least = f"heads, header and config alone take {fixed:,} bytes"
         raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")

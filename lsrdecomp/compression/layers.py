@@ -142,11 +142,6 @@ class Layer:
         """Numbers in the LoRA pair."""
         return self.rank * sum(self.shape)
 
-    @property
-    def effective_rank(self) -> int:
-        """The inner rank that the layer can use: r, or the smaller side of the matrix where r exceeds it."""
-        return min(self.rank, *self.shape)
-
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind can be solved together."""

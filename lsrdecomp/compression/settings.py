@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.checkpoints.progress import Step as Step
-from lsrdecomp.errors import BudgetError, ShapeError
-from lsrdecomp.fields import OPTION, POSITIVE, Also, Check, Settings, settings
+from lsrdecomp.errors import BudgetError
+from lsrdecomp.fields import OPTION, POSITIVE, Also, Settings, each, settings, whole
 
 if TYPE_CHECKING:
     from lsrdecomp.checkpoints import Checkpoint, Journal
@@ -26,8 +26,7 @@ GOALS = ("rtol", "separation_rank", "parameters", "ratio", "bytes", "kl")
 STORAGES = {"auto": ("float16", "int8", "int4"), "int8": ("int8",), "int4": ("int4",)}
 """Storages that are more than one floating type: what each layer may choose from."""
 
-
-SPLIT = Check(lambda value: True, str)  # checked with the goal it goes with
+SPLIT = each(whole(1), "two or more whole numbers, r1, r2, …", least=2)
 
 
 @settings
@@ -46,7 +45,7 @@ class CompressionPlan(Settings):
     error = BudgetError
 
     rtol: Annotated[float | None, OPTION, POSITIVE, "Largest relative error of every layer, as written."] = None
-    separation_rank: Annotated[int | None, OPTION, POSITIVE, "So many terms a side in every layer."] = None
+    separation_rank: Annotated[int | None, OPTION, whole(1), "So many terms a side in every layer."] = None
     parameters: Annotated[
         float | None, OPTION, POSITIVE, Also("params"), "So many parameters, in the factors of all layers."
     ] = None
@@ -58,7 +57,7 @@ class CompressionPlan(Settings):
     inner_shape: Annotated[
         tuple[int, ...] | None, OPTION, SPLIT, "With separation_rank: split of the inner rank, such as 4x2."
     ] = None
-    max_rank: Annotated[int | None, OPTION, "No layer of a larger rank when it is served as a LoRA."] = None
+    max_rank: Annotated[int | None, OPTION, whole(1), "No layer of a larger rank when it is served as a LoRA."] = None
     storage: Annotated[
         str, OPTION, "float32, float16, bfloat16; also int8, int4, auto (float16, int8 or int4 for each layer)."
     ] = "float32"
@@ -71,24 +70,16 @@ class CompressionPlan(Settings):
                 f"one goal is needed, got {' and '.join(goals) or 'none'}: a relative error (rtol), a number of terms "
                 "(separation_rank), or a size (parameters, ratio, bytes) or divergence (kl) for all layers together"
             )
-        if self.separation_rank is not None and self.separation_rank != int(self.separation_rank):
-            raise ShapeError(f"a separation rank is a positive integer, got {self.separation_rank}")
         if self.ratio is not None and self.ratio <= 1.0:
             raise BudgetError(f"a ratio of {self.ratio:g} makes nothing smaller; ask for one above 1, such as 48")
         if self.rtol is not None and self.rtol >= 1.0:
             raise BudgetError(
                 f"no adapter at all has a relative error of 1, so {self.rtol:g} keeps nothing; ask for less"
             )
-        if self.max_rank is not None and (self.max_rank < 1 or self.separation_rank is not None):
-            raise BudgetError(
-                "max_rank is a positive number and goes with goals that choose their shapes, not with separation_rank"
-            )
-        if self.inner_shape is not None:
-            if self.separation_rank is None:
-                raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
-            inner = self.inner_shape
-            if len(inner) < 2 or any(isinstance(q, bool) or not isinstance(q, int) or q < 1 for q in inner):
-                raise ShapeError(f"the inner shape is two or more positive integers r1, r2, …, got {inner}")
+        if self.max_rank is not None and self.separation_rank is not None:
+            raise BudgetError("max_rank goes with goals that choose their shapes, not with separation_rank")
+        if self.inner_shape is not None and self.separation_rank is None:
+            raise BudgetError("inner_shape goes with separation_rank; other goals choose their shapes")
         if self.storage not in STORAGES:
             from lsrdecomp.precision import PRECISIONS, type_name  # NumPy comes with it, and options come from fields
 
