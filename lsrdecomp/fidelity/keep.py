@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.calibration.behaviour import Behaviour
 from lsrdecomp.calibration.fisher import Head
 from lsrdecomp.checkpoints.files import bytes_to_open
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.compression.compress import HEADER_BYTES, SearchedAdapter
-from lsrdecomp.compression.result import Compression
 from lsrdecomp.compression.settings import CompressionPlan
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fidelity.evaluate import share_kept
@@ -92,12 +90,11 @@ class SmallestForm:
         # Larger shapes than those of a form this size are solved only if one is asked for: they take the longest.
         largest = max(self.whole / LARGEST, HEADER_BYTES + 1.0) if self.counts_bytes else self.whole / LARGEST
         self.searched = searches([self._plan(largest)], statistics=forms.statistics)
-        self.by_size: dict[float, CompressedForm] = {}  # untrained
         self.sizes = SizeSearch(self.whole, self._expected, self._measure)
 
     def first(self) -> CompressedForm:
         """A form near it, around which the next norm is measured."""
-        return self._losing(SAFETY * (1.0 - self.keep), measurements=1)
+        return self.sizes.losing(SAFETY * (1.0 - self.keep), measurements=1)
 
     def is_better(self, new: CompressedForm, old: CompressedForm) -> bool:
         """Whether one form is smaller than another, or keeps enough where that does not."""
@@ -106,18 +103,19 @@ class SmallestForm:
     def untrained(self) -> CompressedForm:
         """A measurement is a forward pass over the texts that choose. Raises `BudgetError` if nothing keeps as much."""
 
-        def measure(size: float) -> Behaviour:
-            behaviour = self._measure(size)
-            form = f"form {len(self.by_size)} of at most {MOST_MEASURED}"
-            self.forms.evaluator.say(f"{form} keeps {share_kept(behaviour):.3f}, {self.keep:g} asked")
-            return behaviour
+        def measure(size: float) -> CompressedForm:
+            form, number = self._measure(size), len(self.sizes.measured) + 1
+            words = f"form {number} of at most {MOST_MEASURED} keeps {1.0 - lost(form):.3f}, {self.keep:g} asked"
+            self.forms.evaluator.say(words)
+            return form
 
         try:
-            return self.by_size[replace(self.sizes, measure=measure).smallest(self.keep)]
+            return replace(self.sizes, measure=measure).smallest(self.keep)
         except BudgetError:
-            if share_kept(self._measure(self.whole)) < self.keep:  # the LoRA's own size is the last chance
+            whole = self._measure(self.whole)  # the LoRA's own size is the last chance
+            if not self._keeping([whole]):
                 raise
-            return self.by_size[self.whole]
+            return whole
 
     def trained(self) -> CompressedForm:
         """Training begins where it is guessed to bring enough, and again where by what that brought it would."""
@@ -131,7 +129,7 @@ class SmallestForm:
             size = self.sizes.guessed(loss)
             if self._keeping(trained) and (size + self.head_bytes) * WORTH_TRAINING > self._size(trained[0]):
                 break
-            form = self._losing(loss)
+            form = self.sizes.losing(loss)
             # 2. Trained until it keeps a little more than asked: what is promised is measured on other texts.
             words = f"training {number} of at most {MOST_DISTILLED}, "
             words += f"{form.compression.totals.ratio:.3g} times fewer numbers: "
@@ -140,16 +138,12 @@ class SmallestForm:
             # 3. To the last step where it ended before, and the texts that choose say that it keeps too little.
             if not self._keeping(trained[-1:]) and trained[-1].training_ended(enough):
                 trained[-1] = self.forms.distilled(form, words)
-            left = max(lost(trained[-1].behaviour), TINY) / max(lost(form.behaviour), TINY)
+            left = max(lost(trained[-1]), TINY) / max(lost(form), TINY)
         # 4. The smaller of those that keep enough; if none does, an untrained form.
         return min(self._keeping(trained), key=self._size, default=None) or self.untrained()
 
     def _keeping(self, forms: Sequence[CompressedForm]) -> list[CompressedForm]:
         return [form for form in forms if share_kept(form.behaviour) >= self.keep]
-
-    def _losing(self, loss: float, measurements: int = MOST_PLACED) -> CompressedForm:
-        """An untrained form that loses about so much: it is measured, for training costs many times as much."""
-        return self.by_size[self.sizes.losing(loss, measurements)]
 
     def _size(self, form: CompressedForm) -> int:
         return bytes_to_open(form.path / WEIGHTS) if self.counts_bytes else form.compression.totals.parameters
@@ -162,24 +156,22 @@ class SmallestForm:
             return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.form)
         return CompressionPlan(parameters=size, **self.form)
 
-    def _measure(self, size: float) -> Behaviour:
-        self.by_size[size] = self.forms.untrained(self._compress(size))
-        return self.by_size[size].behaviour
-
-    def _compress(self, size: float) -> Compression:
-        """To a size; where the file's header leaves no room for a layer, to the next larger that has it."""
+    def _measure(self, size: float) -> CompressedForm:
+        """Of a size; where the file's header leaves no room for a layer, of the next larger that has it."""
         while True:
             try:
-                return self.searched.compress(self._plan(size), fill=False)  # any size near it will do
+                compressed = self.searched.compress(self._plan(size), fill=False)  # any size near it will do
             except BudgetError:
                 size *= NEXT
                 if not self.counts_bytes or size > self.whole:
                     raise
+            else:
+                return self.forms.untrained(compressed)
 
 
-def lost(behaviour: Behaviour) -> float:
+def lost(form: CompressedForm) -> float:
     """The share that is not kept."""
-    return 1.0 - share_kept(behaviour)
+    return 1.0 - share_kept(form.behaviour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +186,17 @@ class SizeSearch:
         Squared relative error of the form of a size; cheap, falling. Raises `BudgetError` where there is none.
     measure : callable
         Makes the form of a size and measures it; dear.
-    measured : dict of size to Behaviour
-        What was measured so far.
+    measured : dict of size to CompressedForm
+        What was measured so far, untrained.
     """
 
     whole: float
     expected: Callable[[float], float]
-    measure: Callable[[float], Behaviour]
-    measured: dict[float, Behaviour] = field(default_factory=dict)
+    measure: Callable[[float], CompressedForm]
+    measured: dict[float, CompressedForm] = field(default_factory=dict)
 
-    def smallest(self, keep: float) -> float:
-        """The smallest size, of those measured, whose share is at least ``keep``.
+    def smallest(self, keep: float) -> CompressedForm:
+        """The smallest form, of those measured, whose share is at least ``keep``, which lies between 0 and 1.
 
         Each size is where as much is lost as may be; the sizes that kept enough and those that did not close in on the
         answer from both sides.
@@ -214,8 +206,6 @@ class SizeSearch:
         BudgetError
             If no form that was measured keeps as much; says what the best of them keeps.
         """
-        if not 0.0 < keep < 1.0:
-            raise BudgetError(f"the share to keep lies between 0 and 1, got {keep:g}")
         for _ in range(MOST_MEASURED - len(self.measured)):
             # 1. The interval, from sizes that keep too little to the smallest that keeps enough.
             keeping = self._keeping(keep)
@@ -230,33 +220,32 @@ class SizeSearch:
                 size = min(max(size, low * (high / low) ** OFF_ENDS), high * (low / high) ** OFF_ENDS)
             elif self.measured:
                 size = max(size, high / REACH) if keeping else min(size, low * REACH)
-            self.measured[size] = self.measure(size)
+            self.measured[size] = form = self.measure(size)
             # 4. The end, if no smaller form could be told from one that keeps too little.
-            margin = share_kept(self.measured[size]) - keep
-            if 0.0 <= margin <= ENOUGH * (self.measured[size].standard_error or 0.0):
+            margin = share_kept(form.behaviour) - keep
+            if 0.0 <= margin <= ENOUGH * (form.behaviour.standard_error or 0.0):
                 break
         keeping = self._keeping(keep)
         if not keeping:
-            best = max(map(share_kept, self.measured.values()))
+            best = 1.0 - min(map(lost, self.measured.values()))
             raise BudgetError(
                 f"no form that was measured keeps {keep:g} of what the adapter does: the best of {len(self.measured)} "
                 f"keeps {best:.3f}; ask for less, allow distillation, or store in a finer type"
             )
-        return min(keeping)
+        return self.measured[min(keeping)]
 
-    def losing(self, loss: float, measurements: int = MOST_PLACED) -> float:
-        """The size, of those measured, whose form loses most, but hardly more than ``loss``.
+    def losing(self, loss: float, measurements: int = MOST_PLACED) -> CompressedForm:
+        """The form, of those measured, that loses most, but hardly more than ``loss``: to train it costs far more.
 
         A form that loses about so much ends it. Where all lose more it is the one that loses least.
         """
         for _ in range(measurements):
             size = self.guessed(loss)
-            self.measured[size] = self.measure(size)
-            if loss / LITTLE_LESS <= lost(self.measured[size]) <= loss * LITTLE_MORE:
+            self.measured[size] = form = self.measure(size)
+            if loss / LITTLE_LESS <= lost(form) <= loss * LITTLE_MORE:
                 break
-        losses = {size: lost(behaviour) for size, behaviour in self.measured.items()}
-        within = [size for size in losses if losses[size] <= loss * LITTLE_MORE]
-        return max(within, key=losses.__getitem__) if within else min(losses, key=losses.__getitem__)
+        within = [form for form in self.measured.values() if lost(form) <= loss * LITTLE_MORE]
+        return max(within, key=lost) if within else min(self.measured.values(), key=lost)
 
     def guessed(self, loss: float) -> float:
         """The size at which so much would be lost."""
@@ -268,7 +257,7 @@ class SizeSearch:
         Beyond them in proportion to the squared error, which it is where nothing was measured. Raises `BudgetError` as
         ``expected`` does.
         """
-        losses_at = ((measured_size, lost(behaviour)) for measured_size, behaviour in self.measured.items())
+        losses_at = ((measured_size, lost(form)) for measured_size, form in self.measured.items())
         points = sorted((measured_size, max(loss, TINY)) for measured_size, loss in losses_at if math.isfinite(loss))
         if not points:
             return self.expected(size)
@@ -279,7 +268,7 @@ class SizeSearch:
         return loss if inside == size else loss * self.expected(size) / max(self.expected(inside), TINY)
 
     def _keeping(self, keep: float) -> list[float]:
-        return [size for size, behaviour in self.measured.items() if share_kept(behaviour) >= keep]
+        return [size for size, form in self.measured.items() if share_kept(form.behaviour) >= keep]
 
 
 def size_for(loss: float, low: float, high: float, lost: Callable[[float], float]) -> float:

@@ -1,6 +1,7 @@
 """The search for the smallest form: few measurements, never one that keeps too little, and words when there is none."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,7 @@ def curve(factor, power):
         return (WHOLE / SMALL / size) ** 0.5 if size < WHOLE else 0.0
 
     def measure(size):
-        lost = min(1.0, factor * expected(size) ** power)
-        return Behaviour(100, 100, "example", lost, 0.9, 1.0, 0.01)
+        return losing(min(1.0, factor * expected(size) ** power))
 
     return expected, measure
 
@@ -42,25 +42,26 @@ def test_the_form_found_keeps_enough_and_little_smaller_ones_do_not(factor, powe
     least = (WHOLE / SMALL) * ((1 - keep) / factor) ** (-2 / power)
     assume(least < WHOLE / 1.2)
     seen = {}
-    size = SizeSearch(WHOLE, expected, measure, seen).smallest(keep)
+    form = SizeSearch(WHOLE, expected, measure, seen).smallest(keep)
+    size = min(each for each, form in seen.items() if form.behaviour.kept >= keep)
     assert len(seen) <= MOST_MEASURED
-    assert size == min(each for each, behaviour in seen.items() if behaviour.kept >= keep)
+    assert form is seen[size]
     assert size <= 1.4 * max(least, WHOLE / SMALL)
 
 
 def test_a_known_factor_needs_few_measurements():
     expected, measure = curve(1.0, 1.0)
     seen = {}
-    size = SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
+    form = SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
     least = (WHOLE / SMALL) * 0.1**-2
     assert len(seen) <= 4
-    assert size <= CLOSE**2 * least
+    assert size_of(seen, form) <= CLOSE**2 * least
 
 
 def test_what_was_measured_before_is_where_the_search_goes_on():
     expected, measure = curve(0.9, 1.0)
     seen = {size: measure(size) for size in (1e4, 1e5)}  # too little, and enough
-    assert 1e4 < SizeSearch(WHOLE, expected, measure, seen).smallest(0.9) < 1e5
+    assert 1e4 < size_of(seen, SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)) < 1e5
     assert all(1e4 <= size <= 1e5 for size in seen)
     assert len(seen) <= 4
 
@@ -72,7 +73,7 @@ def test_a_form_that_keeps_little_more_than_asked_is_taken(error, count):
     shares = iter((0.905, 0.9))
 
     def measure(size):
-        return Behaviour(100, 100, "example", 1.0 - next(shares), 0.9, 1.0, error)
+        return losing(1.0 - next(shares), error)
 
     seen = {}
     SizeSearch(WHOLE, expected, measure, seen).smallest(0.9)
@@ -84,7 +85,7 @@ def test_what_a_size_loses_is_read_between_the_forms_that_were_measured():
     seen = {size: measure(size) for size in (2e5, 1e3, 2e4)}  # in any order
     sizes = SizeSearch(WHOLE, expected, measure, seen)
     for size in (1e3, 5e3, 2e4, 1e5):
-        assert sizes.loss_at(size) == pytest.approx(1.0 - measure(size).kept, rel=1e-6)
+        assert sizes.loss_at(size) == pytest.approx(1.0 - measure(size).behaviour.kept, rel=1e-6)
     beyond = sizes.loss_at(2e5) * expected(4e5) / expected(2e5)
     assert sizes.loss_at(4e5) == pytest.approx(beyond)
 
@@ -94,18 +95,23 @@ def test_no_form_is_trained_that_loses_more_than_training_makes_good(factor, cou
     """One that loses about so much will do; of what the first lost the second is known."""
     expected, measure = curve(factor, 1.0)
     seen = {}
-    size = SizeSearch(WHOLE, expected, measure, seen).losing(0.2)
+    form = SizeSearch(WHOLE, expected, measure, seen).losing(0.2)
     assert len(seen) == count
-    assert 0.15 < 1.0 - seen[size].kept <= 0.21
+    assert 0.15 < 1.0 - form.behaviour.kept <= 0.21
 
 
 def test_of_two_forms_near_what_training_makes_good_the_one_that_loses_less_is_trained():
     sizes = SizeSearch(WHOLE, lambda size: 3115.0 / size, lambda _: losing(0.191), {3115.0: losing(0.2447)})
-    assert sizes.measured[sizes.losing(0.2177)].kept == pytest.approx(1.0 - 0.191)
+    assert sizes.losing(0.2177).behaviour.kept == pytest.approx(1.0 - 0.191)
 
 
-def losing(share):
-    return Behaviour(100, 100, "example", share, 0.9, 1.0, 0.01)
+def losing(share, error=0.01):
+    """A form that loses a share."""
+    return CompressedForm(None, None, Behaviour(100, 100, "example", share, 0.9, 1.0, error))
+
+
+def size_of(measured, form):
+    return next(size for size, other in measured.items() if other is form)
 
 
 class Forms:
@@ -119,13 +125,13 @@ class Forms:
         self.kept, self.checks, self.trained = kept_by_steps, kept_of_checks, []
 
     def untrained(self, compression):
-        return CompressedForm(compression, compression.path, losing(0.25))
+        return replace(losing(0.25), compression=compression, path=compression.path)
 
     def distilled(self, form, words="", enough=math.inf):
         steps = next((steps for steps, share in self.checks if share >= enough), self.checks[-1][0])
         checks = tuple(check for check in self.checks if check[0] <= steps)
         self.trained.append((form.path.name, steps))
-        after = losing(1.0 - self.kept[steps])
+        after = losing(1.0 - self.kept[steps]).behaviour
         training = Distillation(steps, 0.1, 0.75, checks[-1][1], 1.0, checks)
         return CompressedForm(
             form.compression, form.path, after, DistilledForm(form.path, form.path, form.behaviour, after, training)
@@ -156,14 +162,5 @@ def test_a_training_that_ended_too_early_goes_on_before_another_form_is_trained(
 
 
 def test_what_cannot_be_kept_says_what_can():
-    def measure(size):
-        return Behaviour(100, 100, "example", 0.2, 0.9, 1.0, 0.01)
-
     with pytest.raises(BudgetError, match=r"keeps 0.95 .* the best of \d keeps 0.800"):
-        SizeSearch(WHOLE, curve(1.0, 1.0)[0], measure).smallest(0.95)
-
-
-@pytest.mark.parametrize("keep", [0.0, 1.0, 95.0, math.nan])
-def test_a_share_lies_between_nothing_and_all(keep):
-    with pytest.raises(BudgetError, match="between 0 and 1"):
-        SizeSearch(WHOLE, *curve(1.0, 1.0)).smallest(keep)
+        SizeSearch(WHOLE, curve(1.0, 1.0)[0], lambda _: losing(0.2)).smallest(0.95)
