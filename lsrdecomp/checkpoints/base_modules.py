@@ -11,7 +11,7 @@ from typing import Any
 from lsrdecomp.checkpoints.files import read_json
 from lsrdecomp.checkpoints.names import COMPONENTS
 from lsrdecomp.checkpoints.tensors import first_line, read_header
-from lsrdecomp.checkpoints.writers.gguf import GgufBase, gguf_names, read_base
+from lsrdecomp.checkpoints.writers.gguf import GgufBase, read_base
 from lsrdecomp.errors import CheckpointError, LsrError
 
 INDEX = ".safetensors.index.json"
@@ -73,7 +73,7 @@ class BaseModules:
         """The stored name of a module that transformers calls ``name``, or None."""
         if self.from_gguf:
             assert self.gguf is not None
-            name = gguf_names(self.gguf)(name) or ""
+            name = self.gguf.find(name) or ""
         return name if name in self.shapes else None
 
     def find_as_opened(self, name: str, task_type: str | None) -> str | None:

@@ -103,6 +103,24 @@ class Patterns:
         return next((value for pattern, value in self.values if pattern.match(name)), default)
 
 
+class Scales:
+    """Rank and scale, alpha / r or alpha / √r, of every module: by the patterns of a config or its common values."""
+
+    def __init__(self, config: Config, rank: int, alpha: float, *, exact_first: bool = False) -> None:
+        self._rank, self._alpha = rank, alpha
+        ranks, alphas = config.integers("rank_pattern"), config.numbers("alpha_pattern")
+        self._ranks = Patterns(ranks, "rank_pattern", config.path, exact_first=exact_first)
+        self._alphas = Patterns(alphas, "alpha_pattern", config.path, exact_first=exact_first)
+        self._root = math.sqrt if config.flag("use_rslora") else float
+
+    def rank(self, module: str, usual: int | None = None) -> int:
+        """By a pattern; else ``usual``, or the common one."""
+        return self._ranks.get(module, self._rank if usual is None else usual)
+
+    def of(self, module: str, rank: int) -> float:
+        return self._alphas.get(module, self._alpha) / self._root(rank)
+
+
 def exact_pattern(name: str) -> str:
     """A pattern key that matches this module and no other under PEFT's rule.
 

@@ -182,13 +182,6 @@ class Format(Protocol):
         ...
 
 
-def needed_config(bundle: Bundle) -> Config:
-    """The adapter_config.json of a format that has one."""
-    if bundle.config is None:
-        raise CheckpointError("has no adapter_config.json", path=bundle.path)
-    return Config(bundle.config, bundle.config_path)
-
-
 def refuse_alpha(bundle: Bundle, alpha: float | None, reason: str | None = None) -> None:
     """Raise `CheckpointError` if an alpha was given to a format whose files decide the scale."""
     if alpha is None:

@@ -11,7 +11,7 @@ from typing import Any
 from lsrdecomp.checkpoints import BaseModules, Checkpoint
 from lsrdecomp.checkpoints.config import check_pattern
 from lsrdecomp.checkpoints.records import Layer
-from lsrdecomp.checkpoints.writers.gguf import gguf_name_of, gguf_names
+from lsrdecomp.checkpoints.writers.gguf import import_gguf
 from lsrdecomp.checkpoints.writers.peft import SERVER_RANKS
 from lsrdecomp.errors import LsrError
 from lsrdecomp.serving.adapter import GGUF, export_command, misfit, task_type
@@ -179,18 +179,18 @@ def _as_gguf(adapter: Checkpoint, base: BaseModules) -> str:
     if base.gguf is None:
         return f"{base.path} is of no architecture whose GGUF names are known here"
     try:
-        name_of = gguf_name_of(base.gguf)
+        import_gguf()
     except LsrError as error:  # the package gguf is missing
         return str(error)
-    return export_command(adapter, f"--to gguf --base {quote(str(base.path))}", ".gguf", name_of)
+    return export_command(adapter, f"--to gguf --base {quote(str(base.path))}", ".gguf", base.gguf.name_of)
 
 
 def _gguf_shapes(base: BaseModules) -> Mapping[str, tuple[int, ...] | None]:
     """By GGUF name: of the file, or of the modules that have such a name."""
     if base.gguf is None or base.from_gguf:
         return base.shapes
-    find = gguf_names(base.gguf)
-    return {gguf_name: shape for name, shape in base.shapes.items() if (gguf_name := find(name)) is not None}
+    names = ((base.gguf.find(name), shape) for name, shape in base.shapes.items())
+    return {name: shape for name, shape in names if name is not None}
 
 
 def _unexpected(layer: Layer, base: BaseModules) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
-from lsrdecomp.checkpoints.experts import INNER, Stacks, expert_layers
+from lsrdecomp.checkpoints.config import Config, Scales, check_carried, missing_modules
+from lsrdecomp.checkpoints.experts import Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import (
     DORA,
@@ -24,7 +24,6 @@ from lsrdecomp.checkpoints.format import (
     finish,
     grouped,
     need,
-    needed_config,
     refuse_alpha,
     refuse_fields,
     scalar,
@@ -143,21 +142,18 @@ class Layout:
 
     def _read_peft(self, bundle: Bundle, alpha: float | None) -> Checkpoint:
         """A PEFT directory, as PEFT 0.21 loads it; what is not one of our layers is refused by name."""
-        config = needed_config(bundle)
+        config = Config(bundle.config or {}, bundle.config_path)
         refuse_alpha(bundle, alpha)
         notes = check_supported(config)
         check_carried(config)
-        scales = Scales(config)
+        scales = Scales(config, config.integer("r", 8), config.number(ALPHAS[self.peft_type], 8))
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = grouped(bundle, self.parts, PREFIX)
-        stacked = config.raw if self.peft_type == "LORA" else {}
-        stacks = None
-        if stacked.get("target_parameters") or any(key.endswith(INNER) for key in modules):
-            stacks = Stacks(stacked, config.path)
+        stacks = Stacks(config.raw if self.peft_type == "LORA" else {}, config.path)
         read = lru_cache(maxsize=2)(StoredTensor.read)
         layers: list[Layer] = []
         for key, roles in modules.items():
-            parameter = stacks.of_key(key) if stacks else None
+            parameter = stacks.of_key(key)
             name = parameter or key
             rank = scales.rank(name)
             layer = self._layer(name, roles, lambda name, _: scales.of(name, scales.rank(name)), linear)
@@ -168,8 +164,7 @@ class Layout:
                 raise roles["down"].error(f"{text}; correct r or rank_pattern in {config.path.name}")
             else:
                 layers.append(layer)
-        if stacks:
-            stacks.check_all_there(layer.name for layer in layers)
+        stacks.check_all_there(layer.name for layer in layers)
         notes += missing_modules(config.raw, extras)
         return finish(bundle, self.name, layers, extras, notes, parts=f"{self.peft_type} layer")
 
@@ -243,10 +238,12 @@ def _header_scales(bundle: Bundle) -> dict[str, Scales]:
     for key, value in parse_json(text.encode(), bundle.weights, what=METADATA).items():
         component, _, field = key.partition(".")
         fields.setdefault(component, {})[field] = value
-    configs = {component: Config({"peft_type": "LORA", **raw}, bundle.weights) for component, raw in fields.items()}
-    for config in configs.values():
+    scales = {}
+    for component, raw in fields.items():
+        config = Config({"peft_type": "LORA", **raw}, bundle.weights)
         check_supported(config)
-    return {component: Scales(config) for component, config in configs.items()}
+        scales[component] = Scales(config, config.integer("r", 8), config.number("lora_alpha", 8))
+    return scales
 
 
 def _mlx_scale(bundle: Bundle) -> float | None:
@@ -320,6 +317,8 @@ REFUSED = {
     "megatron_config": "its layers are sharded by Megatron",
     "ensure_weight_tying": "it ties adapters of different modules",
 }
+ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
+"""What the types of PEFT call alpha."""
 BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 FIELDS = {
     *REFUSED,
@@ -335,23 +334,6 @@ OF_LYCORIS = {
     *("rank_dropout_scale", "use_effective_conv2d"),
 }
 """Further fields of LoHa and LoKr; what use_effective_conv2d does shows in the shapes."""
-
-
-class Scales:
-    """Rank and scale, alpha / r or alpha / √r, of every module: by the patterns of a config or its common values."""
-
-    def __init__(self, config: Config) -> None:
-        self.common = config.integer("r", 8)
-        self.ranks = Patterns(config.integers("rank_pattern"), "rank_pattern", config.path)
-        self.alpha = config.number("lora_alpha" if config.raw.get("peft_type") == "LORA" else "alpha", 8)
-        self.alphas = Patterns(config.numbers("alpha_pattern"), "alpha_pattern", config.path)
-        self.root = math.sqrt if config.flag("use_rslora") else float
-
-    def rank(self, module: str) -> int:
-        return self.ranks.get(module, self.common)
-
-    def of(self, module: str, rank: int) -> float:
-        return self.alphas.get(module, self.alpha) / self.root(rank)
 
 
 def check_supported(config: Config) -> tuple[str, ...]:

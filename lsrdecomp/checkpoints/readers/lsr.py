@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lsrdecomp.checkpoints.config import Config, Patterns, check_carried, missing_modules
+from lsrdecomp.checkpoints.config import Config, Patterns, Scales, check_carried, missing_modules
 from lsrdecomp.checkpoints.format import (
     PREFIX,
     Bundle,
     finish,
-    needed_config,
     refuse_alpha,
     refuse_fields,
     without_prefix,
@@ -50,8 +49,7 @@ def matches(bundle: Bundle) -> bool:
 
 def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
     """Layers of an LSR directory; `CheckpointError` where factors and config disagree, as PEFT would refuse it too."""
-    own = needed_config(bundle).raw
-    index = _index(bundle)
+    own, index = bundle.config or {}, _index(bundle)
     raw = dict(own) | ({} if index is None else index.config_fields())
     config = Config(raw, bundle.config_path)
     refuse_alpha(bundle, alpha)
@@ -81,9 +79,6 @@ def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise CheckpointError("the header's record of layer kinds is damaged", path=bundle.weights) from None
 
 
-_patterns = partial(Patterns, exact_first=True)  # as `lsrdecomp.adapters.config.find`
-
-
 class _Expected:
     """Sizes the config promises for each layer."""
 
@@ -107,13 +102,11 @@ class _Expected:
         if self.order > MOST_FACTORS:
             raise config.error("order", f"at most {MOST_FACTORS} factors")
         usual = math.prod(self.inner) if self.inner else 16
-        self.rank = config.integer("r") if raw.get("r") is not None else usual
-        self.alpha = config.number("lsr_alpha", 16)
-        self.root = math.sqrt if config.flag("use_rslora") else float
-        self.ranks = _patterns(config.integers("rank_pattern"), "rank_pattern", path)
-        self.alphas = _patterns(config.numbers("alpha_pattern"), "alpha_pattern", path)
-        self.all_terms = _patterns(terms, "separation_rank_pattern", path)
-        self.shapes = _patterns(shapes, "shape_pattern", path)
+        rank = config.integer("r") if raw.get("r") is not None else usual
+        # Exact names first, as `lsrdecomp.adapters.config.find`.
+        self.scales = Scales(config, rank, config.number("lsr_alpha", 16), exact_first=True)
+        self.all_terms = Patterns(terms, "separation_rank_pattern", path, exact_first=True)
+        self.shapes = Patterns(shapes, "shape_pattern", path, exact_first=True)
 
     def layer(
         self, name: str, left: list[StoredTensor], right: list[StoredTensor], kind: str, kernel: tuple[int, ...]
@@ -139,7 +132,7 @@ class _Expected:
         if max(shape.matrix_shape) > LARGEST_SIDE or len(left) > MOST_FACTORS:
             size = " x ".join(map(str, shape.matrix_shape))
             raise left[0].error(f"{len(left)} factors of a {size} matrix; no layer is that large")
-        rank = self.ranks.get(name, self.rank if configured is None else configured.inner_rank)
+        rank = self.scales.rank(name, None if configured is None else configured.inner_rank)
         promised = configured or self.default(shape.matrix_shape, rank)
         if promised != shape or shape.inner_rank != rank:
             raise left[0].error(f"factors of shape {shape}, but the config says {promised} with r = {rank}")
@@ -147,8 +140,7 @@ class _Expected:
         if (left[0].shape[0], right[0].shape[0]) != terms:
             text = f"separation ranks {left[0].shape[0]} and {right[0].shape[0]}, but the config says {terms}"
             raise left[0].error(text)
-        scale = self.alphas.get(name, self.alpha) / self.root(rank)
-        dtype = left[0].dtype
+        scale, dtype = self.scales.of(name, rank), left[0].dtype
         return LsrLayer(name, kind, shape, *terms, scale, dtype, tuple(left), tuple(right), kernel)
 
     def default(self, matrix_shape: tuple[int, int], rank: int) -> ProductShape:

@@ -6,8 +6,9 @@ alpha is 0 and the scale is in B, which is right for mixed ranks too. Names come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,27 @@ class GgufBase:
     key_heads: int
     width: int
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def find(self, name: str) -> str | None:
+        """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
+        options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+        options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
+        return next((found for found in map(self._names.get_name, options) if found is not None), None)
+
+    def name_of(self, name: str) -> str:
+        """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
+        tensor = self.find(name)
+        if tensor is None or (self.shapes and tensor not in self.shapes):
+            missing = "" if tensor is None else f" (it would be {tensor})"
+            text = f"has no tensor in a {self.architecture} model of {self.blocks} blocks{missing}"
+            raise UnsupportedError(f"{name}: {text}; is {self.path} its base?")
+        return tensor
+
+    @cached_property
+    def _names(self) -> Any:
+        gguf = import_gguf()
+        architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
+        return gguf.get_tensor_name_map(architecture, self.blocks)
 
 
 def read_base(path: str | Path) -> GgufBase:
@@ -155,7 +177,7 @@ def write_gguf(
         way_out = "leave them out by --without-heads (extras={}), or write lora, which keeps them"
         raise UnsupportedError(f"{text}; {way_out}", path=out)
     source_layers = {layer.name: layer for layer in source.layers} if source else {}
-    name_of, empty = gguf_name_of(base), True
+    empty = True
     with new_file(out, inputs=(source.path,) if source else (), force=force) as part:
         # The header says adapter and alpha 0: llama.cpp then takes B A as it is.
         writer = gguf.GGUFWriter(part, base.architecture)
@@ -166,7 +188,7 @@ def write_gguf(
             # Under the base's own name and in its order of rows, if it is of the size that the base has.
             layer = source_layers.get(name)
             check_pair(name, up, down, layer)
-            tensor = name_of(name)
+            tensor = base.name_of(name)
             _check(name, tensor, up, down, layer, base)
             for end, array in (("lora_a", down), ("lora_b", _ordered(tensor, np.asarray(up), base))):
                 key = f"{tensor}.weight.{end}"
@@ -184,35 +206,6 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
     return out
-
-
-def gguf_names(base: GgufBase) -> Callable[[str], str | None]:
-    """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
-    gguf = import_gguf()
-    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == base.architecture)
-    names = gguf.get_tensor_name_map(architecture, base.blocks)
-
-    def find(name: str) -> str | None:
-        options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-        options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
-        return next((gguf_name for gguf_name in map(names.get_name, options) if gguf_name is not None), None)
-
-    return find
-
-
-def gguf_name_of(base: GgufBase) -> Callable[[str], str]:
-    """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
-    find = gguf_names(base)
-
-    def name_of(name: str) -> str:
-        tensor = find(name)
-        if tensor is None or (base.shapes and tensor not in base.shapes):
-            missing = "" if tensor is None else f" (it would be {tensor})"
-            text = f"has no tensor in a {base.architecture} model of {base.blocks} blocks{missing}"
-            raise UnsupportedError(f"{name}: {text}; is {base.path} its base?")
-        return tensor
-
-    return name_of
 
 
 def _check(name: str, tensor: str, up: Array, down: Array, layer: LoraLayer | LsrLayer | None, base: GgufBase) -> None:
