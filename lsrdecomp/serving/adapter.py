@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -15,6 +15,7 @@ from lsrdecomp.checkpoints.writers.gguf import import_gguf
 from lsrdecomp.errors import CheckpointError, UnsupportedError
 
 GGUF = "gguf"
+MISSING = "the base has no module of that name"
 
 
 def read_adapter(path: str | Path) -> Checkpoint:
@@ -23,9 +24,11 @@ def read_adapter(path: str | Path) -> Checkpoint:
     return _gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
 
 
-def misfit(layer: Layer, weight: tuple[int, ...] | None) -> str | None:
-    """What is wrong with a layer's size beside a module's stored weight; a weight of unknown size fits."""
-    m, n = layer.out_features, layer.in_features
+def misfit(layer: Layer, module: str | None, shapes: Mapping[str, tuple[int, ...] | None]) -> str | None:
+    """What is wrong with the module that a layer is for: there is none, or its weight, if known, has another size."""
+    if module is None:
+        return MISSING
+    m, n, weight = layer.out_features, layer.in_features, shapes[module]
     if weight is None:
         return None
     if len(weight) > 2:

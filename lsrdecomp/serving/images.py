@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 from lsrdecomp.checkpoints import BaseModules, Checkpoint
 from lsrdecomp.checkpoints.names import TEXT_LEVEL, diffusers_name, flat_name, kohya_name
-from lsrdecomp.checkpoints.records import Layer
 from lsrdecomp.serving.adapter import export_command, misfit
 from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
@@ -35,7 +34,7 @@ def diffusers(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
     for layer in adapter.layers:
         name, of_text = _without_level(layer.name), layer.name.startswith("text_encoder")
         flattened |= of_text and name == layer.name
-        fault = _fault(layer, name, modules, base)
+        fault = misfit(layer, modules.get(name), base.shapes)
         if fault is None and of_text and not name.endswith(TEXT_WORDS):
             fault = f"diffusers loads only {', '.join(TEXT_WORDS)} of a text encoder"
         if fault is not None and name in modules:
@@ -54,7 +53,7 @@ def kohya(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         return
     modules = _flattened(base, _visited)
     for layer in adapter.layers:
-        fault = _fault(layer, layer.name, modules, base)
+        fault = misfit(layer, modules.get(layer.name), base.shapes)
         if fault is not None and layer.name in modules:
             check.refuse("kohya-ss raises where a size differs")
         check.modules.append(ModuleFate(layer.name, layer.rank, fault))
@@ -89,10 +88,3 @@ def _flattened(base: BaseModules, wanted: Callable[[str], bool]) -> Mapping[str,
 def _visited(name: str) -> bool:
     parts = name.split(".")
     return bool(set(parts) & set(TEXT_PARTS if name.startswith("text_encoder") else UNET_PARTS))
-
-
-def _fault(layer: Layer, name: str, modules: Mapping[str, str], base: BaseModules) -> str | None:
-    stored = modules.get(name)
-    if stored is None:
-        return "the base has no module of that name"
-    return misfit(layer, base.shapes[stored])

@@ -14,13 +14,12 @@ from lsrdecomp.checkpoints.records import Layer
 from lsrdecomp.checkpoints.writers.gguf import import_gguf
 from lsrdecomp.checkpoints.writers.peft import SERVER_RANKS
 from lsrdecomp.errors import LsrError
-from lsrdecomp.serving.adapter import GGUF, export_command, misfit, task_type
+from lsrdecomp.serving.adapter import GGUF, MISSING, export_command, misfit, task_type
 from lsrdecomp.serving.report import ModuleFate, ServingCheck
 
 PEFT_FORMATS = ("peft-lora", "peft-loha", "peft-lokr", "lsr")
 DEFAULT_RANK = 16
 """What vLLM admits without --max-lora-rank."""
-MISSING = "the base has no module of that name"
 EXPERT = re.compile(r"(.+\.experts)\.\d+\.")
 NUMBERED = re.compile(r"layers\.\d+\.")
 
@@ -33,7 +32,7 @@ def peft(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         check.notes.append("PEFT knows LSR after `import lsrdecomp.adapters`")
     for layer in adapter.layers:
         stored = base.find_as_opened(layer.name, task_type(adapter))
-        fault = MISSING if stored is None else misfit(layer, base.shapes[stored])
+        fault = misfit(layer, stored, base.shapes)
         if stored is not None and fault is not None:
             check.refuse("PEFT raises where a size differs")
         elif fault is None and adapter.format != "lsr" and not _targeted(layer.name, adapter):
@@ -72,7 +71,7 @@ def vllm(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         elif layer.kind not in ("linear", "conv1d", "embedding"):
             fault = f"vLLM has no LoRA for a layer of kind {layer.kind}"
             check.refuse(fault)
-        elif (fault := misfit(layer, base.shapes[stored])) is not None:
+        elif (fault := misfit(layer, stored, base.shapes)) is not None:
             check.refuse("vLLM raises where a size differs")
         factor = used / layer.scale if used and layer.scale else 1.0
         check.modules.append(ModuleFate(layer.name, layer.rank, fault, factor))
@@ -117,7 +116,7 @@ def sglang(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> None:
         elif name not in stored:
             fault = MISSING
             check.refuse("SGLang stops at a name of no layer of the base")
-        elif (fault := misfit(layer, stored[name])) is not None:
+        elif (fault := misfit(layer, name, stored)) is not None:
             check.refuse("SGLang raises where a size differs")
         elif layer.rank != rank:
             fault = f"rank {layer.rank}, and r is {rank}"
@@ -155,7 +154,7 @@ def llama_cpp(check: ServingCheck, adapter: Checkpoint, base: BaseModules) -> No
         if layer.name not in shapes:
             fault = "the base has no tensor of that name"
             check.refuse("llama.cpp stops at a tensor that the base lacks")
-        elif (fault := misfit(layer, shapes[layer.name])) is not None:
+        elif (fault := misfit(layer, layer.name, shapes)) is not None:
             check.refuse("llama.cpp stops where a size differs")
         check.modules.append(ModuleFate(layer.name, layer.rank, fault))
 
