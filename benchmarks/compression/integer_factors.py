@@ -42,7 +42,7 @@ def row(fitted: tuple[FittedLayer, ...], storage: str) -> dict[str, Any]:
             squares = [square + layer.squared_norm for square in squares]
             continue
         begun = time.process_time()
-        solved = refitted_product(layer.pair, form, bits, layer.norms)
+        solved = refitted_product(layer, form, bits)
         seconds += time.process_time() - begun
         rounded = quantized_product(form, bits)
         size += rounded.bytes

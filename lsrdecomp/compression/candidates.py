@@ -190,7 +190,7 @@ def materialize(layer: Layer, candidate: Candidate, cache: SpillCache) -> Materi
         return Materialized(candidate, False, None)
     coded, priced = not isinstance(stored, SeparatedProduct), _priced(layer, candidate, stored)
     if coded and isinstance(candidate, Lsr):
-        solved = refitted_product(layer.pair, candidate.product(), INTEGER_BITS[candidate.storage], layer.norms)
+        solved = refitted_product(layer, candidate.product(), INTEGER_BITS[candidate.storage])
         other = _priced(layer, candidate, solved)
         if other.squared_error < priced.squared_error:
             stored, priced = solved, other

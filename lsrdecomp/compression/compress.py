@@ -233,12 +233,10 @@ class SearchedAdapter:
             # Fill 1: factors of so many bytes, and the file they make.
             try:
                 result = self._reported(plan, self._fit(plan, allowed))
-            except BudgetError as error:
-                if best is not None:
-                    break
-                if sizes:
-                    raise _too_few(size, sizes) from error
-                raise
+            except BudgetError:
+                if not sizes:
+                    raise
+                break
             with TemporaryDirectory() as folder:
                 sizes.append(bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS))
             # Fill 2: the answer lies between what made a file that fits and what made one that does not.
@@ -259,7 +257,7 @@ class SearchedAdapter:
             if high - low < 4.0:
                 break
         if best is None:
-            raise _too_few(size, sizes)
+            raise BudgetError(f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}")
         return best
 
 
@@ -302,7 +300,3 @@ def _bytes_for_factors(checkpoint: Checkpoint, size: int) -> int:
         least = f"heads, header and config alone take {fixed:,} bytes"
         raise BudgetError(f"nothing of the adapter fits into {size:,} bytes: {least}; allow more")
     return size - fixed
-
-
-def _too_few(size: int, sizes: Sequence[int]) -> BudgetError:
-    return BudgetError(f"{size:,} bytes are too few: the smallest file found has {min(sizes):,}")

@@ -53,8 +53,8 @@ def quantized_product(product: SeparatedProduct, bits: int) -> QuantizedProduct:
     return QuantizedProduct(quantize(product.left, bits), quantize(product.right, bits))
 
 
-def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms: NormWeights) -> QuantizedProduct:
-    """Codes near ``pair`` in the norm: each factor is rounded in turn and the others are solved again.
+def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> QuantizedProduct:
+    """Codes near a layer in its norm: each factor is rounded in turn and the others are solved again.
 
     By `quantize_sequentially`. Of as many bytes as `quantized_product`, and seldom farther.
     """
@@ -62,8 +62,8 @@ def refitted_product(pair: LowRank, product: SeparatedProduct, bits: int, norms:
         return quantized_product(product, bits)
     if product.left.order == 2:
         product = product.canonical()
-    weights = None if norms.is_frobenius else norms
-    sides = quantize_sequentially(pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
+    weights = None if layer.is_frobenius else layer.norms
+    sides = quantize_sequentially(layer.pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
     left, right = (QuantizedMatrix(codes, *_float16(scales), bits) for codes, scales in sides)
     return QuantizedProduct(left, right)
 
@@ -77,7 +77,7 @@ def coded_product(product: SeparatedProduct, bits: int, norms: NormWeights | Non
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
         return spectral_code(aim, layer_svd(aim), [bits] * len(aim.gauge[1]))
-    rounded, solved = quantized_product(product, bits), refitted_product(aim.pair, product, bits, aim.norms)
+    rounded, solved = quantized_product(product, bits), refitted_product(aim, product, bits)
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
 

@@ -39,7 +39,8 @@ def test_solving_takes_back_most_of_what_rounding_loses(bits: int, shape: Produc
         rng = np.random.default_rng(seed)
         target, weights = low_rank(rng, shape, 4), norm_of(rng, shape, kind)
         found = JointALS(sweeps=10).solve(target, shape, (3, 3), weights=weights)
-        ways = quantized_product(found.product, bits), refitted_product(target, found.product, bits, weights)
+        layer = Layer.of("layer", target, weights)
+        ways = quantized_product(found.product, bits), refitted_product(layer, found.product, bits)
         assert ways[0].bytes == ways[1].bytes
         errors = [weighted_residual_norm(target, way.dequantized(), weights) for way in ways]
         lost.append([error**2 - found.error**2 for error in errors])
