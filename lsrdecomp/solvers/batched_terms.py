@@ -123,12 +123,6 @@ def safe_ratio(a: Array, b: Array) -> Array:
     return xp.where(positive, a / xp.where(positive, b, xp.ones_like(b)), xp.zeros_like(b))
 
 
-def diagonal_matrix(values: Array) -> Array:
-    """(L, n) to (L, n, n) with the values on the diagonal."""
-    xp, n = namespace(values), values.shape[1]
-    return values[:, None, :] * xp.eye(n, dtype=values.dtype, device=device(values))[None, :, :]
-
-
 def identity_like(matrices: Array) -> Array:
     """The identity (1, n, n) in the library, precision and place of square matrices (L, n, n)."""
     xp = namespace(matrices)

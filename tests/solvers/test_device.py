@@ -25,7 +25,7 @@ from lsrdecomp.solvers.pair.joint_als import JointALS
 from lsrdecomp.targets.weights import Identity, NormWeights
 
 WIDE = ProductShape((64, 48), (2, 2), (40, 50))  # its start goes through a Krylov space
-KINDS = ("frobenius", "dense", "diagonal", "low rank")
+KINDS = ("frobenius", "all eigenpairs", "low rank")
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
 
 
@@ -57,7 +57,7 @@ def test_another_device_finds_the_same(device, shape, ranks, kind, rng, monkeypa
         monkeypatch.setattr(stacking, "check_device", lambda name: None)
     targets = [low_rank(rng, shape, 4) for _ in range(2)]
     weights = None if kind == "frobenius" else [norms(rng, shape, kind) for _ in targets]
-    here = JointALS(sweeps=3, tolerance=0.0, ridge=1e-4)
+    here = JointALS(sweeps=3, tolerance=0.0)
     there = replace(here, device=device)
     solved = [solver.solve_batch(targets, shape, ranks, weights=weights) for solver in (here, there)]
     for one, other in zip(*solved, strict=True):
@@ -68,11 +68,11 @@ def test_another_device_finds_the_same(device, shape, ranks, kind, rng, monkeypa
 
 
 def test_arrays_are_placed_wherever_they_are_nested(rng):
-    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "dense").output, Identity(20)), 3, None)
+    value = ([np.ones(2)], NormWeights(norms(rng, SMALL, "all eigenpairs").output, Identity(20)), 3, None)
     there = placed(value, "cpu")
-    assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.matrix))
+    assert all(isinstance(array, torch.Tensor) for array in (there[0][0], there[1].output.basis))
     assert (there[1].input, *there[2:]) == (Identity(20), 3, None)
-    assert isinstance(placed(there, None)[1].output.matrix, np.ndarray)
+    assert isinstance(placed(there, None)[1].output.basis, np.ndarray)
 
 
 @NO_CUDA

@@ -63,7 +63,7 @@ def test_formed_and_applied_it_is_the_normal_matrix_of_the_whole_weight(
         image = (wanted @ x.reshape(LAYERS, -1, 1)).reshape(x.shape)
         assert np.allclose(block.apply(x), image, rtol=1e-11, atol=1e-11 * np.abs(image).max())
         traces = PartialTraces.of(w, rows, gram)
-        by_the_whole = Side.of(shape, w, 4, 0.0, traces)._operator(stacks, i, gram)(x)
+        by_the_whole = Side.of(shape, w, 4, traces)._operator(stacks, i, gram)(x)
         assert np.allclose(by_the_whole, image, rtol=1e-11, atol=1e-11 * np.abs(image).max())
 
 
@@ -104,11 +104,11 @@ def test_shapes_with_one_split_share_its_traces(weight, rng: np.random.Generator
     targets = WeightedTargets.of_arrays(pair, triangles, norms)
     shapes = [ProductShape((3, 4), inner, (3, 4)) for inner in ((1, 1), (2, 1), (1, 3))]
     problems = [PairProblem.of(targets, shape, 4) for shape in shapes]
-    assert len({id(problem.out_side.traces) for problem in problems}) == 1
-    assert problems[0].out_side.traces is not problems[0].in_side.traces
+    assert len({id(problem.sides[0].traces) for problem in problems}) == 1
+    assert problems[0].sides[0].traces is not problems[0].sides[1].traces
     other = PairProblem.of(targets, ProductShape((4, 3), (1, 1), (3, 4)), 4)
-    assert other.out_side.traces is not problems[0].out_side.traces
-    assert other.in_side.traces is problems[0].in_side.traces
+    assert other.sides[0].traces is not problems[0].sides[0].traces
+    assert other.sides[1].traces is problems[0].sides[1].traces
 
 
 def test_a_sweep_tells_its_error_exactly(weight, rng: np.random.Generator) -> None:

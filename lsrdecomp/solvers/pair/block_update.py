@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from lsrdecomp.arrays import Array, as_double, device, dtype_name, namespace
+from lsrdecomp.arrays import Array, as_double, dtype_name, namespace
 from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import unit_roundoff
@@ -20,7 +20,6 @@ from lsrdecomp.solvers.batched_terms import (
     conjugate_gradients,
     contraction,
     damped,
-    diagonal_matrix,
     mttkrp,
     summed,
 )
@@ -40,17 +39,16 @@ class Side:
     shape: KroneckerShape
     weight: Weight
     cg_steps: int
-    ridge: float
     traces: PartialTraces
     bases: tuple[Array, ...]  # eigenpairs of W for each block, see `basis_for`; none of the identity
 
     @classmethod
-    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, ridge: float, traces: PartialTraces) -> Side:
+    def of(cls, shape: KroneckerShape, weight: Weight, cg_steps: int, traces: PartialTraces) -> Side:
         """The side of a batch with the partial traces of its weight at the rows of the shape."""
         bases: tuple[Array, ...] = ()
         if not isinstance(weight, Identity):
             bases = tuple(basis_for(weight, shape.rows, i) for i in range(shape.order))
-        return cls(shape, weight, cg_steps, ridge, traces, bases)
+        return cls(shape, weight, cg_steps, traces, bases)
 
     def update(
         self, stacks: Stacks, gram: Array, cross: Array, fixed: Container[int] = ()
@@ -77,9 +75,8 @@ class Side:
         for i in range(self.shape.order):
             if i in fixed:
                 continue
-            # Block 1: what the present sum lacks along this block, and what its λ costs.
+            # Block 1: what the present sum lacks along this block.
             right_hand = against(stacks, i)
-            penalty = self._penalty(stacks, gram, i)
             # Block 2: its minimum: without a weight row by row, of a small one by its normal matrix, else by a few
             # conjugate gradient steps, with what the block sees of the eigenpairs where that is cheaper.
             seen, inside, terms = None, None, int(stacks[i].shape[2])
@@ -87,14 +84,14 @@ class Side:
             if not isinstance(self.weight, Identity) and (small or pays(self.shape, i, terms, self.cg_steps)):
                 seen = SpectralBlock.of(self.weight, self.bases[i], self.shape, stacks, i, gram)
             if seen and small:
-                stacks[i] = self._direct(stacks[i], 1, seen.matrix(), penalty, right_hand)
+                stacks[i] = self._direct(stacks[i], 1, seen.matrix(), right_hand)
             elif isinstance(self.weight, Identity):
                 normal = self._normal(stacks, gram_tensor, i)
-                stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, penalty, right_hand)
+                stacks[i] = self._direct(stacks[i], self.shape.rows[i], normal, right_hand)
             else:
                 normal = self._normal(stacks, gram_tensor, i)
                 apply = seen.apply if seen else self._operator(stacks, i, gram)
-                stacks[i] = self._conjugate_gradients(stacks[i], i, normal, penalty, right_hand, apply)
+                stacks[i] = self._conjugate_gradients(stacks[i], i, normal, right_hand, apply)
             # Block 3: of the last one VᵀX, which the other side asks for next.
             if seen and i == self.shape.order - 1:
                 inside = seen.inside(stacks[i])
@@ -142,27 +139,10 @@ class Side:
         products = xp.reshape(products, (batch, r, s, r, s))
         return xp.reshape(xp.permute_dims(products, (0, 1, 3, 2, 4)), (batch, r * r, s * s))
 
-    def _penalty(self, stacks: Stacks, gram: Array, i: int) -> Array | None:
-        """ridge · mean(W) · tr H / r · ∏_{j≠i} ‖F_kʲ‖² for every column (a, k) of block i; shape (L, r_i·s)."""
-        if self.ridge == 0.0:
-            return None
-        xp = namespace(gram)
-        batch, s, r = gram.shape[0], stacks[0].shape[2], self.shape.columns[i]
-        sizes = xp.ones((batch, s), dtype=gram.dtype, device=device(gram))
-        for j, stack in enumerate(stacks):
-            if j != i:
-                sizes = sizes * xp.sum(stack * stack, axis=1)
-        scale = self.ridge * self.traces.mean * xp.linalg.trace(gram) / gram.shape[1]
-        return xp.reshape(xp.broadcast_to((scale[:, None] * sizes)[:, None, :], (batch, r, s)), (batch, r * s))
-
-    def _direct(self, stack: Array, rows: int, normal: Array, penalty: Array | None, right_hand: Array) -> Array:
+    def _direct(self, stack: Array, rows: int, normal: Array, right_hand: Array) -> Array:
         """Exact block minimum, as a proximal step from the present block; ``rows`` of it share the normal matrix."""
         xp, batch, n = namespace(normal), normal.shape[0], normal.shape[1]
         block = xp.reshape(stack, (batch, rows, n))
-        if penalty is not None:
-            repeats = n // penalty.shape[1]
-            penalty = xp.broadcast_to(penalty[:, None, :], (batch, repeats, penalty.shape[1]))
-            normal = normal + diagonal_matrix(xp.reshape(penalty, (batch, n)))
         gradient = xp.reshape(right_hand, (batch, rows, n)) - block @ normal
         safe = damped(normal, DAMPING * n * unit_roundoff(dtype_name(normal)))
         step = xp.linalg.solve(as_double(safe), as_double(xp.matrix_transpose(gradient)))  # quicker in double, too
@@ -178,25 +158,15 @@ class Side:
 
         return apply
 
-    def _conjugate_gradients(
-        self, stack: Array, i: int, normal: Array, penalty: Array | None, right_hand: Array, apply: Operator
-    ) -> Array:
+    def _conjugate_gradients(self, stack: Array, i: int, normal: Array, right_hand: Array, apply: Operator) -> Array:
         """A few preconditioned steps from the present block: the weight couples its rows, no small solve is exact."""
         xp = namespace(normal)
         batch, (m, r), s = normal.shape[0], self.shape.factors[i], stack.shape[2]
-        columns = self.traces.mean[:, None, None] * normal
-        columns = inverse(columns if penalty is None else columns + diagonal_matrix(penalty))
-        rows = self.traces.inverse(i)
+        columns, rows = inverse(self.traces.mean[:, None, None] * normal), self.traces.inverse(i)
 
         def precondition(x: Array) -> Array:
             image = xp.reshape(x, (batch, m, r * s)) @ columns
             return xp.reshape(image if rows is None else rows @ image, x.shape)
 
-        def penalized(x: Array) -> Array:
-            image = apply(x)
-            if penalty is None:
-                return image
-            return image + xp.reshape(xp.reshape(x, (batch, m, r * s)) * penalty[:, None, :], x.shape)
-
-        residual = right_hand - penalized(stack)
-        return stack + conjugate_gradients(penalized, precondition, residual, self.cg_steps)
+        residual = right_hand - apply(stack)
+        return stack + conjugate_gradients(apply, precondition, residual, self.cg_steps)

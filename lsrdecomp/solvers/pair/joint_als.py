@@ -37,9 +37,6 @@ class JointALS:
         Most passes over all blocks; 30 come within a few per cent of the end.
     cg_steps : int
         Conjugate gradient steps per block in a weighted norm.
-    ridge : float
-        Penalty on λ, as ρ² of the storage's relative rounding error ρ: minimises the expected error after rounding
-        instead of the error. Zero: none, and the error itself is monotone.
     tolerance : float
         Stop when a sweep lowers the error of no problem by more than this fraction.
     initializations : int
@@ -70,7 +67,6 @@ class JointALS:
 
     sweeps: int = 30
     cg_steps: int = 8
-    ridge: float = 0.0
     tolerance: float = 1e-5
     initializations: int = 4
     trials: int = 2
@@ -155,7 +151,7 @@ class JointALS:
         ranks = _checked(targets, shape, ranks)
         batch = WeightedTargets.of(targets, weights, self.device)
         begun = None if starts is None else [batch.placed(start_pair(starts, shape, ranks, len(targets)))]
-        problem = PairProblem.of(batch, shape, self.cg_steps, self.ridge)
+        problem = PairProblem.of(batch, shape, self.cg_steps)
         progress, history = SolveProgress(on_sweep), list[Array]()
         first_errors, sweeps, settled = None, self.sweeps, False
         # JointALS 1: sweeps in single precision, where they see what a sweep gains.
@@ -206,7 +202,7 @@ class JointALS:
             for step in steps(problem, first, self.tolerance):
                 history.append(safe_ratio(step.state.error, size))
                 mean = float(xp.mean(history[-1]))
-                yield replace(step, relative_error=mean, objective=mean if self.ridge == 0.0 else None)
+                yield replace(step, relative_error=mean, objective=mean)
 
         first, reached, start_errors = problem.best_start(begun, min(self.trials, sweeps))
         progress.mark(Event.start)
@@ -241,9 +237,7 @@ def _solutions(
         left, right = (SeparatedMatrix.from_factors([factor[i, :, :, :] for factor in side]) for side in sides)
         error, start_error, norm = (float(values[i]) for values in figures)
         sweeps = tuple(
-            replace(
-                sweep, relative_error=float(values[i]), objective=None if sweep.objective is None else float(values[i])
-            )
+            replace(sweep, relative_error=float(values[i]), objective=float(values[i]))
             for sweep, values in zip(progress.sweeps, history, strict=True)
         )
         scale = 1.0 / norm if norm > 0.0 else 0.0

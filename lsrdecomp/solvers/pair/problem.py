@@ -14,7 +14,7 @@ from lsrdecomp.kronecker.rearrange import rearrange
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.precision import unit_roundoff
-from lsrdecomp.solvers.batched_terms import Stacks, chosen, identity_like, safe_ratio, scaled, summed, term_norms
+from lsrdecomp.solvers.batched_terms import chosen, safe_ratio, scaled, summed, term_norms
 from lsrdecomp.solvers.pair.block_update import Side
 from lsrdecomp.solvers.pair.initialization import (
     as_factors,
@@ -76,19 +76,17 @@ class PairProblem:
 
     targets: WeightedTargets
     shape: ProductShape
-    out_side: Side
-    in_side: Side
-    ridge: float
+    sides: tuple[Side, Side]  # the out side's part and the in side's
 
     @classmethod
-    def of(cls, targets: WeightedTargets, shape: ProductShape, cg_steps: int, ridge: float = 0.0) -> PairProblem:
+    def of(cls, targets: WeightedTargets, shape: ProductShape, cg_steps: int) -> PairProblem:
         """The problem at a shape; the weights with their indices reordered and their partial traces are made here."""
         norms = targets.norms
         out_side, in_side = (
-            Side.of(side, weight, cg_steps, ridge, targets.traces(which, weight, side.rows))
+            Side.of(side, weight, cg_steps, targets.traces(which, weight, side.rows))
             for which, side, weight in ((0, shape.left, norms.output), (1, shape.right.transposed, norms.input))
         )
-        return cls(targets, shape, out_side, in_side, ridge)
+        return cls(targets, shape, (out_side, in_side))
 
     @property
     def fits_single(self) -> bool:
@@ -107,11 +105,7 @@ class PairProblem:
         for array, scale in zip((left, right, *triangles), 2 * scales, strict=True):
             array *= xp.astype(scale, xp.float32)[:, None, None]  # in place: the copies are our own
         targets = WeightedTargets.of_arrays((left, right), (triangles[0], triangles[1]), targets.norms)
-        return PairProblem.of(targets, self.shape, self.out_side.cg_steps, self.ridge)
-
-    @property
-    def _sides(self) -> tuple[Side, Side]:
-        return self.out_side, self.in_side
+        return PairProblem.of(targets, self.shape, self.sides[0].cg_steps)
 
     @property
     def _weighted(self) -> tuple[Array, Array]:
@@ -152,7 +146,7 @@ class PairProblem:
 
     def _start(self, transforms: tuple[Array, Array], white: bool, ranks: tuple[int, int]) -> Pair:
         factors = self.targets.left, namespace(self.targets.right).matrix_transpose(self.targets.right)
-        sides = zip(factors, transforms, self._sides, ranks, strict=True)
+        sides = zip(factors, transforms, self.sides, ranks, strict=True)
         out, into = (
             side_terms(x, transform, side.shape, k, side.traces if white else None) for x, transform, side, k in sides
         )
@@ -193,23 +187,21 @@ class PairProblem:
         return self._joined(pair, *(self._moments(pair, side) for side in (0, 1)))
 
     def sweep(self, state: PairState, fixed: tuple[Container[int], Container[int]] = ((), ())) -> PairState:
-        """Every block of both sides once but those ``fixed``; without a ridge no error rises above `RESOLUTION`."""
+        """Every block of both sides once but those ``fixed``; no error rises above `RESOLUTION`."""
         pair, other, moments = list(state.pair), state.into, []
         # Sweep 1: the out side, block by block, against the Gram matrix H and the cross term K of the in side; then the
         # in side against those of the new out side.
-        for which, (side, weighted) in enumerate(zip(self._sides, self._weighted, strict=True)):
-            gram = self._regularized(other.gram, pair[1 - which], self._sides[1 - which])
-            pair[which], inside = side.update(pair[which], gram, _by_columns(weighted, other.cross), fixed[which])
+        for which, (side, weighted) in enumerate(zip(self.sides, self._weighted, strict=True)):
+            cross = _by_columns(weighted, other.cross)
+            pair[which], inside = side.update(pair[which], other.gram, cross, fixed[which])
             other = self._moments((pair[0], pair[1]), which, inside)
             moments.append(other)
         # Sweep 2: both sides of equal norm, and the error from the inner products at hand.
         swept = self._joined((pair[0], pair[1]), *moments)
-        if self.ridge != 0.0:
-            return swept
         # Sweep 3: where H is singular a side may grow along it without end, until H's rounding, times the square of
         # that side, outweighs what a sweep gains. Such a problem stays where it was.
-        xp, size = namespace(gram), namespace(gram).sqrt(self.targets.energy)
-        blur = RESOLUTION * (unit_roundoff(dtype_name(gram)) / unit_roundoff("float64")) ** 0.5
+        xp, size = namespace(other.gram), namespace(other.gram).sqrt(self.targets.energy)
+        blur = RESOLUTION * (unit_roundoff(dtype_name(other.gram)) / unit_roundoff("float64")) ** 0.5
         risen = swept.error > state.error + blur * size
         return PairState.chosen(risen, state, swept) if bool(xp.any(risen)) else swept
 
@@ -234,7 +226,7 @@ class PairProblem:
         """
         pair: Pair = (list(state.pair[0]), list(state.pair[1]))
         other = state.into if which == 0 else self._moments(pair, 0)
-        side, weighted = self._sides[which], self._weighted[which]
+        side, weighted = self.sides[which], self._weighted[which]
         # Extended 1: the gradient K − W X H, whitened by the weight's partial traces, and its orthogonal terms.
         formed = summed(pair[which], side.shape)
         gradient = weighted @ other.cross - side.weight.apply(formed) @ other.gram
@@ -252,7 +244,7 @@ class PairProblem:
 
     def scaled(self, pair: Pair) -> Pair:
         """Each term of the out side, then of the in side, times the number that serves best."""
-        for which, (side, weighted) in enumerate(zip(self._sides, self._weighted, strict=True)):
+        for which, (side, weighted) in enumerate(zip(self.sides, self._weighted, strict=True)):
             other = self._moments(pair, 1 - which)
             best = side.scaled(pair[which], other.gram, weighted @ other.cross)
             pair = (best, pair[1]) if which == 0 else (pair[0], best)
@@ -261,21 +253,21 @@ class PairProblem:
     def errors(self, state: PairState) -> Array:
         """‖G^½(PQ − B̂Â)C^½‖ of each problem: as the state has it if that is exact for all of them, or measured anew."""
         xp = namespace(self.targets.left)
-        size, means = xp.sqrt(self.targets.energy), self.out_side.traces.mean * self.in_side.traces.mean
+        size, means = xp.sqrt(self.targets.energy), self.sides[0].traces.mean * self.sides[1].traces.mean
         sides = state.into.norm**2 * xp.sqrt(means)  # ‖B̂‖‖Â‖
         if bool(xp.all((state.error > EXACT * size) & (sides < CANCELLING * size))):
             return state.error
-        outer, inner = (summed(x, side.shape) for x, side in zip(state.pair, self._sides, strict=True))
+        outer, inner = (summed(x, side.shape) for x, side in zip(state.pair, self.sides, strict=True))
         targets = self.targets
         return pair_residual_norms(targets.left, targets.right, outer, xp.matrix_transpose(inner), targets.norms)
 
     def factors(self, state: PairState) -> tuple[list[Array], list[Array]]:
         """Factors of both sides, each (L, s, m_i, r_i) or (L, t, r_i, n_i)."""
-        into = as_factors(state.pair[1], self.in_side.shape)
+        into = as_factors(state.pair[1], self.sides[1].shape)
         return as_factors(state.pair[0], self.shape.left), [namespace(x).matrix_transpose(x) for x in into]
 
     def _moments(self, pair: Pair, which: int, inside: Array | None = None) -> SideMoments:
-        side, weighted = self._sides[which], self._weighted[which]
+        side, weighted = self.sides[which], self._weighted[which]
         xp, formed = namespace(weighted), summed(pair[which], side.shape)
         gram = side.gram(pair[which], formed, inside)
         own = isinstance(side.weight, Identity)
@@ -291,14 +283,6 @@ class PairProblem:
         ratio = xp.where(positive, xp.sqrt(safe_ratio(into.norm, outer.norm)), xp.ones_like(error))
         ratio = xp.where(ratio > 0, ratio, xp.ones_like(ratio))
         return PairState((scaled(pair[0], ratio), scaled(pair[1], 1.0 / ratio)), into.scaled(1.0 / ratio), error)
-
-    def _regularized(self, gram: Array, stacks: Stacks, side: Side) -> Array:
-        """The other side's rounding, ridge · Σλ² · mean(W) / r in every inner direction, added to its Gram matrix."""
-        if self.ridge == 0.0:
-            return gram
-        xp, r = namespace(gram), gram.shape[1]
-        amount = self.ridge * xp.sum(term_norms(stacks) ** 2, axis=1) * side.traces.mean / r
-        return gram + amount[:, None, None] * identity_like(gram)
 
 
 def _by_columns(x: Array, y: Array) -> Array:
@@ -324,9 +308,8 @@ def steps(problem: PairProblem, state: PairState, tolerance: float, least: float
     while not settled:
         # Descent 1: every block of the out side, then of the in side, each at its own minimum.
         before, state = state, problem.sweep(state)
-        # Descent 2: now and then one step farther the way the sweep went, kept where the error falls. With a ridge the
-        # error is not what is minimised.
-        if problem.ridge == 0.0 and index % EVERY == 1:
+        # Descent 2: now and then one step farther the way the sweep went, kept where the error falls.
+        if index % EVERY == 1:
             state, length = extrapolated(problem, before, state, length)
         # Descent 3: enough when the second sweep or a later one gained little everywhere.
         little = before.error - state.error <= tolerance * before.error
