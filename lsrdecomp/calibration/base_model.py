@@ -146,18 +146,26 @@ def open_base(base: str | Path, adapter: str | Path, *, dtype: str = "float32", 
     labels = {} if head in (Head.causal_lm, Head.seq2seq) else _labels(adapter)
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", path=base)
+    model, tokenizer = load_model(loader, base, dtype=getattr(torch, dtype), **labels)
+    if head is Head.classification and model.config.num_labels == 1:
+        head = Head.regression  # one class is a score
+    return Base(str(base), model.to(device), tokenizer, head)
+
+
+def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]:
+    """A base as a class of transformers opens it, with the padding token that batches need, and its tokenizer.
+
+    Raises `CheckpointError` if one of the two cannot be opened.
+    """
     directory = find_base(base)
     try:
-        model = loader.from_pretrained(directory, dtype=getattr(torch, dtype), **labels)
+        model = loader.from_pretrained(directory, **options)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
-    # 3. What the config tells: one class is a score, and a padding token that batches need.
-    if head is Head.classification and model.config.num_labels == 1:
-        head = Head.regression
     tokenizer = open_tokenizer(base)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return Base(str(base), model.to(device), tokenizer, head)
+    return model, tokenizer
 
 
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from lsrdecomp.calibration.bases import PUBLISHED, open_tokenizer
-from lsrdecomp.checkpoints.tensors import first_line, read_header
+from lsrdecomp.calibration.base_model import load_model
+from lsrdecomp.calibration.bases import PUBLISHED
+from lsrdecomp.checkpoints.tensors import read_header
 from lsrdecomp.checkpoints.writing import WEIGHTS
 from lsrdecomp.errors import CheckpointError, needs
 from lsrdecomp.training.methods import adapter_config, find_method
@@ -51,28 +52,20 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
     SettingsError
         If an option or a target does not fit the model, or the adapter directory is of another method.
     CheckpointError
-        If an adapter's head has another size.
+        If the base cannot be opened, or an adapter's head has another size.
     LsrError
         If a 4-bit base is asked for without bitsandbytes.
     """
     # 1. The base, in the precision of the run, with a head of the task's size; the seed decides how a new head starts.
     transformers.set_seed(settings.seed)
     method = find_method(settings.method)
-    tokenizer = open_tokenizer(base)
     four_bit = method.four_bit or settings.four_bit
     options = _loading_options(settings, four_bit)
-    try:
-        if outputs is None:
-            model = AutoModelForCausalLM.from_pretrained(str(base), **options)
-        else:
-            model = AutoModelForSequenceClassification.from_pretrained(
-                str(base), num_labels=outputs, ignore_mismatched_sizes=True, **options
-            )
-    except OSError as error:
-        raise CheckpointError(f"no base could be opened: {first_line(error)}", path=base) from error
-    model.config.pad_token_id = (
-        tokenizer.pad_token_id if model.config.pad_token_id is None else model.config.pad_token_id
-    )
+    if outputs is None:
+        model, tokenizer = load_model(AutoModelForCausalLM, base, **options)
+    else:
+        head = {"num_labels": outputs, "ignore_mismatched_sizes": True}
+        model, tokenizer = load_model(AutoModelForSequenceClassification, base, **head, **options)
     model.config.use_cache = False
     # What an adapter's config records: a name that means something elsewhere, too.
     model.config._name_or_path = model.name_or_path = PUBLISHED.get(settings.model, settings.model)
