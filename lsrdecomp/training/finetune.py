@@ -10,6 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -33,7 +34,7 @@ from lsrdecomp.errors import CheckpointError, LsrError
 from lsrdecomp.formats.quantized import CodedProduct
 from lsrdecomp.training.callbacks import Clock, LayerLog, Progress, StopWhenLost
 from lsrdecomp.training.dataset import Dataset, read_dataset
-from lsrdecomp.training.model import LoadedModel, counts, needs_checkpointing, open_model, written_bytes
+from lsrdecomp.training.model import counts, needs_checkpointing, open_model, written_bytes
 from lsrdecomp.training.record import ADAPTER, LAYER_LOG, Record, Scores, commit, versions
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 from lsrdecomp.training.trainer import (
@@ -110,7 +111,7 @@ def finetune(
         try:
             with state.main_process_first():
                 start = compressed_start(settings, dataset, run / START) if settings.ratio is not None else settings
-            record = _train(settings, dataset, open_model(start, dataset.base, dataset.outputs), run, on_step)
+            record = _train(settings, dataset, *open_model(start, dataset.base, dataset.outputs), run, on_step)
         except BaseException:
             if state.is_main_process and not any((run / CHECKPOINTS).glob("checkpoint-*")):
                 shutil.rmtree(run, ignore_errors=True)  # nothing to go on from
@@ -145,9 +146,9 @@ def evaluate(settings: FinetuneSettings) -> Scores:
     with TemporaryDirectory() as directory:
         if settings.ratio is not None:
             settings = compressed_start(settings, dataset, Path(directory))
-        model = open_model(settings, dataset.base, dataset.outputs)
+        opened = open_model(settings, dataset.base, dataset.outputs)
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        trainer = trainer_class(model, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
+        trainer = trainer_class(*opened, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
         trainer.remove_callback(PrinterCallback)
         return dataset.judge_dev(trainer)
 
@@ -201,7 +202,8 @@ def _whole(checkpoint: Path) -> bool:
 def _train(
     settings: FinetuneSettings,
     dataset: Dataset,
-    model: LoadedModel,
+    model: PeftModel,
+    tokenizer: Any,
     run: Path,
     on_step: OnStep | None,
 ) -> Record:
@@ -209,10 +211,10 @@ def _train(
     if settings.gradient_checkpointing is None:
         tokens = max(dataset.lengths) if settings.is_language else settings.max_length
         rows = settings.batch // (PartialState().num_processes * settings.accumulate)
-        settings = settings.replace(gradient_checkpointing=needs_checkpointing(model.model, tokens * rows))
+        settings = settings.replace(gradient_checkpointing=needs_checkpointing(model, tokens * rows))
     adapter_parameters, head_parameters = counts(model)
     layers = LayerLog(run / LAYER_LOG)
-    trainer = _trainer(settings, dataset, model, run, layers, on_step)
+    trainer = _trainer(settings, dataset, model, tokenizer, run, layers, on_step)
     start = dataset.judge_dev(trainer) if settings.measure_start else None
     # 2. Training, from the last checkpoint if a run was killed.
     last = max((run / CHECKPOINTS).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
@@ -228,11 +230,11 @@ def _train(
     whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
         storage = "float32" if trainer.is_fsdp_enabled else settings.storage
-        save_adapter(model.model, run, whole, storage=storage, like=settings.init)
+        save_adapter(model, run, whole, storage=storage, like=settings.init)
     trainer.accelerator.wait_for_everyone()
-    if _is_lsr(model.model) and any(layer.dtype != "float32" for layer in open_checkpoint(run / ADAPTER).layers):
-        model.model.load_adapter(run / ADAPTER, "written")
-        model.model.set_adapter("written")
+    if _is_lsr(model) and any(layer.dtype != "float32" for layer in open_checkpoint(run / ADAPTER).layers):
+        model.load_adapter(run / ADAPTER, "written")
+        model.set_adapter("written")
     dev, validation = dataset.judge_dev(trainer), dataset.judge_validation(trainer)
     samples = dataset.samples(trainer)
     # 4. The record.
@@ -319,7 +321,8 @@ def _stored(trained: Checkpoint, storage: str | None, like: str | None) -> tuple
 def _trainer(
     settings: FinetuneSettings,
     dataset: Dataset,
-    model: LoadedModel,
+    model: PeftModel,
+    tokenizer: Any,
     run: Path,
     layers: LayerLog,
     on_step: OnStep | None,
@@ -336,7 +339,7 @@ def _trainer(
     args = training_arguments(settings, run, steps, sampler.batches)
     try:
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
-        trainer = trainer_class(model, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
+        trainer = trainer_class(model, tokenizer, settings, args, dataset=dataset, sampler=sampler, callbacks=callbacks)
     except (ValueError, RuntimeError) as error:  # what to report to is unknown or not installed
         raise SettingsError(str(error)) from error
     if trainer.is_fsdp_enabled:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEADS = ["classifier", "score"]  # what transformers calls the heads of its classifiers
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model to train, and what reads its texts."""
-
-    model: PeftModel
-    tokenizer: Any
-
-
-def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None) -> LoadedModel:
-    """Open the base with a head for the task, and put the adapter on it.
+def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None) -> tuple[PeftModel, Any]:
+    """Open the base with a head for the task, put the adapter on it, and open what reads its texts.
 
     Parameters
     ----------
@@ -82,20 +73,20 @@ def open_model(settings: FinetuneSettings, base: str | Path, outputs: int | None
             parameter.requires_grad_(settings.train_head and "original_module" not in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    return LoadedModel(adapted, tokenizer)
+    return adapted, tokenizer
 
 
-def trained(loaded: LoadedModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
+def trained(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, bool]]:
     """Parameters that are trained, with their names, and whether they are the adapter's."""
-    prefix = str(loaded.model.base_model.prefix)
-    for name, parameter in loaded.model.named_parameters():
+    prefix = str(model.base_model.prefix)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name, parameter, prefix in name and SAVED not in name
 
 
-def counts(loaded: LoadedModel) -> tuple[int, int]:
+def counts(model: PeftModel) -> tuple[int, int]:
     """Trained numbers of the adapter, and of everything else."""
-    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(loaded)]
+    sizes = [(parameter.numel(), adapters) for _, parameter, adapters in trained(model)]
     return sum(size for size, adapters in sizes if adapters), sum(size for size, adapters in sizes if not adapters)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
+from peft import PeftModel
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -19,7 +20,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from lsrdecomp.calibration.dataset import like_lengths
 from lsrdecomp.training.dataset import Dataset
-from lsrdecomp.training.model import LoadedModel, trained
+from lsrdecomp.training.model import trained
 from lsrdecomp.training.settings import FinetuneSettings, SettingsError
 
 CHECKPOINTS = "checkpoints"
@@ -55,11 +56,12 @@ class WholeBatches(Sampler[int]):
 
 
 class AdapterTrainer(Trainer):
-    """Trains what a loaded model leaves trainable; parameters of one rate are one group of the optimizer.
+    """Trains what an opened model leaves trainable; parameters of one rate are one group of the optimizer.
 
     Parameters
     ----------
-    loaded : LoadedModel
+    model, tokenizer
+        As `open_model` opens them.
     settings : FinetuneSettings
     args : TrainingArguments
     dataset : Dataset
@@ -69,7 +71,8 @@ class AdapterTrainer(Trainer):
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        model: PeftModel,
+        tokenizer: Any,
         settings: FinetuneSettings,
         args: TrainingArguments,
         *,
@@ -78,14 +81,14 @@ class AdapterTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self.sampler, self.regression = sampler, dataset.regression
-        self.rates = rates(loaded, settings)
+        self.rates = rates(model, settings)
         super().__init__(
-            loaded.model,
+            model,
             args,
-            data_collator=dataset.collator(loaded.tokenizer),
+            data_collator=dataset.collator(tokenizer),
             train_dataset=dataset.train,
             eval_dataset=dataset.validation or None,
-            processing_class=loaded.tokenizer,
+            processing_class=tokenizer,
             callbacks=[*callbacks, *([] if sampler is None else [_Epochs(sampler)])],
         )
 
@@ -143,15 +146,15 @@ class TaskTrainer(AdapterTrainer):
 class TextTrainer(AdapterTrainer, SFTTrainer):
     """TRL's loss of a step: the mean of its tokens that count, whose logits are formed in pieces."""
 
-    def __init__(self, loaded: LoadedModel, *arguments: Any, **options: Any) -> None:
-        if isinstance(loaded.model.get_output_embeddings(), TrainableTokensWrapper):
+    def __init__(self, model: PeftModel, *arguments: Any, **options: Any) -> None:
+        if isinstance(model.get_output_embeddings(), TrainableTokensWrapper):
             raise SettingsError(
                 "the adapter trains token rows of the output layer (trainable_token_indices; a model with tied "
                 "embeddings has them in both), and TRL's loss reads that layer without them; train it in a loop of "
                 "your own, as any model of PEFT, or leave the rows out"
             )
-        super().__init__(loaded, *arguments, **options)
-        for _, parameter, _ in trained(loaded):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
+        super().__init__(model, *arguments, **options)
+        for _, parameter, _ in trained(model):  # TRL rounds them to bfloat16 on a quantized base; factors multiply up
             parameter.data = parameter.data.float()
 
 
@@ -165,13 +168,13 @@ class _Epochs(TrainerCallback):
         self.sampler.epoch = state.global_step // self.sampler.batches
 
 
-def rates(loaded: LoadedModel, settings: FinetuneSettings) -> dict[str, float]:
+def rates(model: PeftModel, settings: FinetuneSettings) -> dict[str, float]:
     """The learning rate of every trained parameter, by name."""
     head = settings.learning_rate if settings.head_learning_rate is None else settings.head_learning_rate
     fast = settings.learning_rate * settings.zero_init_lr_factor
     return {
         name: head if not adapters else settings.learning_rate if bool(parameter.detach().any()) else fast
-        for name, parameter, adapters in trained(loaded)
+        for name, parameter, adapters in trained(model)
     }
 
 

@@ -133,13 +133,13 @@ def test_the_log_of_layers_agrees_with_the_written_adapter(finished):
 
 def test_factors_that_start_at_zero_hurry_and_the_head_has_its_own_rate(common, place):
     settings = common.replace(head_learning_rate=0.5, zero_init_lr_factor=4.0)
-    found = rates(open_model(settings, place.model, 10), settings)
+    found = rates(open_model(settings, place.model, 10)[0], settings)
     fast = {name for name, rate in found.items() if rate == pytest.approx(0.04)}
     assert len(fast) == 4
     assert all("lsr_B" in name for name in fast)
     assert {rate for name, rate in found.items() if "classifier" in name} == {0.5}
     plain = common.replace(method="lora")
-    assert set(rates(open_model(plain, place.model, 10), plain).values()) == {0.01}
+    assert set(rates(open_model(plain, place.model, 10)[0], plain).values()) == {0.01}
 
 
 def test_whole_batches_hold_every_example_and_like_lengths():
@@ -410,10 +410,10 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
 
 
 def test_texts_are_cut_to_what_the_base_can_read(common, place):
-    opened = open_model(common, place.model, 10)
+    _, tokenizer = open_model(common, place.model, 10)
     long = Example(((" ".join(["3"] * 90), None),), 3.0)
-    assert Collator(opened.tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
-    assert Collator(opened.tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
+    assert Collator(tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
+    assert Collator(tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
 
 
 def test_judging_by_definition():
