@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
 from lsrdecomp.adapters.config import TargetConfig, positive
 from lsrdecomp.adapters.kernels import expand
-from lsrdecomp.adapters.register import add_member, register
+from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.errors import ShapeError
 
@@ -52,12 +51,10 @@ class KAdaptationConfig(TargetConfig):
     r: int = 1
     alpha: float = 1.0
     init_weights: bool = True
+    kind = "KADAPTATION"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = add_member(PeftType, "KADAPTATION")
-        if self.bias not in ("none", "all", "kadaptation_only"):
-            raise ValueError(f"bias must be 'none', 'all' or 'kadaptation_only', got {self.bias!r}")
         positive("terms", self.terms)
         positive("r", self.r)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from peft.config import PeftConfig
 from peft.utils.other import get_pattern_key
@@ -75,12 +75,17 @@ class TargetConfig(PeftConfig):
     layer_replication: list[Any] | None = None
     ensure_weight_tying: bool = False
     load_with: str = "import lsrdecomp.adapters"
+    kind: ClassVar[str]  # PEFT's type
 
     def __post_init__(self) -> None:
         if self.ensure_weight_tying:
             self.modules_to_tie: list[str] | None = None
             self.target_modules_to_tie: list[str] | None = None
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self.peft_type = add_member(PeftType, self.kind)
+        own = f"{self.kind.lower()}_only"
+        if self.bias not in ("none", "all", own):
+            raise ValueError(f"bias must be 'none', 'all' or {own!r}, got {self.bias!r}")
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
         if isinstance(self.exclude_modules, list):
@@ -96,7 +101,7 @@ class TargetConfig(PeftConfig):
         """Write adapter_config.json and, where the weights lie beside it, our part of the model card."""
         super().save_pretrained(save_directory, **kwargs)
         if (Path(save_directory) / "adapter_model.safetensors").exists():
-            write_card(save_directory, PeftType(self.peft_type).value)
+            write_card(save_directory, self.kind)
 
 
 @dataclass
@@ -171,6 +176,7 @@ class LsrConfig(TargetConfig):
     separation_rank_pattern: dict[str, Any] = field(default_factory=dict)
     shape_pattern: dict[str, Any] = field(default_factory=dict)
     layers: str | None = None
+    kind = "LSR"
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -180,9 +186,6 @@ class LsrConfig(TargetConfig):
                 text = "its experts were compressed one by one, and PEFT opens them stacked"
                 raise ValueError(f"{text}: export them by `lsrdecomp export DIRECTORY --out LORA` and open that")
         super().__post_init__()
-        self.peft_type = add_member(PeftType, "LSR")
-        if self.bias not in ("none", "all", "lsr_only"):
-            raise ValueError(f"bias must be 'none', 'all' or 'lsr_only', got {self.bias!r}")
         if not any(self.init_weights is choice or self.init_weights == choice for choice in INITIALIZATIONS):
             raise ValueError(f"init_weights must be True, False or 'paper', got {self.init_weights!r}")
         if not 0.0 <= self.lsr_dropout < 1.0:

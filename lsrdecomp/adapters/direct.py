@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from lsrdecomp.adapters.adapted import AdaptedLayer
@@ -14,7 +13,7 @@ from lsrdecomp.adapters.config import TargetConfig, find
 from lsrdecomp.adapters.factors import KroneckerFactors, zero_factor
 from lsrdecomp.adapters.geometry import LinearGeometry
 from lsrdecomp.adapters.kernels import apply, kronecker_pays
-from lsrdecomp.adapters.register import add_member, register
+from lsrdecomp.adapters.register import register
 from lsrdecomp.adapters.tuner import KroneckerTuner
 from lsrdecomp.checkpoints.readers.lsr import positive
 from lsrdecomp.errors import ShapeError
@@ -66,15 +65,10 @@ class DirectConfig(TargetConfig):
     separation_rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     shape_pattern: dict[str, Any] = field(default_factory=dict)
+    kind = "DLSR"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = add_member(PeftType, "DLSR")
-        self._check("dlsr_only")
-
-    def _check(self, bias: str) -> None:
-        if self.bias not in ("none", "all", bias):
-            raise ValueError(f"bias must be 'none', 'all' or {bias!r}, got {self.bias!r}")
         positive("separation_rank", self.separation_rank)
         positive("order", self.order)
         if not 0.0 <= self.dropout < 1.0:
@@ -169,10 +163,10 @@ class KronAConfig(DirectConfig):
     """
 
     separation_rank: int = 1
+    kind = "KRONA"
 
-    def _check(self, bias: str) -> None:
-        self.peft_type = add_member(PeftType, "KRONA")
-        super()._check("krona_only")
+    def __post_init__(self) -> None:
+        super().__post_init__()
         terms = {self.separation_rank, *self.separation_rank_pattern.values()}
         if terms != {1} or self.order != 2:
             raise ShapeError(
