@@ -9,7 +9,7 @@ from typing import Any
 
 from lsrdecomp.checkpoints.progress import OnStep
 from lsrdecomp.compression.candidates import Candidate, Lsr, Materialized, lsr_candidate
-from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches, check_measured
+from lsrdecomp.compression.layers import Layer, SpillCache, StatisticsByLayer, batches
 from lsrdecomp.compression.search import Fitted, fit_budget, search_layers
 from lsrdecomp.compression.settings import Budget, Resources, Search
 from lsrdecomp.compression.shapes import Configuration
@@ -117,12 +117,7 @@ def fit_layers(
 
 
 def make_layers(pairs: Mapping[str, LowRank], statistics: StatisticsByLayer | None = None) -> list[Layer]:
-    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all.
-
-    Raises `BudgetError` naming a layer that the statistics lack.
-    """
-    for name in pairs if statistics is not None else ():
-        check_measured(statistics, name)
+    """Layers from ΔW by name, with the norm of each name's statistics; the Frobenius norm if there are none at all."""
     return [Layer.of(name, pair, None if statistics is None else statistics[name]) for name, pair in pairs.items()]
 
 

@@ -166,12 +166,6 @@ def _in_memory(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def check_measured(statistics: StatisticsByLayer, name: str) -> None:
-    """Raise `BudgetError` for a layer that statistics lack: errors in different norms cannot share a budget."""
-    if name not in statistics:
-        raise BudgetError(f"{name}: no statistics for this layer; calibrate with this adapter's target modules")
-
-
 def norm_entries(norms: NormWeights) -> int:
     """Numbers in the weights of both sides."""
     arrays = (getattr(side, "matrix", getattr(side, "basis", None)) for side in (norms.output, norms.input))
@@ -202,11 +196,13 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
 
     Raises `CheckpointError` for a layer that is not a LoRA, `BudgetError` naming a layer that the statistics lack.
     """
-    # What cannot be compressed is said of all layers before the first is read.
+    # What cannot be compressed is said of all layers before the first is read; errors in different norms cannot share a
+    # budget.
     for layer in checkpoint.layers:
         _require_lora(checkpoint, layer)
-        if statistics is not None:
-            check_measured(statistics, layer.name)
+        if statistics is not None and layer.name not in statistics:
+            text = f"{layer.name}: no statistics for this layer; calibrate with this adapter's target modules"
+            raise BudgetError(text)
 
     cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(DENSE_ENTRIES, norm_entries)
 

@@ -146,19 +146,17 @@ def search_layers(
         tasks = _shapes_of_another(table, groups)
     else:
         tasks = [
-            task
-            for indices in groups.values()
-            for task in table.runner.tasks(indices, _grid(table, indices, limit, coarse=table.refines_grid))
+            task for indices in groups.values() for task in table.runner.tasks(indices, _grid(table, indices, limit))
         ]
     table.solve(tasks, "solving shapes")
     return table
 
 
-def _grid(table: SearchTable, indices: Sequence[int], limit: float, *, coarse: bool) -> list[Request]:
-    """The grid for layers of one size, as far as a budget of so many parameters could want it."""
+def _grid(table: SearchTable, indices: Sequence[int], limit: float) -> list[Request]:
+    """The grid for layers of one size, whole or coarse, as far as a budget of so many parameters could want it."""
     first, ranks, search = table.layers[indices[0]], [table.layers[i].rank for i in indices], table.search
     most = min(max(ranks) * sum(first.shape) / 2, table.most_for(first, limit))
-    if coarse:
+    if table.refines_grid:
         return coarse_grid(first.shape, search.orders, most)
     return shape_grid(first.shape, max(ranks), search.orders, search.inner_rank, most)
 

@@ -151,8 +151,8 @@ class SearchTable:
 
     def candidates(self, i: int, budget: Budget, losses: Losses) -> Iterator[tuple[Entry, Candidate]]:
         """Candidates of a layer in their storages, those that a budget may take and no cheaper one beats."""
-        measured = budget.bounds_error
-        for entry in self._worth_trying(i, budget, losses):
+        entries, measured = self._worth_trying(i, budget, losses), budget.bounds_error
+        for entry in entries:
             if measured not in entry.priced:
                 entry.priced[measured] = [
                     priced_as(self.layers[i], entry.exact, storage, measured=measured)
@@ -262,9 +262,9 @@ class SearchTable:
         """Candidates of the layers of a task, but those that one of no more parameters beats."""
         for answer in answers:
             for position, (i, error) in enumerate(zip(task.indices, answer.errors.tolist(), strict=True)):
-                ranks = answer.ranks_of(position)
+                known, ranks = self.products(i), answer.ranks_of(position)
                 size, loss = answer.shape.parameters(*ranks), error**2
-                if not any(p.parameters <= size and p.squared_error <= loss for p in self.products(i)):
+                if not any(p.parameters <= size and p.squared_error <= loss for p in known):
                     lsr = Lsr(
                         parameters=size,
                         squared_error=loss,
