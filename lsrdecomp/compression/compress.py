@@ -238,19 +238,20 @@ class SearchedAdapter:
                     raise
                 break
             with TemporaryDirectory() as folder:
-                sizes.append(bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS))
+                written = bytes_to_open(result.save(Path(folder) / "sized") / WEIGHTS)
+            sizes.append(written)
             # Fill 2: the answer lies between what made a file that fits and what made one that does not.
-            if sizes[-1] <= size:
+            if written <= size:
                 low = max(low, allowed)
                 best = result if best is None or result.error <= best.error else best
-                if sizes[-1] >= FULL_ENOUGH * size:
+                if written >= FULL_ENOUGH * size:
                     break
             else:
                 high = min(high, allowed)
             # Fill 3: so many bytes more as the file had to spare; where that changed no layer's choice, nearly all that
             # may be; where it leads out of the interval, its middle.
-            guess = allowed + size - sizes[-1]
-            if sizes.count(sizes[-1]) > 1:
+            guess = allowed + size - written
+            if sizes.count(written) > 1:
                 guess = low + 0.9 * (high - low)
             inside = guess < high and (guess > low or best is None)
             allowed = max(guess, 0.0) if inside else 0.5 * (low + high)

@@ -353,20 +353,21 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
     indices = [i for i, entry in enumerate(chosen) if entry.is_lsr and not entry.product.refined]
     least = NOTHING * sum(entry.exact.squared_error for entry in chosen) / max(1, len(products)) if together else 0.0
     counter = Counter(table.runner.resources.on_step, "refining", len(indices), "layers")
-    standing = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
+    going_on = {i: (chosen[i].product.product(), chosen[i].exact.squared_error) for i in indices}
     for swept in range(0, table.search.sweeps, PORTION):
-        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands.
+        # 7.2 Some sweeps for the layers of one kind, shape and number of terms together, each from where it stands; all
+        #     that are left for one that is alone in its task, since no other waits for it.
         left = table.search.sweeps - swept
-        alone = Effort(left, REFINED, least)
-        some = replace(alone, sweeps=min(PORTION, left))
-        same: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
-        for i in standing:
-            same[table.layers[i].kind, chosen[i].product.configuration].append(i)
-        starts, tasks = {i: product for i, (product, _) in standing.items()}, []
-        for (_, (shape, ranks)), members in same.items():
-            parts = table.runner.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=some)
-            tasks += [part if len(part.indices) > 1 else replace(part, effort=alone) for part in parts]
-        before, standing = standing, {}
+        to_the_end = Effort(left, REFINED, least)
+        portion = replace(to_the_end, sweeps=min(PORTION, left))
+        alike: dict[tuple[tuple[object, ...], Configuration], list[int]] = defaultdict(list)
+        for i in going_on:
+            alike[table.layers[i].kind, chosen[i].product.configuration].append(i)
+        starts, tasks = {i: product for i, (product, _) in going_on.items()}, []
+        for (_, (shape, ranks)), members in alike.items():
+            parts = table.runner.tasks(members, [Request(shape, (ranks,))], starts=starts, effort=portion)
+            tasks += [part if len(part.indices) > 1 else replace(part, effort=to_the_end) for part in parts]
+        before, going_on = going_on, {}
         for task, answers in table.runner.answers(tasks):
             for position, i in enumerate(task.indices):
                 product = product_of(answers[0].factors_of(position))
@@ -374,7 +375,7 @@ def refine(table: SearchTable, chosen: Sequence[Entry], *, together: bool = True
                 # 7.3 Layers that still gain go on among themselves, so that no batch waits for its slowest.
                 gain, enough = before[i][1] - loss, PORTION * max(least, 2.0 * REFINED * loss)
                 if task.effort.sweeps < left and gain > enough:
-                    standing[i] = product, loss
+                    going_on[i] = product, loss
                 # 7.4 The others are measured.
                 else:
                     table.refined(i, chosen[i], product)

@@ -189,7 +189,7 @@ def compress(
         base=base,
         data=data,
         settings=chosen,
-        form={"storage": storage, "max_rank": of_plan.get("max_rank")},
+        plan_fields={"storage": storage, "max_rank": of_plan.get("max_rank")},
         statistics=statistics,
         search=partial(search_adapter, checkpoint, search=search, resources=resources),
         journal=journal,
@@ -260,13 +260,13 @@ def _measured(
     base: str | Path,
     data: str | Path | Texts,
     settings: MeasuredSettings,
-    form: Mapping[str, Any],
+    plan_fields: Mapping[str, Any],
     statistics: Statistics | None,
     search: Callable[..., SearchedAdapter],
     journal: Journal | None,
     steps: NumberedSteps,
 ) -> MeasuredCompression:
-    """Compress against a base: to a plan, or to the smallest form that keeps a share, made as ``form`` says."""
+    """Compress against a base: to a plan, or to the smallest form that keeps a share, by plans of these fields."""
     steps.begin("opening the base")  # said before torch is loaded, which takes seconds
     with needs("a base", "peft"):
         from lsrdecomp.fidelity.evaluate import Evaluator, data_name, read_data
@@ -278,7 +278,7 @@ def _measured(
     evaluator = Evaluator(base, checkpoint.path, read_data(data), settings, chooses=chooses, on_step=steps)
     if plan is not None and plan.kl is not None:  # a share as well, now that the LoRA's effect on these texts is known
         keep = 1.0 - share_of_effect(plan.kl, evaluator.reference.effect)
-        form, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
+        plan_fields, plan = {"storage": plan.storage, "max_rank": plan.max_rank}, None
     folder = TemporaryDirectory()
     journal = journal or Journal(Path(folder.name) / "journal")
     steps.begin("calibrating")
@@ -287,7 +287,7 @@ def _measured(
 
     # 2. Fit: the form to a plan, or the smallest that keeps enough.
     def goal() -> FormOfPlan | SmallestForm:
-        return FormOfPlan(forms, search, plan) if plan else SmallestForm(forms, search, keep or 0.0, form)
+        return FormOfPlan(forms, search, plan) if plan else SmallestForm(forms, search, keep or 0.0, plan_fields)
 
     best = _fitted(forms, goal, settings.passes, steps)
     # 3. Materialize: the files as they were measured.

@@ -80,10 +80,12 @@ class FormOfPlan:
 class SmallestForm:
     """The smallest form that keeps enough, of those that one search offers; numbers count, or bytes with ``auto``."""
 
-    def __init__(self, forms: CompressedFormCache, searches: Searches, keep: float, form: Mapping[str, Any]) -> None:
+    def __init__(
+        self, forms: CompressedFormCache, searches: Searches, keep: float, plan_fields: Mapping[str, Any]
+    ) -> None:
         self.forms, self.keep, checkpoint = forms, keep, forms.source
-        self.form = dict(form)  # storage and largest rank
-        self.counts_bytes = form["storage"] == "auto"
+        self.plan_fields = dict(plan_fields)  # of the plan of every size: storage and largest rank
+        self.counts_bytes = plan_fields["storage"] == "auto"
         self.head_bytes = checkpoint.extra_bytes if self.counts_bytes else 0
         file_bytes = float(bytes_to_open(checkpoint.weights) - checkpoint.extra_bytes)
         self.whole = file_bytes if self.counts_bytes else float(checkpoint.adapter_parameters)
@@ -153,8 +155,8 @@ class SmallestForm:
 
     def _plan(self, size: float) -> CompressionPlan:
         if self.counts_bytes:
-            return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.form)
-        return CompressionPlan(parameters=size, **self.form)
+            return CompressionPlan(bytes=self.head_bytes + math.ceil(size), **self.plan_fields)
+        return CompressionPlan(parameters=size, **self.plan_fields)
 
     def _measure(self, size: float) -> CompressedForm:
         """Of a size; where the file's header leaves no room for a layer, of the next larger that has it."""
