@@ -8,14 +8,14 @@ from functools import partial
 from numbers import Real
 from typing import Any, cast
 
-from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError, ShapeError
+from lsrdecomp.errors import ArgumentError, BudgetError, ConvergenceError
 from lsrdecomp.fields import takes
 from lsrdecomp.formats.number_formats import storage_format
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import ErrorBudget
 from lsrdecomp.shape_search import ShapeSearch, best_shape
-from lsrdecomp.solvers.base import Solver, Sweep
+from lsrdecomp.solvers.base import Solver, Sweep, positive_rank
 from lsrdecomp.solvers.choice import choose_solver as choose_solver
 from lsrdecomp.solvers.choice import named_solver, with_start
 from lsrdecomp.solvers.decomposition import Decomposition
@@ -209,21 +209,12 @@ def _goals(
     if rtol is not None and atol is not None:
         raise BudgetError(f"one goal has one meaning: give rtol ({rtol}) or atol ({atol}), not both")
     if rank is not None:
-        rank = _positive_integer(rank)
+        rank = positive_rank(rank)
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
             raise BudgetError(f"{name} must be a number, finite and not negative, got {value!r}")
     goal = rtol * target.norm if rtol is not None else atol
     return rank, goal, None if storage is None else storage_format(storage).name
-
-
-def _positive_integer(rank: Any) -> int:
-    try:
-        if not isinstance(rank, bool) and rank == int(rank) and rank >= 1:
-            return int(rank)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
 @takes()

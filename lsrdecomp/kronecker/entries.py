@@ -68,7 +68,7 @@ class Entries(Terms):
     def _rows(self, rows: np.ndarray) -> Array:
         """Whole rows, shape (len(rows), n): a row of a Kronecker product is the product of rows."""
         xp, s = namespace(*self.factors), self.separation_rank
-        picked = [self._taken(f, digit, 1) for f, digit in zip(self.factors, self._digits(rows, 0), strict=True)]
+        picked = [_taken(f, digit) for f, digit in zip(self.factors, self._digits(rows, 0), strict=True)]
         if s == 0:
             return xp.zeros((len(rows), self.shape[1]), dtype=self.dtype, device=device(self.weights))
         columns = [xp.permute_dims(factor, (1, 2, 0)) for factor in picked]  # (rows, n_i, s)
@@ -85,7 +85,7 @@ class Entries(Terms):
         state = self._weights()[:, None]
         for factor, i, j in zip(self.factors, self._digits(rows, 0), self._digits(columns, 1), strict=True):
             s, m, n = factor.shape
-            state = state * self._taken(xp.reshape(factor, (s, m * n)), (i * n + j).reshape(-1), 1)
+            state = state * _taken(xp.reshape(factor, (s, m * n)), (i * n + j).reshape(-1))
         total = xp.sum(state, axis=0) if self.separation_rank else xp.zeros(rows.size, dtype=self.dtype)
         return xp.reshape(total, rows.shape)
 
@@ -93,9 +93,11 @@ class Entries(Terms):
         sizes = (self.kronecker_shape.rows, self.kronecker_shape.columns)[axis]
         return np.unravel_index(places, sizes)
 
-    def _taken(self, array: Array, places: np.ndarray, axis: int) -> Array:
-        xp = namespace(array)
-        return xp.take(array, xp.asarray(places, dtype=xp.int64, device=device(array)), axis=axis)
+
+def _taken(array: Array, places: np.ndarray) -> Array:
+    """Rows of each of the factors (s, …) by their number."""
+    xp = namespace(array)
+    return xp.take(array, xp.asarray(places, dtype=xp.int64, device=device(array)), axis=1)
 
 
 def _indices(key: Any, size: int, name: str) -> np.ndarray:

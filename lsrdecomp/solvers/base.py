@@ -257,9 +257,17 @@ def most_terms(
         raise BudgetError(f"atol must be finite and not negative, got {atol}")
     if rank is None:
         return shape.max_separation_rank
-    if isinstance(rank, bool) or rank != int(rank) or rank < 1:
-        raise ShapeError(f"a separation rank is a positive integer, got {rank}")
-    return min(int(rank), shape.max_separation_rank)
+    return min(positive_rank(rank), shape.max_separation_rank)
+
+
+def positive_rank(rank: Any) -> int:
+    """A number of terms as an integer; raises `ShapeError` for anything that is no positive one."""
+    try:
+        if not isinstance(rank, bool) and rank == int(rank) and rank >= 1:
+            return int(rank)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ShapeError(f"a separation rank is a positive integer, got {rank!r}")
 
 
 def pair_terms(

@@ -171,12 +171,12 @@ STEP = 16
 """Eigenpairs come in multiples of this, so that layers of one size can share a batch without much padding."""
 
 
-def leading_norms(norms: NormWeights, spread: float = SPREAD) -> NormWeights:
-    """Both weights with as few eigenpairs as ``spread`` allows; weights of other kinds stay as they are."""
-    return NormWeights(leading_weight(norms.output, spread), leading_weight(norms.input, spread))
+def leading_norms(norms: NormWeights) -> NormWeights:
+    """Both weights with as few eigenpairs as `SPREAD` allows."""
+    return NormWeights(_leading_weight(norms.output), _leading_weight(norms.input))
 
 
-def leading_weight(weight: Weight, spread: float = SPREAD) -> Weight:
+def _leading_weight(weight: Weight) -> Weight:
     """V diag(λ) Vᵀ + ρ(I − VVᵀ) with only the largest λ, the others replaced by their mean; the trace stays.
 
     A weight without eigenpairs is returned as it is, one that needs most of them keeps all.
@@ -190,7 +190,7 @@ def leading_weight(weight: Weight, spread: float = SPREAD) -> Weight:
     total = spectrum.sum()
     for count in range(STEP, min(len(values), size - 1), STEP):
         mean = spectrum[count:].mean()
-        if np.sum(np.abs(spectrum[count:] - mean)) <= 2.0 * spread * total:
+        if np.sum(np.abs(spectrum[count:] - mean)) <= 2.0 * SPREAD * total:
             picked = order[:count]
             return LowRankPlusIdentity(weight.basis[:, picked], weight.values[picked], mean)
     return LowRankPlusIdentity(weight.basis, weight.values, weight.rest)

@@ -65,7 +65,7 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
 
 
 def test_a_layer_takes_the_nearer_of_both(rng: np.random.Generator) -> None:
-    layer = Layer.of("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "dense"))
+    layer = Layer.of("layer", low_rank(rng, SMALL, 4), norms(rng, SMALL, "all eigenpairs"))
     candidate = in_int4(lsr_candidate(JointALS().solve(layer.pair, SMALL, 3, weights=layer.norms), SpillCache()))
     plain, solved = quantized_product(candidate.product(), 4), materialize(layer, candidate, SpillCache())
     assert solved.candidate.squared_error < layer.squared_error(plain.dequantized())

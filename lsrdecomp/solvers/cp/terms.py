@@ -1,4 +1,4 @@
-"""Rank-one terms of a tensor: unit columns and weights, their Gram matrices, their condition."""
+"""Rank-one terms of a tensor: unit columns and weights, and their condition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, like, namespace, norm, tail_norms, to_numpy
+from lsrdecomp.arrays import Array, as_double, dtype_name, like, namespace, norm, tail_norms, to_numpy
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.precision import tolerance
@@ -47,10 +47,6 @@ class CPTerms:
     @property
     def rank(self) -> int:
         return int(self.weights.shape[0])
-
-    def gram(self, *, skip: int | None = None) -> Array:
-        """Hadamard product of the Gram matrices F_mᴴF_m over all modes but ``skip``; (s, s), unit diagonal."""
-        return math.prod(adjoint(as_double(c)) @ as_double(c) for m, c in enumerate(self.columns) if m != skip)
 
     def condition(self, size: float = 1.0) -> float:
         """γ = ‖λ‖/size for a sum of Frobenius norm ``size``."""

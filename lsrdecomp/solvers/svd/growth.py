@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lsrdecomp.arrays import adjoint
+from lsrdecomp.arrays import Array, adjoint
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind, Solution, Status
@@ -119,15 +119,17 @@ class Growth:
         return (goal is None or rank == self.most) and (excess <= tolerance or exhausted)
 
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
-        u, sigma, vh = self.space.triples(rank)
-        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
-        approximation = as_separated(*triples, self.shape, rank)
+        approximation = self._separated(*self.space.triples(rank), rank)
         error, (excess, kind) = certificate.error(rank), certificate.excess(rank, self.tolerance)
         measured = not certificate.resolves(rank, self.goal)
         if measured:
             error = self.target.residual_norm(approximation) / self.target.norm
             excess, kind = certificate.measured_excess(rank, error), ErrorKind.bounded
         return Projection(approximation, error, measured, excess, kind)
+
+    def _separated(self, u: Array, sigma: Array, vh: Array, rank: int) -> SeparatedMatrix:
+        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
+        return as_separated(*triples, self.shape, rank)
 
     def _enough(self, certificate: Certificate, rank: int, projection: Projection) -> bool:
         if certificate.resolves(rank, self.goal):

@@ -8,13 +8,11 @@ from typing import TypeAlias, TypeGuard
 
 import numpy as np
 
-from lsrdecomp.arrays import Array, adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
-from lsrdecomp.kronecker.separated import SeparatedMatrix
+from lsrdecomp.arrays import adjoint, as_double, dtype_name, is_complex, is_differentiated, namespace
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.base import ErrorKind
 from lsrdecomp.solvers.svd.bidiagonal import Adjoint
 from lsrdecomp.solvers.svd.certificate import Certificate
-from lsrdecomp.solvers.svd.dense import as_separated
 from lsrdecomp.solvers.svd.growth import Growth, Projection
 from lsrdecomp.targets.base import Dense, LowRank, Rearranged, RearrangedDense, Target
 from lsrdecomp.targets.row_stream import RearrangedRows, RowStream
@@ -108,7 +106,7 @@ class SingleGrowth(Growth):
     def _projection(self, certificate: Certificate, rank: int) -> Projection:
         # Double 1: R V for the leading right vectors V of the space, and the singular triples of R V Vᴴ.
         xp, v = namespace(self.space.right), self.space.leading(rank)
-        q, triangle = xp.linalg.qr(self._operator().matmat(v))
+        q, triangle = xp.linalg.qr((Adjoint(self.rows) if self.swapped else self.rows).matmat(v))
         turn, sigma, right = xp.linalg.svd(triangle, full_matrices=False)
         approximation = self._separated(q @ turn, sigma, right @ adjoint(v), rank)
         # Double 2: how much nearer that came.
@@ -120,11 +118,3 @@ class SingleGrowth(Growth):
             excess, kind = 1.0 / math.sqrt(1.0 - gain / error**2) - 1.0, ErrorKind.estimated
         excess += (certificate.roundoff / error) ** 2  # vectors in single precision cost its square
         return Projection(approximation, error, False, excess, kind)
-
-    def _operator(self) -> Rearranged:
-        """The operator of the space in double precision."""
-        return Adjoint(self.rows) if self.swapped else self.rows
-
-    def _separated(self, u: Array, sigma: Array, vh: Array, rank: int) -> SeparatedMatrix:
-        triples = (adjoint(vh), sigma, adjoint(u)) if self.swapped else (u, sigma, vh)
-        return as_separated(*triples, self.shape, rank)
