@@ -58,16 +58,13 @@ def warn_of_wreck(result: Any, output: Path | None) -> None:
         return
     base = source.config.get("base_model_name_or_path") or "BASE"
     goal = next(name for name in GOALS if getattr(plan, name) is not None)
-    flag = f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal)}"
+    flag = f"--{CompressionPlan.fields[goal].names[-1].replace('_', '-')} {getattr(plan, goal):.12g}"
     storage = "" if plan.storage == source.storage else f" --storage {plan.storage}"
     adapter = source.weights.parent
-    again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-calibrated"))
+    again = quoted(adapter.with_name("small") if output is None else output.with_name(f"{output.name}-measured"))
     tables.say(
-        "Measure what its layers do and compress by that:\n"
-        f"  lsrdecomp calibrate {quoted(base)} --adapter {quoted(adapter)} --text TEXTS.txt "
-        "--out statistics\n"
-        f"  lsrdecomp compress {quoted(adapter)} --calibrated statistics {flag}{storage} "
-        f"--out {again}"
+        "Name its base and texts of its task, and it is made small by what its layers do:\n"
+        f"  lsrdecomp compress {quoted(adapter)} --base {quoted(base)} --data TEXTS.txt {flag}{storage} --out {again}"
     )
 
 

@@ -94,7 +94,7 @@ def _kron(side, k):
 
 
 @pytest.mark.parametrize("form", ["kohya", "mlx", "torchtune", "peft-lora"])
-def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
+def test_what_has_no_task_type_is_sent_to_no_base(form, tmp_path):
     given, alpha = write(tmp_path, form), ["--alpha", "4"] if form in OUTSIDE else []
     config = tmp_path / given / "adapter_config.json"
     if config.exists():
@@ -102,7 +102,7 @@ def test_what_has_no_task_type_is_not_sent_to_calibrate(form, tmp_path):
     order = ["compress", tmp_path / given, *alpha, "--ratio", 30, "--out", tmp_path / "small"]
     done = CliRunner().invoke(app, list(map(str, order)))
     assert "WARNING: little of this adapter is left" in done.stderr
-    assert "calibrate" not in done.stderr
+    assert "--base" not in done.stderr
     assert "Allow a larger size" in done.stderr
 
 
@@ -116,7 +116,7 @@ def test_layers_that_were_zero_are_not_missed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["SEQ_CLS", "CAUSAL_LM"])
-def test_a_text_lora_is_sent_to_calibrate_by_commands_that_run(kind, tmp_path, monkeypatch):
+def test_a_text_lora_is_sent_to_its_base_by_a_command_that_runs(kind, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     from tiny_bases import TEXTS, make
 
@@ -125,19 +125,16 @@ def test_a_text_lora_is_sent_to_calibrate_by_commands_that_run(kind, tmp_path, m
 
     assert set(TASKS) == set(LOADERS)
     monkeypatch.chdir(make(tmp_path, kind))
-    (tmp_path / "TEXTS.txt").write_text("\n".join(text for text, _ in TEXTS))
+    (tmp_path / "TEXTS.txt").write_text("\n".join(f"{text} w{i}" for i in (1, 2) for text, _ in TEXTS))
     Path("runs").mkdir()
     Path("lora").rename("runs/lora")
     where = ["runs", "--name", "lora"]  # which what is recommended has to say in its own way
     done = CliRunner().invoke(app, ["compress", *where, "--ratio", "20", "--storage", "int8", "--out", "little"])
-    commands = re.findall(r"lsrdecomp (.*)", done.stderr)
-    assert [command.split()[0] for command in commands] == ["calibrate", "compress"]
-    for command in commands:
-        words = ["base" if word == "BASE" else word for word in shlex.split(command)]
-        ran = CliRunner().invoke(app, words)
-        assert ran.exit_code == 0, (command, ran.output, ran.stderr)
-    assert open_checkpoint("little-calibrated").layers
-    assert "--storage int8" in commands[1]
+    (command,) = re.findall(r"lsrdecomp (compress .*)", done.stderr)
+    assert command.endswith("--ratio 20 --storage int8 --out little-measured")
+    ran = CliRunner().invoke(app, ["base" if word == "BASE" else word for word in shlex.split(command)])
+    assert ran.exit_code == 0, (command, ran.output, ran.stderr)
+    assert open_checkpoint("little-measured").layers
 
 
 @pytest.mark.parametrize("form", [form for form in KEYS if form not in (*OUTSIDE, "peft-lora, stacked experts")])

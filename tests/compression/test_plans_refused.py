@@ -65,7 +65,7 @@ def test_several_ratios_are_written_from_one_search_and_a_wreck_is_told(
     assert sizes[0] <= 73_728 / 96 < sizes[1] <= 73_728 / 48
     told = done.stderr
     assert "WARNING: little of this adapter is left" in told
-    assert f"--adapter {DEMO} --text" in told
+    assert f"compress {DEMO} --base sentence-transformers/all-MiniLM-L6-v2 --data" in told
     assert lsr(*order, "96,24").returncode == 2  # small-96 exists, so nothing is begun
     assert not (tmp_path / "small-24").exists()
 
