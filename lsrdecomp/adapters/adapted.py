@@ -44,7 +44,7 @@ class AdaptedLayer(nn.Module, Mergeable):
         self.initial_scaling: dict[str, float] = {}
 
     def update_layer(self, adapter: str, config: Any, name: str) -> None:
-        """Add an adapter to this layer, whose full name in the base model is ``name``."""
+        """Add an adapter to this layer, called ``name`` in the base model; the tuner moves and activates it."""
         raise NotImplementedError
 
     def delta_matrix(self, adapter: str) -> Tensor:

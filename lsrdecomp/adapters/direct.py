@@ -105,8 +105,6 @@ class DirectLayer(AdaptedLayer):
         self.dropout[adapter] = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
         getattr(self, self.container)[adapter] = KroneckerFactors(shape, positive(f"{name}: separation_rank", terms))
         self.initialize(adapter, config.init_weights)
-        self._move_adapter_to_device_of_base_layer(adapter)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def initialize(self, adapter: str, init_weights: bool = True) -> None:
         """Give an adapter's factors their starting values; see `DirectConfig`."""

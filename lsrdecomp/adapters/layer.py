@@ -67,12 +67,11 @@ class LsrLayer(AdaptedLayer):
         self.lsr_A[adapter] = KroneckerFactors(layout.shape.right, in_terms)
         self.lsr_B[adapter] = KroneckerFactors(layout.shape.left, out_terms)
         self.initialize(adapter, config.init_weights)
-        self._move_adapter_to_device_of_base_layer(adapter)
         if config.use_dora:
+            self._move_adapter_to_device_of_base_layer(adapter)  # where the norms are computed
             self.lsr_magnitude_vector[adapter] = self._initial_magnitude(adapter)
-        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def tie(self, adapter: str, other: LsrLayer, inference_mode: bool = False) -> None:
+    def tie(self, adapter: str, other: LsrLayer) -> None:
         """Let an adapter of this layer be another layer's, transposed, because the two share one weight.
 
         An embedding looks up rows of the weight that the output layer multiplies by, so the one's ΔW is the other's
@@ -86,7 +85,6 @@ class LsrLayer(AdaptedLayer):
         self.layout[adapter] = other.layout[adapter]
         self.set_initial_scale(adapter, other.initial_scaling[adapter])
         self.lsr_dropout[adapter] = copy.deepcopy(other.lsr_dropout[adapter])
-        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def merged_elsewhere(self, adapter: str) -> bool:
         other = self.tied.get(adapter)

@@ -58,7 +58,7 @@ class LsrModel(KroneckerTuner):
     def _add_to_layer(self, layer: AdaptedLayer, adapter_name: str, config: Any, current_key: str) -> None:
         tied = getattr(config, "target_modules_to_tie", None) or ()
         if current_key in tied and isinstance(layer, LsrLayer):
-            layer.tie(adapter_name, self.model.get_input_embeddings(), config.inference_mode)
+            layer.tie(adapter_name, self.model.get_input_embeddings())
         else:
             super()._add_to_layer(layer, adapter_name, config, current_key)
 

@@ -64,11 +64,13 @@ class KroneckerTuner(BaseTuner):
         parameter_name: str | None = None,
     ) -> None:
         layer = self._layer_around(target, parameter_name)
-        if layer is target:
-            self._add_to_layer(layer, adapter_name, peft_config, current_key)
-            return
-        layer.set_adapter([adapter_name])
+        if layer is not target:
+            layer.set_adapter([adapter_name])
         self._add_to_layer(layer, adapter_name, peft_config, current_key)
+        layer._move_adapter_to_device_of_base_layer(adapter_name)
+        layer.set_adapter(layer.active_adapters, inference_mode=peft_config.inference_mode)
+        if layer is target:
+            return
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # a further adapter is not trained until it is made active
         self._replace_module(parent, target_name, layer, target)
