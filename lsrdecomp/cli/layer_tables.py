@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lsrdecomp import checkpoints
@@ -47,7 +47,6 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
 
     # What each column says of layers that became the same.
     cells: dict[Column, Callable[[list[LayerReport]], str]] = {
-        LAYER: _group_names(layers),
         Column("matrix", 6): lambda group: f"{group[0].rows}×{group[0].columns}",
         Column("rank", 8): lambda group: _range([layer.source_rank for layer in group]),
         Column("structure", 1, "left"): lambda group: group[0].structure,
@@ -67,7 +66,7 @@ def layers_table(layers: Sequence[LayerReport], total: Totals, *, each: bool = F
         "error": f"{total.relative_error:.3g}",
         "Fisher error": "" if total.functional_error is None else f"{total.functional_error:.3g}",
     }
-    return Sheet.of(cells, grouped(layers, became, each), [sums.get(column.head, "") for column in cells])
+    return _sheet(layers, became, cells, each, sums)
 
 
 def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]], *, each: bool = False) -> Sheet:
@@ -84,7 +83,6 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
         return kind_of(layer.name), layer.kind, size, layer.rank, structure(layer), layer.dtype
 
     cells: dict[Column, Callable[[list[LoraLayer]], str]] = {
-        LAYER: _group_names(checkpoint.layers),
         Column("kind", 5, "left"): lambda group: group[0].kind,
         Column("matrix", 1): lambda group: f"{group[0].out_features}×{group[0].in_features}",
         Column("rank"): lambda group: str(group[0].rank),
@@ -94,7 +92,7 @@ def checkpoint_table(checkpoint: Checkpoint, ranks: Sequence[tuple[float, int]],
         Column("‖ΔW‖", 2): lambda group: f"{math.hypot(*(ranks_by_name[layer.name][0] for layer in group)):.4g}",
         Column("rank for 1 %"): lambda group: _range([ranks_by_name[layer.name][1] for layer in group]),
     }
-    return Sheet.of(cells, grouped(checkpoint.layers, alike, each))
+    return _sheet(checkpoint.layers, alike, cells, each)
 
 
 def verification_table(result: Verification, *, each: bool = False) -> Sheet:
@@ -110,7 +108,6 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
         return f"{_together(group, lambda x: x.norm, lambda x: x.recorded_error):.3g}"
 
     cells: dict[Column, Callable[[list[LayerCheck]], str]] = {
-        LAYER: _group_names(result.layers),
         Column("parameters", 2): lambda group: f"{sum(layer.parameters for layer in group):,}",
         Column("‖ΔW‖", 3): lambda group: f"{math.hypot(*(layer.norm for layer in group)):.4g}",
         Column("error now" if recorded else "error"): lambda group: (
@@ -119,17 +116,7 @@ def verification_table(result: Verification, *, each: bool = False) -> Sheet:
         **({Column("recorded", 1): was} if recorded else {}),
         Column("", 0, "left"): lambda group: "" if group[0].agrees else "differs",
     }
-    return Sheet.of(cells, grouped(result.layers, alike, each))
-
-
-def grouped(layers: Sequence[L], key: Callable[[L], Hashable], each: bool) -> Iterable[list[L]]:
-    """Layers that share a key, in the order of their first; each alone if they are few or all are asked for."""
-    if each or len(layers) <= FOLD_ABOVE:
-        return [[layer] for layer in layers]
-    groups: dict[Hashable, list[L]] = {}
-    for layer in layers:
-        groups.setdefault(key(layer), []).append(layer)
-    return groups.values()
+    return _sheet(result.layers, alike, cells, each)
 
 
 def group_name(names: Sequence[str], cut: int) -> str:
@@ -143,10 +130,21 @@ def group_name(names: Sequence[str], cut: int) -> str:
     return f"{len(names)} layers {kind_of(names[0])}"
 
 
-def _group_names(layers: Sequence[Any]) -> Callable[[Sequence[Any]], str]:
-    """Names groups of these layers, without what all names share."""
+def _sheet(
+    layers: Sequence[Any],
+    alike: Callable[[Any], Hashable],
+    cells: Mapping[Column, Callable[[list[Any]], str]],
+    each: bool,
+    sums: Mapping[str, str] | None = None,
+) -> Sheet:
+    """A row for layers that are alike, in the order of their first; for each layer if they are few or all asked for."""
     cut = len(common_prefix([layer.name for layer in layers]))
-    return lambda group: group_name([layer.name for layer in group], cut)
+    groups: dict[Hashable, list[Any]] = {}
+    for index, layer in enumerate(layers):
+        groups.setdefault(index if each or len(layers) <= FOLD_ABOVE else alike(layer), []).append(layer)
+    columns = {LAYER: lambda group: group_name([layer.name for layer in group], cut), **cells}
+    total = [sums.get(column.head, "") for column in columns] if sums else None
+    return Sheet.of(columns, groups.values(), total)
 
 
 def _together(group: Sequence[L], norm: Callable[[L], float | None], error: Callable[[L], float | None]) -> float:

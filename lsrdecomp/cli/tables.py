@@ -28,20 +28,15 @@ WIDE = 1000
 """Columns where all that is known of a layer is asked for."""
 
 
-def console(wide: bool = False) -> Console:
-    """Standard output, as wide as the terminal, as COLUMNS says, or as all columns need."""
-    plain = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
-    return Console(width=WIDE if wide else plain, highlight=False, markup=False)
-
-
 def show(json: Path | None, *parts: Any, wide: bool = False) -> None:
-    """Print for people, unless standard output is for the machine.
+    """Print for people, unless standard output is for the machine; with ``wide`` as wide as all columns need.
 
     Sentences are left whole for a pipe to fold, and indented lines always: a command is typed as it stands.
     """
     if json is not None and str(json) == "-":
         return
-    output = console(wide)
+    plain = None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else PLAIN_WIDTH
+    output = Console(width=WIDE if wide else plain, highlight=False, markup=False)
     for part in parts:
         for line in part.split("\n") if isinstance(part, str) else [part]:
             whole = isinstance(line, str) and (line.startswith("  ") or not sys.stdout.isatty())
