@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,16 +47,13 @@ class TaskDataset:
         return 1 if self.task.regression or len(self.dev[0].choices) > 1 else len(self.task.labels)
 
     @property
-    def regression(self) -> bool:
-        return self.task.regression
-
-    @property
     def baseline(self) -> dict[str, float]:
         """Metrics of always giving the commonest answer."""
         return self.task.baseline(self.dev)
 
     def collator(self, tokenizer: Any) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-        return Collator(tokenizer, self.settings.max_length, regression=self.regression)
+        length = min(self.settings.max_length, tokenizer.model_max_length)  # longer ones the base cannot read
+        return partial(collated, tokenizer=tokenizer, length=length, regression=self.task.regression)
 
     def judge_dev(self, trainer: Trainer) -> Scores:
         return self._judged(trainer, self.dev)
@@ -155,32 +153,21 @@ def length(example: Example) -> int:
     return max(len(first) + len(second or "") for first, second in example.choices)
 
 
-class Collator:
+def collated(examples: Sequence[Example], *, tokenizer: Any, length: int, regression: bool) -> dict[str, Tensor]:
     """Examples as a classifier reads them: one row per choice, ``labels`` one per example.
 
     Parameters
     ----------
     tokenizer
         Of the base.
-    max_length : int
-        Tokens of a row; longer ones are cut, and what the base cannot read in any case.
+    length : int
+        Tokens of a row; longer ones are cut.
     regression : bool
         Whether labels are scores, float32, and not classes, int64.
     """
-
-    def __init__(self, tokenizer: Any, max_length: int, *, regression: bool) -> None:
-        self.tokenizer = tokenizer
-        self.max_length = min(max_length, tokenizer.model_max_length)
-        self.regression = regression
-
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        rows = [choice for example in examples for choice in example.choices]
-        first, second = [row[0] for row in rows], [row[1] for row in rows]
-        pairs = None if any(text is None for text in second) else second
-        read = self.tokenizer(
-            first, pairs, padding=True, truncation=True, max_length=self.max_length, return_tensors="pt"
-        )
-        labels = torch.tensor(
-            [example.label for example in examples], dtype=torch.float32 if self.regression else torch.int64
-        )
-        return {**read, "labels": labels}
+    rows = task_texts(examples)
+    first, second = [row[0] for row in rows], [row[1] for row in rows]
+    pairs = None if any(text is None for text in second) else second
+    read = tokenizer(first, pairs, padding=True, truncation=True, max_length=length, return_tensors="pt")
+    kind = torch.float32 if regression else torch.int64
+    return {**read, "labels": torch.tensor([example.label for example in examples], dtype=kind)}

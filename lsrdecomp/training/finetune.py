@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch import Tensor
-from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import set_seed
 
 from lsrdecomp.calibration.base_model import load_base
@@ -149,7 +149,6 @@ def evaluate(settings: FinetuneSettings) -> Scores:
         opened = open_model(settings, dataset.base, dataset.outputs)
         trainer_class = TextTrainer if settings.is_language else TaskTrainer
         trainer = trainer_class(*opened, settings, judging_arguments(settings, Path(directory)), dataset=dataset)
-        trainer.remove_callback(PrinterCallback)
         return dataset.judge_dev(trainer)
 
 
@@ -344,7 +343,6 @@ def _trainer(
         raise SettingsError(str(error)) from error
     if trainer.is_fsdp_enabled:
         check_sharding(trainer.accelerator.state.fsdp_plugin.fsdp_version, settings)
-    trainer.remove_callback(PrinterCallback)
     return trainer
 
 

@@ -58,7 +58,6 @@ class LanguageDataset:
     dev_rows: list[Tokens]
 
     outputs = None
-    regression = False
 
     @property
     def baseline(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from peft import PeftModel
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -80,7 +80,7 @@ class AdapterTrainer(Trainer):
         sampler: WholeBatches | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.sampler, self.regression = sampler, dataset.regression
+        self.sampler = sampler
         self.rates = rates(model, settings)
         super().__init__(
             model,
@@ -91,6 +91,7 @@ class AdapterTrainer(Trainer):
             processing_class=tokenizer,
             callbacks=[*callbacks, *([] if sampler is None else [_Epochs(sampler)])],
         )
+        self.remove_callback(PrinterCallback)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of ``args`` with one group of parameters per rate; vectors are not decayed."""
@@ -139,7 +140,7 @@ class TaskTrainer(AdapterTrainer):
         """The mean loss of a batch, and with it the answers, (examples, classes or choices)."""
         labels: Tensor = inputs.pop("labels")
         logits = model(**inputs).logits.float().reshape(len(labels), -1)
-        loss = F.mse_loss(logits[:, 0], labels) if self.regression else F.cross_entropy(logits, labels)
+        loss = F.mse_loss(logits[:, 0], labels) if labels.is_floating_point() else F.cross_entropy(logits, labels)
         return (loss, {"logits": logits}) if return_outputs else loss
 
 

@@ -33,7 +33,7 @@ from lsrdecomp.checkpoints.packed import NUMBERS  # noqa: E402
 from lsrdecomp.compression.layers import layer_product  # noqa: E402
 from lsrdecomp.compression.settings import CompressionPlan, Search  # noqa: E402
 from lsrdecomp.errors import BudgetError, CheckpointError, LsrError  # noqa: E402
-from lsrdecomp.training.dataset import Collator, judge  # noqa: E402
+from lsrdecomp.training.dataset import judge, read_dataset  # noqa: E402
 from lsrdecomp.training.embedded import embedded  # noqa: E402
 from lsrdecomp.training.finetune import evaluate, finetune, save_adapter  # noqa: E402
 from lsrdecomp.training.model import open_model  # noqa: E402
@@ -361,7 +361,6 @@ def test_gradient_checkpointing_changes_nothing_and_bfloat16_little(common, tmp_
 )
 def test_the_loss_is_the_mean_over_the_examples(logits, labels, loss):
     trainer = TaskTrainer.__new__(TaskTrainer)
-    trainer.regression = isinstance(labels[0], float)
     answers = SimpleNamespace(logits=torch.tensor(logits))
     assert float(trainer.compute_loss(lambda: answers, {"labels": torch.tensor(labels)})) == pytest.approx(loss)
 
@@ -412,8 +411,9 @@ def test_what_cannot_be_trained_is_refused_by_name(common, tmp_path, monkeypatch
 def test_texts_are_cut_to_what_the_base_can_read(common, place):
     _, tokenizer = open_model(common, place.model, 10)
     long = Example(((" ".join(["3"] * 90), None),), 3.0)
-    assert Collator(tokenizer, 128, regression=False)([long])["input_ids"].shape == (1, 17)
-    assert Collator(tokenizer, 9, regression=False)([long])["input_ids"].shape == (1, 9)
+    for length, width in ((128, 17), (9, 9)):
+        collator = read_dataset(common.replace(max_length=length)).collator(tokenizer)
+        assert collator([long])["input_ids"].shape == (1, width)
 
 
 def test_judging_by_definition():
