@@ -112,11 +112,12 @@ def low_rank_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
 
 def water_filled_candidates(layer: Layer, most: float = math.inf) -> list[LowRank]:
     """SVD with bits spread over its components, from the smallest useful size to eight bits each or ``most`` bytes."""
-    filled = water_fill(layer, *layer_svd(layer))
+    svd = layer_svd(layer)
+    filled = water_fill(layer, *svd)
     # Neighbouring steps differ by the bits of one component: of many some, evenly spaced in their logarithm.
     counts = sorted({round(q) for q in np.geomspace(1, len(filled), min(POINTS, len(filled)))}) if filled else []
     counts = [n for n in counts if sum(filled[n - 1]) * sum(layer.shape) <= 8.0 * most]
-    return [_coded_candidate(layer, svd_code(layer, filled[n - 1]), filled[n - 1]) for n in counts]
+    return [_coded_candidate(layer, spectral_code(layer, svd, filled[n - 1]), filled[n - 1]) for n in counts]
 
 
 def equal_bits_candidates(layer: Layer, bits: int) -> list[LowRank]:

@@ -76,7 +76,7 @@ def coded_product(product: SeparatedProduct, bits: int, norms: NormWeights | Non
     """
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     if product.left.order == 1:
-        return spectral_code(aim, layer_svd(aim), [bits] * len(aim.gauge[1]))
+        return svd_code(aim, [bits] * len(aim.gauge[1]))
     rounded, solved = quantized_product(product, bits), refitted_product(aim, product, bits)
     return min((rounded, solved), key=lambda coded: aim.squared_error(coded.dequantized()))
 
@@ -88,7 +88,7 @@ def codes_like(old: CodedProduct, product: SeparatedProduct, norms: NormWeights 
     # Bits by rank: the k-th largest singular value of the new form gets those that the k-th component had.
     aim = Layer.of("", LowRank(*product.to_lora()), norms)
     rank = len(aim.gauge[1])
-    return spectral_code(aim, layer_svd(aim), (*old.bits, *[0] * rank)[:rank])
+    return svd_code(aim, (*old.bits, *[0] * rank)[:rank])
 
 
 def quantize(matrix: SeparatedMatrix, bits: int) -> QuantizedMatrix:

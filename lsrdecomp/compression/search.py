@@ -191,7 +191,6 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
     """
     # Search 3: the first choice, of what is in the table.
     allocation = table.allocated(budget)
-    low_rank_error = allocation.low_rank_error
     # Search 4: the fine grid where the choice wants it.
     for _ in range(WIDENINGS if table.refines_grid else 0):
         if not solve_fine_grid(table, [candidate.parameters for _, candidate in allocation.chosen]):
@@ -212,7 +211,8 @@ def fit_budget(table: SearchTable, budget: Budget) -> Fitted:
         allocation = table.allocated(budget, "expected")
         if not refine(table, allocation.entries, together=budget.layer_rtol is None):
             break
-    return Fitted(table.materialized(table.allocated(budget, "measured")), low_rank_error)
+    allocation = table.allocated(budget, "measured")
+    return Fitted(table.materialized(allocation), allocation.low_rank_error)
 
 
 def solve_fine_grid(table: SearchTable, sizes: Sequence[int]) -> bool:

@@ -44,12 +44,12 @@ class Task:
     """Requests for layers of one kind that fit in memory together."""
 
     indices: tuple[int, ...]  # of the layers in the whole adapter
-    targets: Sequence[LowRank]
-    weights: Sequence[NormWeights] | None  # None: the Frobenius norm
     requests: Sequence[Request]
     starts: Sequence[SeparatedProduct] | None  # one a layer, of the shape of the only request and no more terms
     effort: Effort
     device: str | None
+    targets: Sequence[LowRank] = ()  # read when the task is begun, and so are the norms
+    weights: Sequence[NormWeights] | None = None  # None: the Frobenius norm
 
     @property
     def size(self) -> int:
@@ -129,14 +129,13 @@ class TaskRunner:
         """The same requests for any number of layers of one kind, in parts that fit in memory together.
 
         Layers whose norms need as many coordinates lie side by side. With ``starts`` each goes on from its own product.
-        Targets and norms are read when a task is run.
         """
         tasks = []
         ordered = sorted(indices, key=lambda i: self.layers[i].leading_entries) if requests else []
         for span in batches([self.layers[i] for i in ordered], leading=True):
             part = tuple(ordered[span])
             begun = None if starts is None else [starts[i] for i in part]
-            tasks.append(Task(part, (), None, requests, begun, effort or Effort(), self.resources.device))
+            tasks.append(Task(part, requests, begun, effort or Effort(), self.resources.device))
         return tasks
 
     def counter(self, tasks: Sequence[Task], stage: str) -> Counter:
