@@ -59,8 +59,8 @@ def search_adapter(
     checkpoint : Checkpoint
         As returned by `lsrdecomp.open_checkpoint`.
     plans : sequence of CompressionPlan
-        What will be asked, all in one storage: larger shapes than they could want are not solved. Other plans may be
-        drawn as well.
+        What will be asked, at least one and all in one storage: larger shapes than they could want are not solved.
+        Other plans may be drawn as well.
     statistics : Mapping of module name to statistics, optional
         As read by `read_statistics`: errors then count in the Fisher norm, and layers are weighed against each other by
         what they do. Absent, the Frobenius norm of ΔW.
@@ -77,7 +77,7 @@ def search_adapter(
     Raises
     ------
     BudgetError
-        If the plans differ in storage, or a divergence (``kl``) is asked for without statistics.
+        If there is no plan, plans differ in storage, or a divergence (``kl``) is asked for without statistics.
     CheckpointError
         Naming file and tensor, if a layer is not a LoRA or its numbers cannot be used.
     LsrError
@@ -110,8 +110,9 @@ def search_adapter(
         effect = statistics.effect(checkpoint.source_sha256)
     layers, cache, resources = open_layers(checkpoint, statistics), SpillCache(), resources or Resources()
     storages = {plan.storages for plan in plans}
-    if len(storages) > 1:
-        raise BudgetError("plans that share a search share their storage: search once for each storage")
+    if len(storages) != 1:
+        text = f"a search is for plans of one storage, and {len(plans)} plans have {len(storages)}"
+        raise BudgetError(f"{text}: search once for each storage")
     if any(plan.kl is not None for plan in plans) and statistics is None:
         raise BudgetError("a divergence (kl) is measured in the Fisher norm: calibrate first and pass the statistics")
     for plan in plans:
@@ -120,9 +121,8 @@ def search_adapter(
     # Compress 2, fit: every layer at the shapes that a budget could want. Plans of given terms search for none.
     budgets = [plan.budget(layers, effect) for plan in plans if plan.separation_rank is None]
     table = None
-    if budgets or not plans:
-        allowed = storages.pop() if storages else ("float32",)
-        table = search_layers(layers, budgets, search=search, storages=allowed, cache=cache, resources=resources)
+    if budgets:
+        table = search_layers(layers, budgets, search=search, storages=storages.pop(), cache=cache, resources=resources)
     return SearchedAdapter(checkpoint, layers, table, resources.device, cache, effect)
 
 

@@ -90,21 +90,20 @@ class Fitted:
 
 def search_layers(
     layers: Sequence[Layer],
-    budgets: Sequence[Budget] = (),
+    budgets: Sequence[Budget],
     *,
     search: Search | None = None,
     storages: Sequence[str] = ("float32",),
     cache: SpillCache | None = None,
     resources: Resources | None = None,
 ) -> SearchTable:
-    """Solve the grid of shapes for all layers, for any number of budgets.
+    """Solve the grid of shapes for all layers, for one budget or more.
 
     Parameters
     ----------
     layers : sequence of Layer
     budgets : sequence of Budget
-        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are not solved. None:
-        anything may be drawn.
+        What will be drawn, from `CompressionPlan.budget`; larger shapes than they could want are not solved.
     search : Search, optional
     storages : sequence of str
         Types the factors may be stored in; more than one is of use when bytes are counted. With int8 or int4 among
@@ -130,9 +129,8 @@ def search_layers(
     True
     """
     table = SearchTable(layers, search or Search(), storages, cache or SpillCache(), resources or Resources())
-    limits = [budget.most_parameters for budget in budgets]
-    limit = max(limits, default=math.inf)
-    table.refines_grid = limit < math.inf and len(limits) == 1 and not table.search.shapes
+    limit = max(budget.most_parameters for budget in budgets)
+    table.refines_grid = limit < math.inf and len(budgets) == 1 and not table.search.shapes
     # Search 1: what needs no solve. All that is wanted of a layer is read at once.
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):

@@ -13,7 +13,7 @@ import lsrdecomp
 from lsrdecomp import compress
 from lsrdecomp.checkpoints import open_checkpoint
 from lsrdecomp.checkpoints.writing import WEIGHTS
-from lsrdecomp.compression import CompressionPlan
+from lsrdecomp.compression import CompressionPlan, search_adapter
 from lsrdecomp.compression.compress import HEADER_BYTES
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.formats.quantized import SpectralCode
@@ -100,3 +100,10 @@ def test_bytes_are_met_where_a_head_takes_most_of_the_file(tmp_path: Path) -> No
     assert heads < size <= budget
     assert size >= 0.97 * budget
     assert sum(layer.parameters for layer in open_checkpoint(out).layers) > 500
+
+
+@pytest.mark.parametrize("storages", [(), ("float16", "int4")])
+def test_a_search_is_for_plans_of_one_storage(storages: tuple[str, ...]) -> None:
+    plans = [CompressionPlan(ratio=8, storage=storage) for storage in storages]
+    with pytest.raises(BudgetError, match=rf"{len(plans)} plans have {len(storages)}: search once for each"):
+        search_adapter(open_checkpoint(DEMO), plans)
