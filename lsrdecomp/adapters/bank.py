@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lsrdecomp.adapters.errors import UnsupportedLayerError
+from lsrdecomp.adapters.geometry import LINEAR, geometry_of
 from lsrdecomp.adapters.kernels import expand
 from lsrdecomp.checkpoints.format import Bundle, open_bundle
 from lsrdecomp.checkpoints.readers import lsr
@@ -77,7 +77,8 @@ class AdapterBank:
         if slots < 1:
             raise ValueError(f"a bank needs at least one slot, got {slots}")
         self.base, self.slots = model, slots
-        self.shapes = {name: shape for name, module in model.named_modules() if (shape := _matrix_shape(module))}
+        linear = ((name, module) for name, module in model.named_modules() if isinstance(module, LINEAR))
+        self.shapes = {name: geometry_of(module).matrix_shape for name, module in linear}
         self._packed_by_name: dict[str, PackedAdapter] = {}
         self._layouts: dict[bytes, bytes] = {}
         self._targets: set[str] = set()
@@ -246,12 +247,6 @@ def _put(layer: Any, slot: str, left: Tensor, right: Tensor) -> None:
 
 def _slot(number: int) -> str:
     return f"slot-{number}"
-
-
-def _matrix_shape(module: nn.Module) -> tuple[int, int] | None:
-    if isinstance(module, Conv1D):
-        return module.weight.shape[1], module.weight.shape[0]
-    return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else None
 
 
 def pack(bundle: Bundle) -> PackedAdapter:

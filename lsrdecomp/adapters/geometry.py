@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lsrdecomp.adapters.errors import UnsupportedLayerError
 
 CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+LINEAR = (nn.Linear, Conv1D)
 NOT_LINEAR = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

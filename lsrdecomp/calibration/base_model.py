@@ -22,6 +22,7 @@ from transformers import (
 )
 
 import lsrdecomp.adapters  # noqa: F401 (teaches PEFT to open LSR directories)
+from lsrdecomp.adapters.geometry import LINEAR
 from lsrdecomp.calibration.bases import find_base, open_tokenizer
 from lsrdecomp.calibration.dataset import (
     ANSWERS,
@@ -171,12 +172,7 @@ def load_model(loader: Any, base: str | Path, **options: Any) -> tuple[Any, Any]
 def adapted_modules(model: PeftModel) -> tuple[str, ...]:
     """Names, in the plain base, of the Linear layers that a PEFT model adapts."""
     named = model.get_base_model().named_modules(remove_duplicate=False)
-    return tuple(
-        name
-        for name, module in named
-        if has_delta(module)
-        and (isinstance(module.get_base_layer(), nn.Linear) or type(module.get_base_layer()).__name__ == "Conv1D")
-    )
+    return tuple(name for name, module in named if has_delta(module) and isinstance(module.get_base_layer(), LINEAR))
 
 
 def has_delta(module: nn.Module) -> TypeGuard[BaseTunerLayer]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lsrdecomp.adapters.geometry import LINEAR, geometry_of
 from lsrdecomp.calibration.fisher import CalibrationError
 
 
@@ -29,12 +30,9 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 def layer_size(module: nn.Module, name: str) -> tuple[int, int]:
     """(m, n) of a Linear layer, GPT-2's Conv1D or an adapter's wrapping of either."""
     plain: nn.Module = getattr(module, "get_base_layer", lambda: module)()
-    if isinstance(plain, nn.Linear):
-        return plain.out_features, plain.in_features
-    weight = getattr(plain, "weight", None)
-    if type(plain).__name__ == "Conv1D" and isinstance(weight, Tensor):
-        return weight.shape[1], weight.shape[0]
-    raise CalibrationError(f"{name} is a {type(plain).__name__}; statistics are for Linear layers")
+    if not isinstance(plain, LINEAR):
+        raise CalibrationError(f"{name} is a {type(plain).__name__}; statistics are for Linear layers")
+    return geometry_of(plain).matrix_shape
 
 
 @contextmanager
