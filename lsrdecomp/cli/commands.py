@@ -62,7 +62,15 @@ def inspect(
         for layer in checkpoint.layers:
             ranks.append(_norm_and_rank(checkpoint, layer))
             read.add()
-    tables.show(json, checkpoint_table(checkpoint, ranks, each=each), _describe(checkpoint), wide=wide)
+    tables.show(
+        json,
+        checkpoint_table(checkpoint, ranks, each=each),
+        f"\n{checkpoint.path}: {checkpoint.format}, {len(checkpoint.layers)} layers, "
+        f"{checkpoint.adapter_parameters:,} parameters; {checkpoint.extra_parameters:,} numbers in "
+        f"{len(checkpoint.extras)} other tensors.",
+        *(f"Note: {note}." for note in checkpoint.notes),
+        wide=wide,
+    )
     if json is not None:  # with the digest of a file that may be large
         tables.write_json(_inspection(checkpoint, ranks), json)
 
@@ -221,16 +229,6 @@ def _norm_and_rank(checkpoint: Checkpoint, layer: Any) -> tuple[float, int]:
     pair = layer_pair(checkpoint, layer) if isinstance(layer, LoraLayer) else LowRank(*layer_product(layer).to_lora())
     tails = tail_norms(pair.svd[1])
     return pair.norm, next(k for k, tail in enumerate(tails) if tail <= 0.01 * tails[0])
-
-
-def _describe(checkpoint: Checkpoint) -> str:
-    lines = [
-        "",
-        f"{checkpoint.path}: {checkpoint.format}, {len(checkpoint.layers)} layers, {checkpoint.adapter_parameters:,} "
-        f"parameters; {checkpoint.extra_parameters:,} numbers in {len(checkpoint.extras)} other tensors.",
-        *(f"Note: {note}." for note in checkpoint.notes),
-    ]
-    return "\n".join(lines)
 
 
 def _inspection(checkpoint: Checkpoint, ranks: list[tuple[float, int]]) -> dict[str, Any]:
