@@ -16,8 +16,9 @@ each measured layer of `TWINS` in its own size, to see what synthesis is worth. 
 model, each layer with ratios and norm of a measured layer of its kind, drawn by the seed: as they are, and with those
 of the weights multiplied, since nobody knows how they grow. Beside it truncated SVD of the same layers by NumPy.
 
-`fit` explains the logarithm of a layer's numbers by the share that is lost, its ratios and its size. Standard errors
-are a jackknife over LoRAs; each model is predicted from the others.
+`fit` explains the logarithm of the numbers that a layer takes to keep the largest of `SHARES` by its ratios and its
+size; at smaller shares many layers take the smallest form there is. Standard errors are a jackknife over LoRAs; each
+model is predicted from the others.
 """
 
 from __future__ import annotations
@@ -65,17 +66,12 @@ BLOCKS, RANK = 4, 8
 FACTORS = (1.0, 4.0)
 """What the participation ratios of both weights are multiplied by."""
 PREDICTORS = {
-    "share lost": lambda row: math.log(1.0 - row["share"]),
     "input": lambda row: math.log(row["input"]),
     "output": lambda row: math.log(row["output"]),
     "update": lambda row: math.log(row["update"]),
     "size": lambda row: math.log(row["rows"] + row["columns"]),
 }
-MODELS = {
-    "share lost": ("share lost",),
-    "and participation": ("share lost", "input", "output", "update"),
-    "and size": tuple(PREDICTORS),
-}
+MODELS = {"nothing": (), "ratios": ("input", "output", "update"), "ratios and size": tuple(PREDICTORS)}
 """What explains the numbers of a layer, from less to more."""
 
 Row = dict[str, Any]
@@ -289,13 +285,13 @@ def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def observations(loras: list[Row]) -> list[Row]:
-    """A row for each layer and share, with the LoRA that it is of."""
+    """A row for each layer at the largest of `SHARES`, with the LoRA that it is of."""
     return [
         {**layer, **form, "model": lora["model"], "lora": f"{lora['model']} {lora['task']}"}
         for lora in loras
         for layer in lora["layers"]
         for form in layer["forms"]
-        if form["numbers"] > 0 and form["share"] < 1.0 - 1e-9
+        if form["wanted"] == max(SHARES)
     ]
 
 
@@ -356,16 +352,39 @@ def fit(record: Row) -> Row:
     """Every model of `MODELS`, the growth of the ratios, and what the fit says of the synthetic layers."""
     rows = observations(record["loras"])
     fits = {name: fitted(rows, names) for name, names in MODELS.items()}
-    predicted: dict[str, Row] = {}
-    for run in record.get("wide", []):
-        own = observations([{**run, "model": run["of"], "task": ""}])
-        for name, names in MODELS.items():
-            missed = misses(own, names, np.array(list(fits[name]["coefficients"].values())))
-            predicted.setdefault(f"{run['of']} x{run['factor']:g}", {})[name] = {
-                "mean": float(missed.mean()),
-                "rms": float(np.sqrt((missed**2).mean())),
-            }
-    return {"observations": len(rows), "fits": fits, "growth": growth(record["loras"]), "synthetic": predicted}
+    runs = [run for run in record.get("wide", []) if "layers" in run]
+    return {
+        "observations": len(rows),
+        "fits": fits,
+        "growth": growth(record["loras"]),
+        "synthetic": [{"of": run["of"], "factor": run["factor"], **extrapolated(run, fits, rows)} for run in runs],
+    }
+
+
+def extrapolated(run: Row, fits: Row, rows: list[Row]) -> Row:
+    """Numbers of all layers of a synthetic run: what they took, and what each fit says.
+
+    The factor of error of an extrapolation: how far models are missed on average when the others predict them, and the
+    standard error of the exponent of the size over the distance to the sizes that were measured.
+    """
+    own, size = observations([{**run, "model": run["of"], "task": ""}]), PREDICTORS["size"]
+    scale = run["blocks"] / run["made"]
+    result: Row = {"numbers": scale * sum(row["numbers"] for row in own)}
+    for name, names in MODELS.items():
+        values = fits[name]
+        coefficients = np.array(list(values["coefficients"].values()))
+        spread = float(
+            np.exp(misses(rows, names, coefficients)).mean()
+        )  # the mean lies above exp of the mean logarithm
+        missed = math.sqrt(np.mean([left["mean"] ** 2 for left in values["left_out"].values()]))
+        distance = float(np.mean([size(row) for row in own]) - np.mean([size(row) for row in rows]))
+        beyond = values["standard_errors"].get("size", 0.0) * distance
+        result[name] = {
+            "numbers": scale * spread * float(np.exp(design(own, names) @ coefficients).sum()),
+            "factor": math.exp(math.hypot(missed, beyond)),
+            "missed": float(misses(own, names, coefficients).mean()),
+        }
+    return result
 
 
 def main() -> None:

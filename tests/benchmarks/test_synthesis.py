@@ -40,7 +40,7 @@ def test_a_synthetic_layer_has_the_ratios_and_the_norm_of_its_model(tmp_path, fa
 
 
 def loras(noise, models=("a", "b", "c")):
-    """Three models, two LoRAs each: numbers = 40 · lost^-0.8 · input^0.5 · (m + n)^0.3, with noise."""
+    """Three models, two LoRAs each: numbers = 40 · input^0.5 · (m + n)^0.3, with noise; at smaller shares 44."""
     rng = np.random.default_rng(1)
     rows = []
     for i, model in enumerate(models):
@@ -49,10 +49,9 @@ def loras(noise, models=("a", "b", "c")):
             for _ in range(30):
                 layer = {name: float(np.exp(rng.uniform(0.1, 3.0))) for name in ("input", "output", "update")}
                 layer |= {"rows": 200 * (i + 1) + int(rng.integers(99)), "columns": int(rng.integers(100, 900))}
-                forms = []
-                for share in (0.5, 0.75, 0.9):
-                    law = 40 * (1 - share) ** -0.8 * layer["input"] ** 0.5 * (layer["rows"] + layer["columns"]) ** 0.3
-                    forms.append({"share": share, "numbers": law * math.exp(noise * rng.standard_normal())})
+                law = 40 * layer["input"] ** 0.5 * (layer["rows"] + layer["columns"]) ** 0.3
+                forms = [{"wanted": 0.5, "numbers": 44}]
+                forms.append({"wanted": 0.9, "numbers": law * math.exp(noise * rng.standard_normal())})
                 layers.append(layer | {"forms": forms})
             rows.append({"model": model, "task": task, "layers": layers})
     return rows
@@ -60,14 +59,15 @@ def loras(noise, models=("a", "b", "c")):
 
 def test_the_fit_gives_back_a_planted_law():
     rows = synthesis.observations(loras(noise=0.05))
-    fitted = synthesis.fitted(rows, synthesis.MODELS["and size"])
-    planted = {"one": math.log(40), "share lost": -0.8, "input": 0.5, "output": 0.0, "update": 0.0, "size": 0.3}
+    fitted = synthesis.fitted(rows, synthesis.MODELS["ratios and size"])
+    planted = {"one": math.log(40), "input": 0.5, "output": 0.0, "update": 0.0, "size": 0.3}
     for name, value in planted.items():
         assert abs(fitted["coefficients"][name] - value) < 4 * fitted["standard_errors"][name] + 1e-3
     assert fitted["rms"] == pytest.approx(0.05, rel=0.1)
     assert all(abs(left["rms"] - 0.05) < 0.02 for left in fitted["left_out"].values())
-    without = synthesis.fitted(rows, synthesis.MODELS["share lost"])
-    assert without["explained"] < fitted["explained"] - 0.1
+    without = synthesis.fitted(rows, synthesis.MODELS["nothing"])
+    assert abs(without["explained"]) < 1e-9
+    assert fitted["explained"] > 0.95
 
 
 def test_a_model_that_is_otherwise_is_missed_when_it_is_left_out():
@@ -76,5 +76,5 @@ def test_a_model_that_is_otherwise_is_missed_when_it_is_left_out():
         for layer in lora["layers"]:
             for form in layer["forms"]:
                 form["numbers"] *= 3.0 if lora["model"] == "c" else 1.0
-    left = synthesis.fitted(synthesis.observations(record), synthesis.MODELS["and participation"])["left_out"]
+    left = synthesis.fitted(synthesis.observations(record), synthesis.MODELS["ratios"])["left_out"]
     assert left["c"]["mean"] > 0.8
