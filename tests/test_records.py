@@ -5,7 +5,7 @@ Tables on pages need no such test: the site makes them from the records.
 
 import json
 import re
-from math import hypot
+from math import exp, hypot
 from pathlib import Path
 from statistics import fmean
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README, LANGUAGE, SMALL = "README.md", "docs/language-models.md", "docs/small-adapters.md"
-COMPRESS, TRAINED = "docs/compress-a-lora.md", "docs/fine-tuning-measured.md"
+COMPRESS, TRAINED, SCALE = "docs/compress-a-lora.md", "docs/fine-tuning-measured.md", "docs/scale.md"
 NO_RECORD = {
     LANGUAGE: (
         "mean and half the 95 % interval over seeds",
@@ -503,11 +503,62 @@ def in_fine_tuning():
     )
 
 
+def in_scale():
+    synthesis = record("synthesis")
+    fit, loras = synthesis["fit"], synthesis["loras"]
+    fits = fit["fits"]
+    yield f"by least squares of the logarithms over {fit['observations']} layers"
+    (seen, unseen) = (
+        sorted(exp(left["rms"]) for left in fits[name]["left_out"].values()) for name in ("ratios", "nothing")
+    )
+    yield (
+        f"The ratios explain {percent(fits['ratios']['explained'])} % of the variance. A layer of a model that the fit "
+        f"did not see is missed by a factor of {seen[0]:.1f} to {seen[-1]:.1f}; without the ratios, of {unseen[0]:.1f} "
+        f"to {unseen[-1]:.1f}"
+    )
+    size, (inputs, outputs) = fits["ratios and size"], fit["growth"].values()
+    yield f"with its size to the power of {size['coefficients']['size']:.2f} ± {size['standard_errors']['size']:.2f}"
+    yield (
+        f"the ratios grow with the width to the power of {inputs['exponent']:.1f} ± {inputs['standard_error']:.1f} "
+        f"(inputs) and {outputs['exponent']:.1f} ± {outputs['standard_error']:.1f} (outputs)"
+    )
+    norm = [(form["share"], form["answers"]) for lora in loras for form in lora["forms"]]
+    yield f"the share by answers is up to {max(n - a for n, a in norm):.2f} below that of the norm"
+    runs = {(run["of"], run["factor"]): run for run in synthesis["wide"]}
+    twin, (real,) = (
+        runs["twin", 1.0],
+        [lora for lora in loras if (lora["model"], lora["task"]) == ("SmolLM2-135M", "E2E")],
+    )
+    pairs = [[f"{form['share']:.2f}" for form in each["forms"]] for each in (twin, real)]
+    yield f"keeps {', '.join(pairs[0])} at 1/96, 1/48 and 1/19, and the measured LoRA {', '.join(pairs[1])}"
+    said = {(each["of"], each["factor"]): each for each in fit["synthetic"]}
+    own = sum(form["numbers"] for layer in real["layers"] for form in layer["forms"] if form["wanted"] == 0.9)
+    yield f"needs {said['twin', 1.0]['numbers'] / own:.1f} times the numbers to keep .9 in every layer"
+    for name in ("7B", "70B"):
+        each, guess = said[name, 1.0], said[name, 1.0]["ratios and size"]
+        yield (
+            f"{name}: {guess['numbers'] / 1000:,.0f} thousand numbers by the fit, within a factor of "
+            f"{guess['factor']:.1f} for one standard error, and {each['numbers'] / 1000:,.0f} thousand by synthesis"
+        )
+    apart = [said[name, 1.0]["numbers"] / said[name, 1.0]["ratios and size"]["numbers"] for name in ("7B", "70B")]
+    yield f"The two are {apart[0]:.0f} and {apart[1]:.0f} times apart"
+    made = [run for (name, _), run in runs.items() if name != "twin"]
+    small, large = (
+        [form["share"] for run in made for form in run["forms"] if form["ratio"] == r] for r in (96.0, 48.0)
+    )
+    yield (
+        f"At 1/48 they keep {min(large):.2f} to {max(large):.2f} in the norm, at 1/96 from {min(small):.2f} to "
+        f"{max(small):.2f}"
+    )
+    costs = [run["forms"][-1]["cpu_seconds"] / run["peer_cpu_seconds"] for run in made]
+    yield f"{min(costs):.0f} to {max(costs):.0f} times the CPU time of truncated SVD of the same layers by NumPy"
+
+
 PAGES = {README: in_readme, LANGUAGE: in_language_models, SMALL: in_small_adapters}
 """Pages whose every figure is claimed."""
 CLAIMS = [
     (page, sentence)
-    for page, sentences in (PAGES | {COMPRESS: in_compress_a_lora, TRAINED: in_fine_tuning}).items()
+    for page, sentences in (PAGES | {COMPRESS: in_compress_a_lora, TRAINED: in_fine_tuning, SCALE: in_scale}).items()
     for sentence in sentences()
 ]
 

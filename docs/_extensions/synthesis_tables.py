@@ -1,0 +1,75 @@
+"""Tables of results/synthesis.json: participation ratios and shares, what explains them, synthetic wide layers."""
+
+from __future__ import annotations
+
+from math import exp
+from statistics import median
+from typing import Any
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+SIDES = ("input", "output", "update")
+
+
+def loras(results: dict[str, Any]) -> Table:
+    """Of each LoRA the median participation ratios of its layers, and what is kept at two sizes."""
+    ratios = (96.0, 48.0)
+    sizes = [f"1/{ratio:g}, {what}" for ratio in ratios for what in ("norm", "answers")]
+    rows = []
+    for lora in results["loras"]:
+        middle = (f"{median(layer[side] for layer in lora['layers']):.1f}" for side in SIDES)
+        cells: list[str] = []
+        for form in (form for ratio in ratios for form in lora["forms"] if form["ratio"] == ratio):
+            cells += [f"{form['share']:.2f}", f"{form['answers']:.2f} ± {form['standard_error']:.3f}"]
+        rows.append((f"{lora['model']}, {lora['task']}", str(len(lora["layers"])), *middle, *cells))
+    return ("LoRA", "layers", *SIDES, *sizes), rows
+
+
+def fits(results: dict[str, Any]) -> Table:
+    """Exponents of what explains a layer's numbers, and how far each model is missed when the others predict it."""
+    fits = results["fit"]["fits"]
+    said = {"size": "m + n"} | {side: f"ratio of the {side}" for side in SIDES}
+    labels = [*SIDES, "size"]
+    columns = []
+    for fit in fits.values():
+        powers, errors = fit["coefficients"], fit["standard_errors"]
+        cells = [f"{powers[name]:.2f} ± {errors[name]:.2f}" if name in powers else "–" for name in labels]
+        cells += [f"{100 * fit['explained']:.0f} %", f"{exp(fit['rms']):.2f}"]
+        columns.append([*cells, *(f"{exp(left['rms']):.2f}" for left in fit["left_out"].values())])
+    rows = [f"exponent of: {said[name]}" for name in labels]
+    rows += ["explained, of the variance", "a layer is missed by a factor of"]
+    rows += [f"one of {model}, from the others" for model in fits["nothing"]["left_out"]]
+    return ("", *fits), [(row, *cells) for row, cells in zip(rows, zip(*columns, strict=True), strict=True)]
+
+
+def wide(results: dict[str, Any]) -> Table:
+    """Synthetic layers at 1/48: shares; bytes and seconds for as many blocks as the model has; memory as it was."""
+    head = (
+        "",
+        "ratios",
+        "LSR",
+        "SVD",
+        "LoRA, float16",
+        "LSR, float16",
+        "CPU, three sizes",
+        "SVD's CPU, times",
+        "memory",
+    )
+    rows = []
+    for run in results["wide"]:
+        (form,) = (form for form in run["forms"] if form["ratio"] == 48.0)
+        scale, seconds = run["blocks"] / run["made"], run["forms"][-1]["cpu_seconds"]
+        numbers = sum(layer["rank"] * (layer["rows"] + layer["columns"]) for layer in run["layers"])
+        sizes = (f"{scale * 2 * numbers / 1e6:.1f} MB", f"{scale * form['weight_bytes'] / 1e3:,.0f} kB")
+        shares = (f"{form['share']:.2f}", f"{form['svd']:.2f}")
+        cost = (f"{scale * seconds:,.0f} s", f"{seconds / run['peer_cpu_seconds']:.0f}")
+        memory = f"{run['peak_bytes'] / 1e6:.0f} MB"
+        rows.append((run["of"], f"× {run['factor']:g}", *shares, *sizes, *cost, memory))
+    return head, rows
+
+
+TABLES = {
+    "synthesis-loras": ("synthesis.json", loras),
+    "synthesis-fit": ("synthesis.json", fits),
+    "synthesis-wide": ("synthesis.json", wide),
+}
