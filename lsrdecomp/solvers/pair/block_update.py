@@ -79,10 +79,11 @@ class Side:
             right_hand = against(stacks, i)
             # Block 2: its minimum: without a weight row by row, of a small one by its normal matrix, else by a few
             # conjugate gradient steps, with what the block sees of the eigenpairs where that is cheaper.
-            seen, inside, terms = None, None, int(stacks[i].shape[2])
-            small = is_small(self.shape, i, terms)
-            if not isinstance(self.weight, Identity) and (small or pays(self.shape, i, terms, self.cg_steps)):
-                seen = SpectralBlock.of(self.weight, self.bases[i], self.shape, stacks, i, gram)
+            seen, inside, small, terms = None, None, False, int(stacks[i].shape[2])
+            if not isinstance(self.weight, Identity):
+                small = is_small(self.shape, i, terms)
+                if small or pays(self.shape, i, terms, self.cg_steps):
+                    seen = SpectralBlock.of(self.weight, self.bases[i], self.shape, stacks, i, gram)
             if seen and small:
                 stacks[i] = self._direct(stacks[i], 1, seen.matrix(), right_hand)
             elif isinstance(self.weight, Identity):
