@@ -21,7 +21,6 @@ LOKR = (
     "is LoKr, one Kronecker product already, which is not made smaller here: keep it, or write it as plain LoRA, which "
     "is larger (export --to lora)"
 )
-KINDS = ("linear", "conv1d", "embedding", "conv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from lsrdecomp.errors import BudgetError, CheckpointError
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct, low_rank_product
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import leading_norms, weighted_gauge, weighted_norm, weighted_residual_norm
-from lsrdecomp.targets.weights import NormWeights
+from lsrdecomp.targets.weights import Identity, NormWeights
 
 T = TypeVar("T")
 
@@ -168,8 +168,7 @@ def _in_memory(value: T) -> Callable[[], T]:
 
 def norm_entries(norms: NormWeights) -> int:
     """Numbers in the weights of both sides."""
-    arrays = (getattr(side, "matrix", getattr(side, "basis", None)) for side in (norms.output, norms.input))
-    return sum(math.prod(array.shape) for array in arrays if array is not None)
+    return sum(math.prod(side.basis.shape) for side in (norms.output, norms.input) if not isinstance(side, Identity))
 
 
 def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:

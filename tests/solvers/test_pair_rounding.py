@@ -20,7 +20,7 @@ from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weighted import weighted_residual_norm
 from lsrdecomp.targets.weights import NormWeights
 
-KINDS = ("frobenius", "diagonal", "low rank", "dense")
+KINDS = ("frobenius", "all eigenpairs", "low rank")
 
 
 def in_int4(candidate: Lsr) -> Lsr:
