@@ -123,14 +123,9 @@ def eigenvalues(matrix: SeparatedMatrix, mass: SeparatedMatrix | None = None) ->
     terms = host(matrix)
     unit = SeparatedMatrix.from_factors([np.eye(m)[None] for m in shape.rows]) if mass is None else host(mass)
     both = _joined(terms, unit)
-    if mass is None:
-        flat = diagonalize(both, unitary=True)
-        if flat is not None:
-            return like(np.sort(flat.terms[:-1].sum(axis=0)), matrix.weights)
-    else:
-        flat = diagonalize(both)
-        if flat is not None and np.all(flat.terms[-1] > 0):
-            return like(np.sort(flat.terms[:-1].sum(axis=0) / flat.terms[-1]), matrix.weights)
+    flat = diagonalize(both, unitary=mass is None)
+    if flat is not None and np.all(flat.terms[-1] > 0):
+        return like(np.sort(flat.terms[:-1].sum(axis=0) / flat.terms[-1]), matrix.weights)
     bent = triangularize(both)
     if bent is None:
         raise _no_form(matrix, "eigenvalues")
