@@ -24,7 +24,6 @@ from lsrdecomp.compression.settings import CompressionPlan, PlanKeywords
 from lsrdecomp.errors import BudgetError
 from lsrdecomp.fields import takes
 
-GOALS = ("ratio", "parameters", "bytes", "rtol")
 RATIOS = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Of the curve that a dry run shows."""
 HEADER = 2048
@@ -140,9 +139,8 @@ def truncate(
     if plan is not None and settings:
         raise BudgetError(f"a plan was given, and {' and '.join(settings)} beside it: one of the two")
     plan = plan or CompressionPlan(**settings)
-    goal = next((name for name in GOALS if getattr(plan, name) is not None), None)
-    if goal is None:
-        raise BudgetError(f"a plain LoRA is made to {', '.join(GOALS)}; other goals need a directory of LSR")
+    if plan.separation_rank is not None or plan.kl is not None:
+        raise BudgetError("a plain LoRA is made to ratio, parameters, bytes, rtol; other goals need a directory of LSR")
     # Truncate 1: the singular values of every layer; they wait in its cache.
     layers, singular_values = tuple(open_layers(checkpoint)), []
     read = Counter(on_step, "reading", len(layers), "layers")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from lsrdecomp.compression.settings import PlanKeywords
-from lsrdecomp.fields import OPTION, POSITIVE, READ, Also, Check, Settings, one_of, settings, whole
-
-SHARE_TO_KEEP = Check(lambda value: 0.0 < value < 1.0, lambda: "between 0 and 1, such as 0.95")
-PRECISIONS = ("float32", "bfloat16")
+from lsrdecomp.fields import OPTION, POSITIVE, READ, SHARE, Also, Settings, one_of, settings, whole
 
 
 @settings
@@ -34,7 +31,9 @@ class EvaluatorSettings(Settings):
         int | None, OPTION, whole(1), "Most tokens of an example: 1024 with prompts, 128 of a text, if absent."
     ] = None
     truncate: Annotated[bool, OPTION, "Cut longer prompts at their beginning, instead of refusing them."] = False
-    dtype: Annotated[str, OPTION, one_of(PRECISIONS), "Precision of the base: float32 or bfloat16."] = "float32"
+    dtype: Annotated[str, OPTION, one_of(("float32", "bfloat16")), "Precision of the base: float32 or bfloat16."] = (
+        "float32"
+    )
     device: Annotated[str | None, OPTION, "cuda, cuda:1, …; absent, the CPU, where NumPy solves."] = None
     seed: Annotated[int, OPTION, "Of the split of the texts and their order."] = 0
 
@@ -50,7 +49,7 @@ class MeasuredSettings(EvaluatorSettings):
     """
 
     keep: Annotated[
-        float | None, OPTION, SHARE_TO_KEEP, "With --base: the smallest form that keeps this share, such as 0.95."
+        float | None, OPTION, SHARE, "With --base: the smallest form that keeps this share, such as 0.95."
     ] = None
     distil: Annotated[int, OPTION, whole(0), "With --base: train it on the LoRA's answers for so many steps."] = 0
     examples: Annotated[

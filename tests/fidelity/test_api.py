@@ -121,5 +121,5 @@ def test_what_is_said_of_a_setting_is_said_once():
                 assert field.help in help_text
     with pytest.raises(LsrError, match="steps must be a whole number, 1 or more, got 0"):
         lsr.distil("small", base="b", data="texts.txt", teacher="lora", steps=0)
-    with pytest.raises(LsrError, match="keep must be between 0 and 1"):
+    with pytest.raises(LsrError, match="keep must be above 0 and below 1"):
         lsr.compress(DEMO, base="b", data="texts.txt", keep=1.5)

@@ -280,7 +280,7 @@ def test_a_size_is_measured_after_writing_and_little_is_said_aloud(folder, lines
     ("words", "message"),
     [
         (("--keep", 0.9, "--ratio", 10), "one goal"),
-        (("--keep", 95), "between 0 and 1"),
+        (("--keep", 95), "above 0 and below 1"),
         ((), "one goal"),
     ],
 )
