@@ -132,7 +132,7 @@ def read_index(text: Any) -> Index:
         if index["version"] != VERSION:
             raise CheckpointError(f"version {str(index['version'])[:40]}, this release reads {VERSION} and {MARK[0]}")
         dropped = tuple(str(name) for name in index.get("dropped", ()))
-        return Index(_entries(index["layers"]), _kinds(index.get("kinds", {})), dropped, index.get("exact") is True)
+        return Index(_entries(index["layers"]), read_kinds(index.get("kinds", {})), dropped, index.get("exact") is True)
     except (*DAMAGE, AttributeError, binascii.Error) as error:
         raise damaged(error, f"the index of packed layers ({FIELD}) is damaged", None) from None
 
@@ -155,7 +155,7 @@ def _laid_out(content: bytes) -> Index:
         block += _unzigzag(step)
         entries.append([modules[module].replace("\0", str(block)), *entry_of[structure][0](*exponents)])
     kinds = content[reader.position :]
-    return Index(_entries(entries), _kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
+    return Index(_entries(entries), read_kinds(json.loads(kinds) if kinds else {}), (), bool(exact))
 
 
 def _structure(entry: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -213,7 +213,8 @@ def _unzigzag(value: int) -> int:
     return value // 2 if value % 2 == 0 else -(value + 1) // 2
 
 
-def _kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def read_kinds(listed: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Kind and kernel of layers that are not linear; `TypeError` and its kin for what is no such table."""
     return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in listed.items()}
 
 

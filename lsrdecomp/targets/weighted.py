@@ -8,10 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from lsrdecomp.arrays import Array, as_double, dtype_name, namespace, norm, to_numpy, triangular_factor
-from lsrdecomp.errors import ShapeError
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.base import Approximation, LowRank
-from lsrdecomp.targets.residual import pair_core, pair_distances
+from lsrdecomp.targets.residual import check_sizes, pair_core, pair_distances
 from lsrdecomp.targets.weights import LowRankPlusIdentity, NormWeights, Weight
 
 CONDITION = 1e4
@@ -84,8 +83,7 @@ def weighted_residual_norm(target: LowRank, approximation: Approximation, weight
     2.0
     """
     weights.check(target.shape)
-    if tuple(approximation.shape) != tuple(target.shape):
-        raise ShapeError(f"the target is {target.shape}, the approximation {tuple(approximation.shape)}")
+    check_sizes(target.shape, approximation.shape)
     left, right = as_double(target.left), as_double(target.right)
     if hasattr(approximation, "to_lora"):
         other_left, other_right = (as_double(f) for f in approximation.to_lora())

@@ -21,7 +21,7 @@ from lsrdecomp.checkpoints.format import (
     without_prefix,
 )
 from lsrdecomp.checkpoints.packed import NUMBERS, PACKED, PackedLayer
-from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_packed
+from lsrdecomp.checkpoints.packed_index import FIELD, Index, read_index, read_kinds, read_packed
 from lsrdecomp.checkpoints.records import Checkpoint, LsrLayer, natural
 from lsrdecomp.checkpoints.tensors import FLOATS, Array, StoredTensor
 from lsrdecomp.checkpoints.writing import provenance
@@ -72,9 +72,8 @@ def read(bundle: Bundle, *, alpha: float | None = None) -> Checkpoint:
 def provenance_kinds(bundle: Bundle) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Kind and kernel of the layers that are not plain Linear, from the header's record."""
     record = Checkpoint(bundle.path, "lsr", {}, (), {}, bundle.weights, bundle.metadata)
-    kinds = provenance(record).get("kinds", {})
     try:
-        return {str(name): (str(kind), tuple(int(side) for side in kernel)) for name, (kind, kernel) in kinds.items()}
+        return read_kinds(provenance(record).get("kinds", {}))
     except (AttributeError, TypeError, ValueError):
         raise CheckpointError("the header's record of layer kinds is damaged", path=bundle.weights) from None
 
