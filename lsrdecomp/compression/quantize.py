@@ -63,7 +63,7 @@ def refitted_product(layer: Layer, product: SeparatedProduct, bits: int) -> Quan
     if product.left.order == 2:
         product = product.canonical()
     weights = None if layer.is_frobenius else layer.norms
-    sides = quantize_sequentially(layer.pair, product, lambda rows: nearest_codes(rows, bits), weights=weights)
+    sides = quantize_sequentially(layer.pair, product, bits, weights=weights)
     left, right = (QuantizedMatrix(codes, *_float16(scales), bits) for codes, scales in sides)
     return QuantizedProduct(left, right)
 

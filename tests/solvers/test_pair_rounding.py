@@ -11,7 +11,6 @@ from test_pair import CUBE, SMALL, low_rank, norms
 from lsrdecomp.compression.candidates import Lsr, lsr_candidate, materialize
 from lsrdecomp.compression.layers import Layer, SpillCache
 from lsrdecomp.compression.quantize import quantized_product, refitted_product
-from lsrdecomp.formats.number_formats import nearest_codes
 from lsrdecomp.kronecker.separated import SeparatedMatrix, SeparatedProduct
 from lsrdecomp.kronecker.shape import ProductShape
 from lsrdecomp.solvers.pair.joint_als import JointALS
@@ -57,7 +56,7 @@ def test_codes_are_found_again(rng: np.random.Generator) -> None:
         sides.append(SeparatedMatrix.from_factors(codes))
     exact = SeparatedProduct(*sides)
     target = LowRank(*exact.to_lora())
-    out, into = quantize_sequentially(target, exact, lambda rows: nearest_codes(rows, 4))
+    out, into = quantize_sequentially(target, exact, 4)
     coded = SeparatedProduct(
         *(SeparatedMatrix.from_factors([c.astype(float) for c in codes], scales) for codes, scales in (out, into))
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from lsrdecomp.arrays import placed, to_numpy
-from lsrdecomp.formats.number_formats import Codes
+from lsrdecomp.formats.number_formats import Codes, nearest_codes
 from lsrdecomp.kronecker.separated import SeparatedProduct
 from lsrdecomp.kronecker.shape import KroneckerShape
 from lsrdecomp.solvers.batched_terms import safe_ratio
@@ -19,8 +16,11 @@ from lsrdecomp.solvers.pair.stacking import Pair, WeightedTargets, start_pair
 from lsrdecomp.targets.base import LowRank
 from lsrdecomp.targets.weights import NormWeights
 
-Nearest = Callable[[Any], tuple[Any, Any]]
-"""Rows (s, p) to integer codes (s, p) and a step for each row."""
+SWEEPS = 2
+"""Passes over the free blocks after each rounding."""
+
+CG_STEPS = 8
+"""Conjugate gradient steps a block in a weighted norm, as many as `JointALS` takes."""
 
 PASSES = 2
 """Times that every block is freed, solved and rounded once more, where that brings the product nearer."""
@@ -36,11 +36,9 @@ CodedSide = tuple[tuple[Codes, ...], NDArray[np.float64]]
 def quantize_sequentially(
     target: LowRank,
     product: SeparatedProduct,
-    nearest: Nearest,
+    bits: int,
     *,
     weights: NormWeights | None = None,
-    sweeps: int = 2,
-    cg_steps: int = 8,
 ) -> tuple[CodedSide, CodedSide]:
     """A product with integer factors near a low-rank target, from one with real factors that is near it.
 
@@ -54,14 +52,10 @@ def quantize_sequentially(
     target : LowRank, shape (m, n)
     product : SeparatedProduct, shape (m, n)
         The start, real.
-    nearest : callable
-        Rounds the rows (s, p) of a block to codes and steps.
+    bits : int
+        Of the codes, which `nearest_codes` chooses.
     weights : NormWeights, optional
         The norm; Frobenius if absent.
-    sweeps : int
-        Passes over the free blocks after each rounding.
-    cg_steps : int
-        As for `JointALS`.
 
     Returns
     -------
@@ -75,7 +69,7 @@ def quantize_sequentially(
 
     Notes
     -----
-    Cost: about ``sweeps + 2`` sweeps of `JointALS` for each of the 2d blocks, in double precision.
+    Cost: about four sweeps of `JointALS` for each of the 2d blocks, in double precision.
 
     References
     ----------
@@ -86,13 +80,13 @@ def quantize_sequentially(
     batch = WeightedTargets.of([target], None if weights is None else [weights])
     start = start_pair([product], shape, product.separation_ranks, 1)
     batch, start = placed((batch, start), None)  # codes are NumPy's
-    problem = PairProblem.of(batch, shape, cg_steps)
-    coding = _Coding(problem, problem.state(start).pair, nearest)
+    problem = PairProblem.of(batch, shape, CG_STEPS)
+    coding = _Coding(problem, problem.state(start).pair, bits)
     # Codes 1: round and fix the largest free block, solve the others again, until all are codes.
     for block in coding.blocks:
         coding.round(block)
         if block != coding.blocks[-1]:
-            coding.solve(sweeps)
+            coding.solve(SWEEPS)
     # Codes 2: the best number for each term.
     coding.scale()
     # Codes 3: free each block once more, and keep what comes nearer.
@@ -105,8 +99,8 @@ def quantize_sequentially(
 class _Coding:
     """A pair some of whose blocks (side, factor) are codes times one number a term, and fixed."""
 
-    def __init__(self, problem: PairProblem, pair: Pair, nearest: Nearest) -> None:
-        self.problem, self.nearest = problem, nearest
+    def __init__(self, problem: PairProblem, pair: Pair, bits: int) -> None:
+        self.problem, self.bits = problem, bits
         self.pair: Pair = list(pair[0]), list(pair[1])
         sizes = {(side, i): int(stack.shape[1]) for side in (0, 1) for i, stack in enumerate(pair[side])}
         self.blocks = sorted(sizes, key=lambda block: -sizes[block])
@@ -114,8 +108,7 @@ class _Coding:
 
     def round(self, block: tuple[int, int]) -> None:
         side, i = block
-        rounded, steps = self.nearest(to_numpy(self.pair[side][i][0, :, :]).T)
-        self.codes[block] = np.asarray(rounded, dtype=np.int8)
+        self.codes[block], steps = nearest_codes(to_numpy(self.pair[side][i][0, :, :]).T, self.bits)
         self.pair[side][i] = (self.codes[block] * steps[:, None]).T[None, :, :]
 
     def solve(self, sweeps: int) -> None:
