@@ -55,7 +55,8 @@ RATIOS = (96.0, 48.0, 19.0)
 SHARES = (0.5, 0.75, 0.9)
 TEXTS = 300
 PAIRS = 128
-TWINS = ("SmolLM2-135M", "E2E")
+TWINS = (("SmolLM2-135M", "E2E"), ("Gemma-3-270M", "E2E"), ("MiniLM-22M", "demo"))
+"""Models and tasks; wide layers are drawn from those of the first."""
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj")
 WIDE = {
     "7B": {"blocks": 32, "shapes": ((4096, 4096),) * 4},
@@ -264,11 +265,11 @@ def made(layers: list[tuple[str, Row, tuple[int, int]]], factor: float, options:
 
 def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
     """The twin of a measured adapter, then blocks of both sizes at each factor; of those that are asked for."""
-    (source,) = (lora for lora in record["loras"] if (lora["model"], lora["task"]) == TWINS)
-    if "twin" in options.only:
-        twins = [(row["name"], row, (row["rows"], row["columns"])) for row in source["layers"]]
-        blocks = len(twins) // len(KINDS)
-        yield {"of": "twin", "blocks": blocks, "made": blocks, **made(twins, 1.0, options)}
+    sources = {(lora["model"], lora["task"]): lora for lora in record["loras"]}
+    for twin in TWINS if "twin" in options.only else ():
+        layers = [(row["name"], row, (row["rows"], row["columns"])) for row in sources[twin]["layers"]]
+        yield {"of": "twin", "like": ", ".join(twin), "blocks": 1, "made": 1, **made(layers, 1.0, options)}
+    source = sources[TWINS[0]]
     kinds = {kind: [row for row in source["layers"] if row["name"].endswith(kind)] for kind in KINDS}
     for name, about in WIDE.items():
         draw = random.Random(options.seed)
@@ -278,7 +279,13 @@ def wide(record: Row, options: argparse.Namespace) -> Iterator[Row]:
             for kind, shape in zip(KINDS, about["shapes"], strict=True)
         ]
         for factor in FACTORS if name in options.only else ():
-            yield {"of": name, "blocks": about["blocks"], "made": BLOCKS, **made(layers, factor, options)}
+            yield {
+                "of": name,
+                "like": ", ".join(TWINS[0]),
+                "blocks": about["blocks"],
+                "made": BLOCKS,
+                **made(layers, factor, options),
+            }
 
 
 # -- what explains it -----------------------------------------------------------------------------------------------
@@ -357,7 +364,9 @@ def fit(record: Row) -> Row:
         "observations": len(rows),
         "fits": fits,
         "growth": growth(record["loras"]),
-        "synthetic": [{"of": run["of"], "factor": run["factor"], **extrapolated(run, fits, rows)} for run in runs],
+        "synthetic": [
+            {**{key: run[key] for key in ("of", "like", "factor")}, **extrapolated(run, fits, rows)} for run in runs
+        ],
     }
 
 
