@@ -503,6 +503,11 @@ def in_fine_tuning():
     )
 
 
+def numbers_for(adapter, share):
+    """Of all layers, to keep a share in each."""
+    return sum(form["numbers"] for layer in adapter["layers"] for form in layer["forms"] if form["wanted"] == share)
+
+
 def in_scale():
     synthesis = record("synthesis")
     fit, loras = synthesis["fit"], synthesis["loras"]
@@ -524,16 +529,10 @@ def in_scale():
     )
     norm = [(form["share"], form["answers"]) for lora in loras for form in lora["forms"]]
     yield f"the share by answers is up to {max(n - a for n, a in norm):.2f} below that of the norm"
-    runs = {(run["of"], run["factor"]): run for run in synthesis["wide"]}
-    twin, (real,) = (
-        runs["twin", 1.0],
-        [lora for lora in loras if (lora["model"], lora["task"]) == ("SmolLM2-135M", "E2E")],
-    )
-    pairs = [[f"{form['share']:.2f}" for form in each["forms"]] for each in (twin, real)]
-    yield f"keeps {', '.join(pairs[0])} at 1/96, 1/48 and 1/19, and the measured LoRA {', '.join(pairs[1])}"
-    said = {(each["of"], each["factor"]): each for each in fit["synthetic"]}
-    own = sum(form["numbers"] for layer in real["layers"] for form in layer["forms"] if form["wanted"] == 0.9)
-    yield f"needs {said['twin', 1.0]['numbers'] / own:.1f} times the numbers to keep .9 in every layer"
+    said = {(each["of"], each["factor"]): each for each in fit["synthetic"] if each["of"] != "twin"}
+    needed = {f"{lora['model']}, {lora['task']}": numbers_for(lora, 0.9) for lora in loras}
+    twins = [numbers_for(run, 0.9) / needed[run["like"]] for run in synthesis["wide"] if run["of"] == "twin"]
+    yield f"need {min(twins):.1f} to {max(twins):.1f} times the numbers"
     for name in ("7B", "70B"):
         each, guess = said[name, 1.0], said[name, 1.0]["ratios and size"]
         yield (
@@ -542,7 +541,7 @@ def in_scale():
         )
     apart = [said[name, 1.0]["numbers"] / said[name, 1.0]["ratios and size"]["numbers"] for name in ("7B", "70B")]
     yield f"The two are {apart[0]:.0f} and {apart[1]:.0f} times apart"
-    made = [run for (name, _), run in runs.items() if name != "twin"]
+    made = [run for run in synthesis["wide"] if run["of"] != "twin"]
     small, large = (
         [form["share"] for run in made for form in run["forms"] if form["ratio"] == r] for r in (96.0, 48.0)
     )

@@ -42,6 +42,24 @@ def fits(results: dict[str, Any]) -> Table:
     return ("", *fits), [(row, *cells) for row, cells in zip(rows, zip(*columns, strict=True), strict=True)]
 
 
+def twins(results: dict[str, Any]) -> Table:
+    """Shares in the norm of measured LoRAs and of their synthetic twins, and the numbers for .9 in every layer."""
+    measured = {f"{lora['model']}, {lora['task']}": lora for lora in results["loras"]}
+    rows = []
+    for twin in (run for run in results["wide"] if run["of"] == "twin"):
+        real = measured[twin["like"]]
+        shares = (
+            f"{own['share']:.2f} → {made['share']:.2f}" for own, made in zip(real["forms"], twin["forms"], strict=True)
+        )
+        numbers = [
+            sum(form["numbers"] for layer in each["layers"] for form in layer["forms"] if form["wanted"] == 0.9)
+            for each in (real, twin)
+        ]
+        rows.append((twin["like"], *shares, f"{numbers[0]:,} → {numbers[1]:,}"))
+    sizes = (f"1/{form['ratio']:g}" for form in results["loras"][0]["forms"])
+    return ("measured → twin", *sizes, "numbers that keep .9 of every layer"), rows
+
+
 def wide(results: dict[str, Any]) -> Table:
     """Synthetic layers at 1/48: shares; bytes and seconds for as many blocks as the model has; memory as it was."""
     head = (
@@ -56,7 +74,7 @@ def wide(results: dict[str, Any]) -> Table:
         "memory",
     )
     rows = []
-    for run in results["wide"]:
+    for run in (run for run in results["wide"] if run["of"] != "twin"):
         (form,) = (form for form in run["forms"] if form["ratio"] == 48.0)
         scale, seconds = run["blocks"] / run["made"], run["forms"][-1]["cpu_seconds"]
         numbers = sum(layer["rank"] * (layer["rows"] + layer["columns"]) for layer in run["layers"])
@@ -71,5 +89,6 @@ def wide(results: dict[str, Any]) -> Table:
 TABLES = {
     "synthesis-loras": ("synthesis.json", loras),
     "synthesis-fit": ("synthesis.json", fits),
+    "synthesis-twins": ("synthesis.json", twins),
     "synthesis-wide": ("synthesis.json", wide),
 }
