@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lsrdecomp.checkpoints.config import Config, Scales, check_carried, missing_modules
-from lsrdecomp.checkpoints.experts import Stacks, expert_layers
+from lsrdecomp.checkpoints.experts import INNER, Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import (
     DORA,
@@ -149,11 +149,13 @@ class Layout:
         scales = Scales(config, config.integer("r", 8), config.number(ALPHAS[self.peft_type], 8))
         linear = "conv1d" if config.flag("fan_in_fan_out") else "linear"
         modules, extras = grouped(bundle, self.parts, PREFIX)
-        stacks = Stacks(config.raw if self.peft_type == "LORA" else {}, config.path)
+        raw, stacks = config.raw if self.peft_type == "LORA" else {}, None
+        if raw.get("target_parameters") or any(key.endswith(INNER) for key in modules):
+            stacks = Stacks(raw, config.path)
         read = lru_cache(maxsize=2)(StoredTensor.read)
         layers: list[Layer] = []
         for key, roles in modules.items():
-            parameter = stacks.of_key(key)
+            parameter = stacks.of_key(key) if stacks else None
             name = parameter or key
             rank = scales.rank(name)
             layer = self._layer(name, roles, lambda name, _: scales.of(name, scales.rank(name)), linear)
@@ -164,7 +166,8 @@ class Layout:
                 raise roles["down"].error(f"{text}; correct r or rank_pattern in {config.path.name}")
             else:
                 layers.append(layer)
-        stacks.check_all_there(layer.name for layer in layers)
+        if stacks:
+            stacks.check_all_there(layer.name for layer in layers)
         notes += missing_modules(config.raw, extras)
         return finish(bundle, self.name, layers, extras, notes, parts=f"{self.peft_type} layer")
 
