@@ -128,11 +128,11 @@ def rivals(method, budget, task="E2E"):
     return [best[seed] for seed in sorted(best)]
 
 
-def lead(method, budget):
+def lead(method, budget, task="E2E"):
     """How much more LSR keeps with the same seeds, and its standard error over the held-out examples, both read."""
-    theirs = rivals(method, budget)
-    ours = [row for row in rivals("LSR", budget) if row["seed"] in {row["seed"] for row in theirs}]
-    effects = np.array(record("rivals")["effects"]["E2E"])
+    theirs = rivals(method, budget, task)
+    ours = [row for row in rivals("LSR", budget, task) if row["seed"] in {row["seed"] for row in theirs}]
+    effects = np.array(record("rivals")["effects"][task])
     less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
     gain = more - less
     without = (gain.sum() - gain) / (effects.sum() - effects)  # the jackknife of a ratio
@@ -342,10 +342,20 @@ def in_small_adapters():
     def kept(method, budget, task="E2E"):
         return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
 
+    def before(method):
+        return short(rivals(method, 30_000, "extraction")[0]["before"], 3)
+
     first, *others = (
-        sorted({row["seed"] for row in rivals(name, 3000)}) for name in ("LSR", "Fisher core", "Uni-LoRA")
+        sorted({row["seed"] for row in rivals(name, 3000, task)})
+        for name in ("LSR", "Fisher core", "Uni-LoRA")
+        for task in ("E2E", "extraction")
     )
     assert all(first == each for each in others)
+    yield (
+        f"LSR keeps {kept('LSR', 30_000)}, truncated SVD in bits {kept('SVD', 30_000)}, Uni-LoRA "
+        f"{kept('Uni-LoRA', 30_000)}, Fisher cores {kept('Fisher core', 30_000)} in "
+        f"{rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
+    )
     yield (
         f"LSR keeps {kept('LSR', 10_000)}, truncated SVD in bits {kept('SVD', 10_000)}, Uni-LoRA "
         f"{kept('Uni-LoRA', 10_000)}, Fisher cores {kept('Fisher core', 10_000)}"
@@ -356,7 +366,7 @@ def in_small_adapters():
     yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
     yield f"truncated SVD in bits ({kept('SVD', 3000)}) by {lead('SVD', 3000)}"
     spread = [[row["kept"] for row in rivals(name, 3000)] for name in ("LSR", "Fisher core", "Uni-LoRA")]
-    yield f"Seeds of one method lie within {short(max(max(each) - min(each) for each in spread), 3)}"
+    yield f"Seeds of LSR, cores or Uni-LoRA lie within {short(max(max(each) - min(each) for each in spread), 3)}"
     yield (
         f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR {kept('LSR', 1000)}. What "
         f"opens an LSR directory takes 419 of its {rivals('LSR', 1000)[0]['bytes']} bytes"
@@ -365,13 +375,31 @@ def in_small_adapters():
     yield f"all three keep {' or '.join(small)} in 3 kB"
     tiny = {name: kept(name, 1000, "sums") for name in ("Uni-LoRA", "Fisher core", "LSR")}
     yield f"Uni-LoRA keeps {tiny['Uni-LoRA']}, cores {tiny['Fisher core']}, LSR {tiny['LSR']}"
-    names = {"XS": "LoRA-XS", "LoRAQuant": "LoRAQuant's split"}
+    yield (
+        f"In 10 kB LSR keeps {kept('LSR', 10_000, 'extraction')}, truncated SVD in bits "
+        f"{kept('SVD', 10_000, 'extraction')}, Uni-LoRA {kept('Uni-LoRA', 10_000, 'extraction')} and cores "
+        f"{kept('Fisher core', 10_000, 'extraction')}"
+    )
+    yield (
+        f"In 30 kB LSR keeps {kept('LSR', 30_000, 'extraction')} and truncated SVD "
+        f"{kept('SVD', 30_000, 'extraction')}; before training {before('LSR')} and {before('SVD')}"
+    )
+    yield (
+        f"in 3 kB, three seeds, LSR {kept('LSR', 3000, 'extraction')}, cores {kept('Fisher core', 3000, 'extraction')} "
+        f"({lead('Fisher core', 3000, 'extraction')} apart), Uni-LoRA {kept('Uni-LoRA', 3000, 'extraction')} "
+        f"({lead('Uni-LoRA', 3000, 'extraction')}) and truncated SVD {kept('SVD', 3000, 'extraction')}"
+    )
+    yield (
+        f"in 1 kB cores {kept('Fisher core', 1000, 'extraction')}, Uni-LoRA {kept('Uni-LoRA', 1000, 'extraction')} and "
+        f"LSR {kept('LSR', 1000, 'extraction')}"
+    )
+    names = {"XS": "LoRA-XS", "LoRAQuant": "LoRAQuant's split", "Rank one": "a LoRA of rank one in int4"}
     behind = [
         (kept(name, 3000), names.get(name, name)) for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA")
     ]
     (share, name), *more, (least, last) = sorted(behind, reverse=True)
     between = ", ".join(f"{name} {share}" for share, name in more)
-    yield f"In 3 kB {name} keeps {share}, {between} and {last} {least}, with one seed each"
+    yield f"In 3 kB of E2E {name} keeps {share}, {between} and {last} {least}, with one seed each"
     rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
 
     def at(method, rate, budget=3000):
@@ -382,10 +410,10 @@ def in_small_adapters():
     diverged = {(row["method"], row["rate"]) for row in rows if row["kept"] < 0.0}
     assert diverged == {("Uni-LoRA", 1.0), ("TinyLoRA", 0.1)}
     yield "Uni-LoRA diverged at a rate of 1, TinyLoRA at .1"
-    for method in ("Fisher core", "LSR", "XS", "LoRAQuant", "FourierFT", "VB-LoRA", "VeRA"):
+    for method in ("Fisher core", "LSR", "XS", "LoRAQuant", "Rank one", "FourierFT", "VB-LoRA", "VeRA"):
         tried = sorted({row["rate"] for row in rows if (row["method"], row["budget"]) == (method, 3000)})
         shares = [f"{at(method, rate)} at {f'{rate:g}'.removeprefix('0')}" for rate in tried]
-        names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores"}
+        names = {"XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one"}
         yield f"{names.get(method, method)} {', '.join(shares[:-1])} and {shares[-1]}"
     best = [row for row in rows if "held_out" not in row and row["kept"] > 0.0]
     lost = max(row["trained"] - row["kept"] for row in best if "trained" in row)

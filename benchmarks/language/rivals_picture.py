@@ -14,7 +14,7 @@ from lsrdecomp import plots
 from lsrdecomp.plots.pictures import COLOURS, MARKERS, dress, name_lines, new_axes
 
 LINES = ("-", "--", ":", "-.")
-NAMES = {"SVD": "truncated SVD", "XS": "LoRA-XS", "Fisher core": "Fisher cores"}
+NAMES = {"SVD": "truncated SVD", "XS": "LoRA-XS", "Fisher core": "Fisher cores", "Rank one": "rank one in int4"}
 
 
 def main(source: Path, out: Path, task: str = "E2E") -> None:
@@ -34,7 +34,7 @@ def main(source: Path, out: Path, task: str = "E2E") -> None:
         style = {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
         style["fillstyle"] = "full" if i < len(COLOURS) else "none"
         axes.errorbar(x, y, yerr=error, markersize=5, linewidth=1.8 if i == 0 else 1.2, capsize=2, label=label, **style)
-    axes.set(xscale="log", xlim=(700, 30_000))
+    axes.set(xscale="log", xlim=(700, 45_000))
     dress(axes, "bytes of the adapter", "share of the LoRA's answers that is kept")
     name_lines(axes)
     plots.save_figure(axes, out)

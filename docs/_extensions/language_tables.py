@@ -92,7 +92,12 @@ def rivals(results: dict[str, Any]) -> Table:
 
     Rows that were judged on other held-out examples count among the rates alone.
     """
-    names = {"SVD": "truncated SVD in bits", "XS": "LoRA-XS", "Fisher core": "Fisher cores"}
+    names = {
+        "SVD": "truncated SVD in bits",
+        "XS": "LoRA-XS",
+        "Fisher core": "Fisher cores",
+        "Rank one": "rank one in int4",
+    }
     runs: dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]] = {}
     for row in results["rows"]:
         runs.setdefault((row["task"], row["budget"], row["method"]), {}).setdefault(row["seed"], []).append(row)
