@@ -68,7 +68,7 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int
     """
     shape = KroneckerShape.parse(shape)
     if isinstance(matrix, SeparatedMatrix) and matrix.kronecker_shape == shape:
-        nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _power(matrix)
+        nearest = matrix.canonical().truncate(1) if matrix.order == 2 else _nearest_term(matrix)
     elif shape.order == 2:
         target = as_target(matrix)
         nearest = _polished(target.rearranged(shape), decompose(target, shape, rank=1).approximation, shape)
@@ -79,14 +79,21 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int
     return positive(nearest)
 
 
-def _power(matrix: SeparatedMatrix) -> SeparatedMatrix:
-    """One term nearest to a sum of any number of factors: each factor in turn, from identities, until they rest."""
+def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
+    """The nearer of two ends: from identities, which suit positive definite sums, and from what ALS finds."""
+    starts = [[np.eye(m, n) / min(m, n) ** 0.5 for m, n in matrix.kronecker_shape.factors]]
+    by_als = decompose(matrix, matrix.kronecker_shape, rank=1).approximation
+    if by_als.separation_rank:
+        starts.append([to_numpy(as_double(stack))[0] for stack in by_als.factors])
+    # Of projections of one matrix the longer is the nearer.
+    return max((_power(matrix, start) for start in starts), key=lambda nearest: norm(nearest.weights))
+
+
+def _power(matrix: SeparatedMatrix, start: Sequence[np.ndarray]) -> SeparatedMatrix:
+    """One term near a sum of any number of factors: each factor in turn, from factors of norm one, until they rest."""
     factors = [to_numpy(as_double(f)) for f in matrix.factors]
     weights = to_numpy(as_double(matrix.weights))
-    now = [
-        np.eye(m, n, dtype=f.dtype) / min(m, n) ** 0.5
-        for f, (m, n) in zip(factors, matrix.kronecker_shape.factors, strict=True)
-    ]
+    now = [first.astype(stack.dtype) for first, stack in zip(start, factors, strict=True)]
     for _ in range(ROUNDS):
         # Each factor in turn: the sum contracted with all others, which is the best one beside them.
         change = 0.0

@@ -59,6 +59,20 @@ def test_a_positive_matrix_has_a_positive_nearest_product(shape, rank, seed):
         ops.cholesky(found + found * 0.0)
 
 
+@pytest.mark.parametrize("complex_values", [False, True])
+@pytest.mark.parametrize("seed", [18, 24, 36])
+def test_no_other_product_of_many_factors_is_nearer(seed, complex_values):
+    """From identities alone an iteration on an indefinite sum ends far off."""
+    rng = np.random.default_rng(seed)
+    stacks = [rng.standard_normal((4, m, n)) for m, n in ((2, 3), (3, 2), (2, 2), (3, 3))]
+    if complex_values:
+        stacks = [stack + 1j * rng.standard_normal(stack.shape) for stack in stacks]
+    a = lsr.SeparatedMatrix.from_factors(stacks)
+    dense, by_als = a.to_matrix(), lsr.decompose(a, a.kronecker_shape, rank=1)
+    distance = np.linalg.norm(dense - ops.nearest_kronecker(a, a.kronecker_shape).to_matrix()) / np.linalg.norm(dense)
+    assert distance <= by_als.relative_error * (1.0 + 1e-9)
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_many_factors_of_a_separated_matrix(seed):
