@@ -48,6 +48,7 @@ COMMANDS = {
 }
 OTHER_BASES = {
     "gemma-3-270m keep .9": ["--keep", "0.9"],
+    "gemma-3-270m sums keep .9": ["--keep", "0.9"],
     "gemma-3-270m keep .95 distil 60": ["--keep", "0.95", "--distil", "60"],
 }
 """Commands that are only run by name."""
