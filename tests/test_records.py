@@ -298,6 +298,11 @@ def of_gemma():
         f"{percent(gemma['agreement'])} %), after {gemma['cpu_seconds'] / 60:.0f} minutes and with "
         f"{gemma['peak_bytes'] / 1e9:.1f} GB of memory at most. Of SmolLM2's LoRA it took {opened(smollm2):.1f} kB"
     )
+    sums = one_command("gemma-3-270m sums keep .9")
+    yield (
+        f"Of a LoRA of sums it wrote {opened(sums):.1f} kB, which keep {percent(sums['kept'], 1)} ± "
+        f"{percent(sums['standard_error'], 1)} %, after {sums['cpu_seconds'] / 60:.0f} minutes"
+    )
     trained = one_command("gemma-3-270m keep .95 distil 60")
     assert trained["options"] == ["--keep", "0.95", "--distil", "60"]
     yield (
