@@ -81,6 +81,9 @@ class KAdaptationLayer(AdaptedLayer):
         nn.init.normal_(self.kadaptation_v[adapter], std=1 / math.sqrt(self.geometry.fan_in))
         if not config.init_weights:
             nn.init.normal_(self.kadaptation_u[adapter], std=1 / math.sqrt(config.r))
+        # Here and not by the tuner: the slow factors are made after this, of the type, place and state of these.
+        self._move_adapter_to_device_of_base_layer(adapter)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def delta_matrix(self, adapter: str) -> Tensor:
         fast = self.kadaptation_u[adapter] @ self.kadaptation_v[adapter]
