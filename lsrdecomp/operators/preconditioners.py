@@ -28,6 +28,7 @@ from lsrdecomp.decompose import decompose
 from lsrdecomp.errors import MatrixError
 from lsrdecomp.kronecker.separated import SeparatedMatrix
 from lsrdecomp.kronecker.shape import KroneckerShape
+from lsrdecomp.operators.host import host
 from lsrdecomp.precision import unit_roundoff
 from lsrdecomp.targets.convert import as_target
 
@@ -56,7 +57,7 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int
     Raises
     ------
     MatrixError
-        For the zero matrix.
+        For the zero matrix; for a sum of three and more factors that requires a gradient, which is not followed.
 
     Examples
     --------
@@ -82,9 +83,9 @@ def nearest_kronecker(matrix: Any, shape: KroneckerShape | Sequence[Sequence[int
 def _nearest_term(matrix: SeparatedMatrix) -> SeparatedMatrix:
     """The nearer of two ends: from identities, which suit positive definite sums, and from what ALS finds."""
     starts = [[np.eye(m, n) / min(m, n) ** 0.5 for m, n in matrix.kronecker_shape.factors]]
-    by_als = decompose(matrix, matrix.kronecker_shape, rank=1).approximation
+    by_als = decompose(host(matrix), matrix.kronecker_shape, rank=1).approximation
     if by_als.separation_rank:
-        starts.append([to_numpy(as_double(stack))[0] for stack in by_als.factors])
+        starts.append([stack[0] for stack in by_als.factors])
     # Of projections of one matrix the longer is the nearer.
     return max((_power(matrix, start) for start in starts), key=lambda nearest: norm(nearest.weights))
 

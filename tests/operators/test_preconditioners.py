@@ -73,6 +73,13 @@ def test_no_other_product_of_many_factors_is_nearer(seed, complex_values):
     assert distance <= by_als.relative_error * (1.0 + 1e-9)
 
 
+def test_no_gradient_of_a_sum_of_many_factors_is_lost():
+    torch = pytest.importorskip("torch")
+    a = lsr.SeparatedMatrix.from_factors([torch.rand(3, 2, 2, requires_grad=True) for _ in range(3)])
+    with pytest.raises(MatrixError, match="detach the tensors"):
+        ops.nearest_kronecker(a, a.kronecker_shape)
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1))
 def test_many_factors_of_a_separated_matrix(seed):
