@@ -74,7 +74,7 @@ class GgufBase:
         """The GGUF name of a module, without ``.weight``, or None for a module that has none there."""
         options = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
         options += [f"model.{option}" for option in options] + [f"transformer.{option}" for option in options]
-        return next((found for found in map(self._names.get_name, options) if found is not None), None)
+        return next((tensor for tensor in map(self._names.get_name, options) if tensor is not None), None)
 
     def name_of(self, name: str) -> str:
         """The GGUF name of a module of this base, `UnsupportedError` for one that has none."""
