@@ -328,9 +328,10 @@ def of_speech():
     )
     budgets = sorted({row["budget"] for row in speech["rows"]})
     assert all(mean("kept", "SVD", budget, 0) > mean("kept", "LSR", budget, 0) for budget in budgets)
-    assert all(mean("exact", method, budget, 0) < 0.04 for method in ("LSR", "SVD") for budget in budgets)
+    most = max(mean("exact", method, budget, 0) for method in ("LSR", "SVD") for budget in budgets)
     share, more = (short(mean("kept", method, 6000, 0)) for method in ("LSR", "SVD"))
-    yield f"truncated SVD keeps more at every size, in 6 kB {more} against {share}, and next to no sound"
+    yield f"truncated SVD keeps more at every size, in 6 kB {more} against {share}"
+    yield f"{short(most)} of the sounds at most are written down right"
     right, less = (short(mean("exact", method, 3000)) for method in ("LSR", "SVD"))
     yield (
         f"keeps {short(mean('kept', 'LSR', 3000), 3)} in {mean('bytes', 'LSR', 3000) / 1000:.1f} kB where truncated "
