@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import expanduser
@@ -61,8 +62,12 @@ def checked(verb: Callable[..., Any]) -> Callable[..., Any]:
             if name not in outputs and name != "adapter" and isinstance(value, Path) and not value.exists():
                 raise CheckpointError("no such file or directory", path=value)
         for name in outputs:
-            if name != "json" and str(values.get(name)) == "-":
+            if str(values.get(name)) != "-":
+                continue
+            if name != "json":
                 raise CheckpointError(f"--{name} writes a file; only --json - writes to standard output", path="-")
+            if sys.stdout is None:
+                raise CheckpointError("standard output is closed; --json FILE writes to a file", path="-")
         inputs = tuple(
             path
             for name, value in values.items()

@@ -36,7 +36,7 @@ def several(folder: Path) -> list[Path]:
 
 def single_file(out: Path, checkpoint: Checkpoint) -> bool:
     """Whether ``out`` asks by its ending for one file; `UnsupportedError` if the source is a directory."""
-    if out.suffix != ".safetensors":
+    if out.suffix.lower() != ".safetensors":
         return False
     if checkpoints.same_form(checkpoint) == "directory":
         text = f"{checkpoint.format} is a directory with a config, no single file: name a directory by --out"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 PAIR_ENTRIES = 2**20
 """Numbers of the pairs solved together, and of those that stay read: 8 MiB in float64, or one layer if it is larger."""
 
-DENSE_ENTRIES = 2**23
+NORM_ENTRIES = 2**23
 """The same for the weights of their norms."""
 
 LEADING_ENTRIES = 2**19
@@ -106,7 +106,7 @@ class Layer:
         """The norm in its leading coordinates: what solves use; see `leading_norms`."""
         if self._leading is None:
             leading = leading_norms(self.norms)
-            if self._cache is not None and SMALL * norm_entries(leading) > self.dense_entries:
+            if self._cache is not None and SMALL * norm_entries(leading) > self.norm_entries:
                 return leading  # hardly smaller than the norm itself
             self._leading = self._keep(leading)
         return self._leading()
@@ -149,7 +149,7 @@ class Layer:
         return (*self.shape, type(self.norms.output), type(self.norms.input))
 
     @cached_property
-    def dense_entries(self) -> int:
+    def norm_entries(self) -> int:
         """Numbers in the weights of its norm."""
         return norm_entries(self.norms)
 
@@ -172,18 +172,18 @@ def norm_entries(norms: NormWeights) -> int:
 
 
 def batches(layers: Sequence[Layer], *, leading: bool = False) -> list[slice]:
-    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `DENSE_ENTRIES`), at least one layer each.
+    """Runs of layers that fit in memory together (`PAIR_ENTRIES`, `NORM_ENTRIES`), at least one layer each.
 
     With ``leading`` their norms count as they are in their leading coordinates.
     """
-    runs, start, pairs, dense = [], 0, 0, 0
-    most = LEADING_ENTRIES if leading else DENSE_ENTRIES
+    runs, start, pairs, norms = [], 0, 0, 0
+    most = LEADING_ENTRIES if leading else NORM_ENTRIES
     for i, layer in enumerate(layers):
-        entries = layer.leading_entries if leading else layer.dense_entries
-        pairs, dense = pairs + layer.parameters, dense + entries
-        if i > start and (pairs > PAIR_ENTRIES or dense > most):
+        entries = layer.leading_entries if leading else layer.norm_entries
+        pairs, norms = pairs + layer.parameters, norms + entries
+        if i > start and (pairs > PAIR_ENTRIES or norms > most):
             runs.append(slice(start, i))
-            start, pairs, dense = i, layer.parameters, entries
+            start, pairs, norms = i, layer.parameters, entries
     return [*runs, slice(start, len(layers))] if layers else []
 
 
@@ -203,7 +203,7 @@ def open_layers(checkpoint: Checkpoint, statistics: StatisticsByLayer | None = N
             text = f"{layer.name}: no statistics for this layer; calibrate with this adapter's target modules"
             raise BudgetError(text)
 
-    cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(DENSE_ENTRIES, norm_entries)
+    cache, pairs, norms = SpillCache(), Recent(PAIR_ENTRIES, pair_entries), Recent(NORM_ENTRIES, norm_entries)
 
     def stored(layer: LoraLayer) -> Layer:
         read_pair = partial(pairs.get, layer.name, partial(layer_pair, checkpoint, layer))

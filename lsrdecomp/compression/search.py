@@ -138,7 +138,7 @@ def search_layers(
         table.rows[i] = [Entry(candidate) for candidate in plain]
         if layer.squared_norm > 0.0 and min(layer.shape) > 1:
             groups.setdefault(layer.kind, []).append(i)
-            table.whole_norm[i] = layer.leading_entries == layer.dense_entries
+            table.whole_norm[i] = layer.leading_entries == layer.norm_entries
     # Search 2: the grid, layers of one kind together; or the shapes that another adapter took.
     if table.search.shapes:
         tasks = _shapes_of_another(table, groups)

@@ -46,7 +46,8 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     matrices = [np.asarray(part.toarray() if hasattr(part, "toarray") else part) for part in parts]
     for i, matrix in enumerate(matrices, 1):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ShapeError(f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}")
+            hint = "" if matrix.ndim == 2 else ": name each matrix on its own, as in kronecker_sum(A, B)"
+            raise ShapeError(f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}{hint}")
     kind = np.result_type(*matrices, np.float32)
     stacks = [
         np.stack([matrix if k == i else np.eye(len(matrix)) for k in range(len(matrices))]).astype(kind)

@@ -132,6 +132,16 @@ def test_only_json_is_written_to_standard_output():
         assert done.stderr == f"lsrdecomp: -: {option} writes a file; only --json - writes to standard output\n"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a shell that closes a stream by >&-")
+def test_a_closed_standard_output_is_said_before_the_work():
+    command = [sys.executable, "-m", "lsrdecomp", "inspect", str(DEMO), "--json", "-"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "lsrdecomp: -: standard output is closed; --json FILE writes to a file\n",
+    )
+
+
 @pytest.mark.parametrize("first", [1, 2, 3, 5])
 def test_on_a_full_disk_all_outputs_of_compress_appear_or_none(tmp_path, monkeypatch, first):
     tensors = {**pair("layers.0.q", 16, 16), **pair("layers.1.v", 16, 16, seed=1)}

@@ -262,8 +262,10 @@ def test_what_a_file_cannot_be_is_refused_before_any_work(tmp_path):
         assert done.returncode == 2
         assert words in " ".join(done.stderr.split())
     folder = directory(tmp_path / "peft")
-    done = lsr("compress", folder, "--ratio", 2, "--out", tmp_path / "o.safetensors")
-    assert "peft-lora is a directory with a config" in done.stderr
+    for name in ("o.safetensors", "o.SAFETENSORS"):
+        done = lsr("compress", folder, "--ratio", 2, "--out", tmp_path / name)
+        assert "peft-lora is a directory with a config" in done.stderr
+        assert not (tmp_path / name).exists()
     (tmp_path / "o.safetensors").write_text("mine")
     done = lsr("compress", "style.safetensors", "--ratio", 2, "--out", "o.safetensors", cwd=tmp_path)
     assert "already exists" in done.stderr

@@ -230,7 +230,7 @@ def test_statistics_are_read_once_for_a_search_and_once_for_each_measurement(
         def __len__(self) -> int:
             return len(norms)
 
-    monkeypatch.setattr(layers_module, "DENSE_ENTRIES", 1)  # one layer is open at a time
+    monkeypatch.setattr(layers_module, "NORM_ENTRIES", 1)  # one layer is open at a time
     opened = open_layers(open_checkpoint(tmp_path / "lora"), Counting())
     budgets = [smaller(opened, ratio) for ratio in (20.0, 8.0)]
     searched = search_layers(opened, budgets, search=QUICK)
