@@ -30,8 +30,12 @@ def krylov(
     import scipy.sparse.linalg as sparse
 
     chosen = choose(matrix) if method in ("auto", "exact") else method
+    size = matrix.norm or 1.0
+    matrix = matrix * (1.0 / size)  # MINRES of SciPy gives up on matrices as small as 1e-14
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = automatic(matrix, chosen)
+    elif preconditioner is not None:
+        preconditioner = sparse.aslinearoperator(preconditioner) * size
     operator = matrix.to_linear_operator()
     count = 0
 
@@ -49,7 +53,7 @@ def krylov(
         count = 0
         columns.append(_column(counted, column, rtol, chosen, preconditioner, max_iterations, used))
         worst = max(worst, count)
-    return np.stack(columns, axis=1).reshape(b.shape), chosen, max(worst, 1)
+    return np.stack(columns, axis=1).reshape(b.shape) / size, chosen, max(worst, 1)
 
 
 def choose(matrix: SeparatedMatrix) -> str:

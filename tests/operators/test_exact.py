@@ -297,10 +297,11 @@ def random_sum(rng, rows, s, kind):
     st.sampled_from(("positive", "symmetric", "general")),
     st.integers(0, 2**32 - 1),
     st.sampled_from(((3, 4), (2, 3, 2))),
+    st.sampled_from((1.0, 1e-15, 1e15)),
 )
-def test_other_sums_are_iterated_and_say_how_far_they_came(kind, seed, rows):
+def test_other_sums_are_iterated_and_say_how_far_they_came(kind, seed, rows, scale):
     rng = np.random.default_rng(seed)
-    a = random_sum(rng, rows, 3, kind)
+    a = random_sum(rng, rows, 3, kind) * scale
     dense, b = a.to_matrix(), rng.standard_normal(a.shape[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
