@@ -26,15 +26,15 @@ shape = KroneckerShape(((2, 2),) * 3)
 # %%
 # The same start with and without the penalty; the errors are as stored in float16.
 
-found = {
+results = {
     "no penalty": decompose(matrix, shape, rank=2, storage="float16", solver=ALS(ridge=0.0, initializations=1)),
     "penalty of float16": decompose(
         matrix, shape, rank=2, storage="float16", solver=ALS(storage="float16", initializations=1)
     ),
 }
-for name, result in found.items():
+for name, result in results.items():
     print(f"{name:20s} γ = {result.condition:8.1f}, error as stored {result.relative_error:.2e}")
 
 fig, ax = plt.subplots(figsize=(6.8, 4.2), layout="constrained")
-plot_sweeps({name: result.sweeps for name, result in found.items()}, quantity="condition", ax=ax)
+plot_sweeps({name: result.sweeps for name, result in results.items()}, quantity="condition", ax=ax)
 plt.show()

@@ -15,7 +15,7 @@ from lsrdecomp import unit_roundoff
 from lsrdecomp.plots import COLOURS
 from lsrdecomp.testing import check_kron, kronecker_shapes, separated_matrices
 
-found = []
+points = []
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
@@ -23,14 +23,14 @@ found = []
 def rounding_follows_the_condition(shape, decades, data):
     case = data.draw(separated_matrices(shape=shape, condition=10.0**decades))
     moved = np.linalg.norm(case.round_to("float16").to_matrix() - case.to_matrix()) / case.norm
-    found.append((case.condition, moved))
+    points.append((case.condition, moved))
     assert moved <= 2.5 * case.condition * unit_roundoff("float16")
 
 
 rounding_follows_the_condition()
 
 # %%
-gamma, moved = np.array(found).T
+gamma, moved = np.array(points).T
 fig, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 ax.loglog(gamma, np.maximum(moved, 1e-7), ".", color=COLOURS[0], markersize=4, alpha=0.6)
 line = np.array([0.9, 1100.0])

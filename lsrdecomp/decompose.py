@@ -162,7 +162,7 @@ def decompose_each(
     --------
     >>> import numpy as np
     >>> layers = np.random.default_rng(0).standard_normal((5, 16, 16))
-    >>> [one.separation_rank for one in decompose_each(layers, rank=8)]
+    >>> [result.separation_rank for result in decompose_each(layers, rank=8)]
     [8, 8, 8, 8, 8]
     """
     targets = [as_target(matrix) for matrix in matrices]

@@ -100,8 +100,8 @@ def best_shape(
     Examples
     --------
     >>> import numpy as np
-    >>> found = best_shape(np.kron(np.arange(1.0, 13).reshape(4, 3), np.eye(5)), rtol=1e-6)
-    >>> str(found.best.shape), found.best.rank, found.best.parameters
+    >>> search = best_shape(np.kron(np.arange(1.0, 13).reshape(4, 3), np.eye(5)), rtol=1e-6)
+    >>> str(search.best.shape), search.best.rank, search.best.parameters
     ('4×3 ⊗ 5×5', 1, 37)
     """
     target = as_target(matrix)

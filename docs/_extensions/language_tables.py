@@ -74,11 +74,11 @@ def texts(results: dict[str, Any], *, task: str, lora: str) -> Table:
 
 
 def _grid(rows: list[dict[str, Any]], structures: Any, name: Any, figure: str, *, largest_first: bool = False) -> Table:
-    found = {structure: {row["budget"]: row for row in _of(rows, structure)} for structure in structures}
-    budgets = sorted({budget for rows in found.values() for budget in rows}, reverse=largest_first)
+    by_structure = {structure: {row["budget"]: row for row in _of(rows, structure)} for structure in structures}
+    budgets = sorted({budget for rows in by_structure.values() for budget in rows}, reverse=largest_first)
     body = [
         (LABELS[structure], *(_cell(rows[budget], figure) if budget in rows else "–" for budget in budgets))
-        for structure, rows in found.items()
+        for structure, rows in by_structure.items()
     ]
     return ("structure", *map(name, budgets)), body
 

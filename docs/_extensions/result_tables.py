@@ -62,8 +62,8 @@ def _by_budget(results: dict[str, Any], arms: tuple[str, ...], budgets: tuple[st
         cells = []
         for budget in budgets:
             wanted = (arm, budget)
-            found = [row["error"] for a in adapters for row in a["rows"] if (row["arm"], row["budget"]) == wanted]
-            cells.append(f"{median(found):.3f}" if len(found) == len(adapters) else "–")
+            errors = [row["error"] for a in adapters for row in a["rows"] if (row["arm"], row["budget"]) == wanted]
+            cells.append(f"{median(errors):.3f}" if len(errors) == len(adapters) else "–")
         rows.append((arm, *cells))
     return ("", *(budget.replace("LoRA", "as") for budget in budgets)), rows
 
@@ -316,26 +316,26 @@ def cp(results: dict[str, Any]) -> Table:
 
 def route_cost(results: dict[str, Any]) -> Table:
     """Seconds of a route over all layers of an adapter, and of what any route has to do."""
-    found = results["frobenius"]
-    seconds = found["seconds"]
+    cost = results["frobenius"]
+    seconds = cost["seconds"]
     peer = [seconds[name] for name in ("read", "factorize", "write")]
     head = ("layers", "reading", "thin QR, twice a layer", "writing", "compressing and writing that", "ratio")
     ours = seconds["compress"] + seconds["save"]
     cells = (f"{second:.2f} s" for second in (*peer, ours))
-    return head, [(str(found["layers"]), *cells, f"{found['ratio']:.1f}")]
+    return head, [(str(cost["layers"]), *cells, f"{cost['ratio']:.1f}")]
 
 
 def kfac_cost(results: dict[str, Any]) -> Table:
     """Seconds of one layer n × n in the Fisher norm: a sweep, and the whole search; and the lines fitted to them."""
-    found = results["kfac"]
+    cost = results["kfac"]
     names = {"seconds_sweep": ("one sweep", 1e3, "ms"), "seconds_layer": ("the whole search", 1.0, "s")}
     rows = []
     for key, (label, scale, unit) in names.items():
-        fit = found["fits"][key]
+        fit = cost["fits"][key]
         model = f"{scale * fit['a']:.2g} + {1000 * scale * fit['b']:.2g} n/1000 {unit}"
-        cells = (f"{scale * row[key]:.0f} {unit}" for row in found["rows"])
+        cells = (f"{scale * row[key]:.0f} {unit}" for row in cost["rows"])
         rows.append((label, *cells, model, f"{100 * fit['worst']:.0f} %"))
-    return ("", *(f"n = {row['width']}" for row in found["rows"]), "fitted", "off by at most"), rows
+    return ("", *(f"n = {row['width']}" for row in cost["rows"]), "fitted", "off by at most"), rows
 
 
 def fleet(results: dict[str, Any]) -> Table:

@@ -128,8 +128,8 @@ def read_modules(path: str | Path, *, task_type: str | None = None) -> BaseModul
     Examples
     --------
     >>> from importlib.resources import files
-    >>> found = read_modules(files("lsrdecomp.cli") / "demo_adapter" / "adapter_model.safetensors")   # any such file
-    >>> isinstance(found, BaseModules), found.from_gguf
+    >>> modules = read_modules(files("lsrdecomp.cli") / "demo_adapter" / "adapter_model.safetensors")   # any such file
+    >>> isinstance(modules, BaseModules), modules.from_gguf
     (True, False)
     """
     path = Path(path)

@@ -38,7 +38,7 @@ class Questions:
     truncate: bool = False
 
     @property
-    def given(self) -> int:
+    def sources(self) -> int:
         """How many of the three were named."""
         return sum(path is not None for path in (self.text, self.task, self.data))
 
@@ -49,7 +49,7 @@ class Questions:
         ------
         LsrError
         """
-        if self.given != 1:
+        if self.sources != 1:
             raise LsrError("give one of --data FILE.jsonl, --text FILE and --task DIR")
         if self.data is None and self.truncate:
             raise LsrError("--truncate is about prompts and completions, texts are always cut: give --data FILE.jsonl")

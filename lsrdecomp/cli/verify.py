@@ -88,7 +88,7 @@ def verify(
     if written is None:
         raise LsrError("name what was written from it too; or ask what a server makes of it, by --for or --server")
     questions = Questions(text, task, data, "dev", answers, settings.max_length, settings.truncate)
-    if (base is None) != (questions.given == 0):
+    if (base is None) != (questions.sources == 0):
         raise LsrError("answers are compared on a base: give --base with --data FILE.jsonl, --text FILE or --task DIR")
     if base is not None:
         questions.check()

@@ -126,12 +126,12 @@ def run_fleet(
     >>> from shutil import copytree
     >>> from tempfile import TemporaryDirectory
     >>> from lsrdecomp.fleet import joblib_runner
-    >>> with TemporaryDirectory() as place:
+    >>> with TemporaryDirectory() as folder:
     ...     for name in ("first", "second"):
-    ...         _ = copytree(files("lsrdecomp.cli") / "demo_adapter", Path(place) / "in" / name)
+    ...         _ = copytree(files("lsrdecomp.cli") / "demo_adapter", Path(folder) / "in" / name)
     ...     plan = CompressionPlan(separation_rank=1)
-    ...     done = run_fleet(Path(place) / "in", Path(place) / "out", plan, runner=joblib_runner(1))
-    >>> [(one.name, one.state, one.parameters_before // one.parameters) for one in done]
+    ...     done = run_fleet(Path(folder) / "in", Path(folder) / "out", plan, runner=joblib_runner(1))
+    >>> [(each.name, each.state, each.parameters_before // each.parameters) for each in done]
     [('first', 'done', 24), ('second', 'done', 24)]
     """
     folder, out = Path(folder).resolve(), Path(out).resolve()

@@ -23,8 +23,8 @@ class GridLikelihood:
 
     Examples
     --------
-    >>> found = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros(6))
-    >>> [gradient.shape for gradient in found.covariance_gradients], round(found.noise_gradient, 6)
+    >>> likelihood = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros(6))
+    >>> [gradient.shape for gradient in likelihood.covariance_gradients], round(likelihood.noise_gradient, 6)
     ([(2, 2), (3, 3)], -1.5)
     """
 
@@ -62,8 +62,8 @@ def log_marginal_likelihood(covariances: Sequence[Any], noise: float, y: Any) ->
     Examples
     --------
     >>> import numpy as np
-    >>> found = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros((2, 3)))
-    >>> bool(np.isclose(found.value, -3.0 * np.log(4.0 * np.pi)))                   # six values of variance 1 + 1
+    >>> likelihood = log_marginal_likelihood([np.eye(2), np.eye(3)], 1.0, np.zeros((2, 3)))
+    >>> bool(np.isclose(likelihood.value, -3.0 * np.log(4.0 * np.pi)))                   # six values of variance 1 + 1
     True
     """
     parts = [np.asarray(k, dtype=np.float64) for k in covariances]

@@ -33,8 +33,8 @@ class ApproximateInverse:
     >>> from lsrdecomp.operators import kronecker_sum
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
     >>> laplacian = kronecker_sum(second, second)
-    >>> found = approximate_inverse(laplacian, rank=3)
-    >>> found.approximation.separation_rank, found.residual < 0.1, (found @ np.ones(9)).shape
+    >>> inverse = approximate_inverse(laplacian, rank=3)
+    >>> inverse.approximation.separation_rank, inverse.residual < 0.1, (inverse @ np.ones(9)).shape
     (3, True, (9,))
     """
 

@@ -31,8 +31,8 @@ class LinearSolution:
     --------
     >>> import numpy as np
     >>> from lsrdecomp.operators import kronecker_sum
-    >>> found = solve(kronecker_sum(np.diag([1.0, 2.0]), np.diag([3.0, 4.0])), np.array([4.0, 5.0, 5.0, 6.0]))
-    >>> np.round(found.x, 6).tolist(), found.converged, found.iterations
+    >>> solution = solve(kronecker_sum(np.diag([1.0, 2.0]), np.diag([3.0, 4.0])), np.array([4.0, 5.0, 5.0, 6.0]))
+    >>> np.round(solution.x, 6).tolist(), solution.converged, solution.iterations
     ([1.0, 1.0, 1.0, 1.0], True, 0)
     """
 
@@ -117,8 +117,8 @@ def solve(
     >>> from lsrdecomp.operators import kronecker_sum
     >>> second = 2 * np.eye(3) - np.eye(3, k=1) - np.eye(3, k=-1)
     >>> laplacian = kronecker_sum(second, second)
-    >>> found = solve(laplacian, np.ones(9))
-    >>> found.method, bool(np.allclose(laplacian @ found.x, 1.0))
+    >>> solution = solve(laplacian, np.ones(9))
+    >>> solution.method, bool(np.allclose(laplacian @ solution.x, 1.0))
     ('diagonal', True)
     """
     b = as_floating(b, "b")

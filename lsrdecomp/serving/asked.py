@@ -209,5 +209,5 @@ def _distance(first: Sequence[Mapping[Token, float]], second: Sequence[Mapping[T
     """Mean absolute difference over the first's tokens; where the second does not give one, it is at most its least."""
     both = zip(first, second, strict=True)
     return float(
-        np.mean([abs(p - seen.get(t, min([p, *seen.values()]))) for one, seen in both for t, p in one.items()])
+        np.mean([abs(p - seen.get(t, min([p, *seen.values()]))) for asked, seen in both for t, p in asked.items()])
     )

@@ -67,8 +67,8 @@ class Event(Enum):
     --------
     >>> import numpy as np
     >>> from lsrdecomp import ALS, decompose
-    >>> found = decompose(np.ones((8, 8)), "2x2, 2x2, 2x2", rank=1, solver=ALS(max_sweeps=2))
-    >>> [(sweep.index, sweep.event.name) for sweep in found.sweeps]
+    >>> result = decompose(np.ones((8, 8)), "2x2, 2x2, 2x2", rank=1, solver=ALS(max_sweeps=2))
+    >>> [(sweep.index, sweep.event.name) for sweep in result.sweeps]
     [(1, 'start'), (2, 'step')]
     """
 
@@ -92,7 +92,7 @@ class Sweep:
     >>> shape = ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4))
     >>> def tell(sweep):
     ...     print(f"sweep {sweep.index}: error {sweep.relative_error:.2f}")
-    >>> found = JointALS(sweeps=3, initializations=1).solve(pair, shape, 2, on_sweep=tell)
+    >>> solution = JointALS(sweeps=3, initializations=1).solve(pair, shape, 2, on_sweep=tell)
     sweep 1: error 0.66
     sweep 2: error 0.65
     sweep 3: error 0.64
@@ -115,8 +115,8 @@ class Solution:
     >>> from lsrdecomp import SVD, KroneckerShape
     >>> from lsrdecomp.targets import as_target
     >>> target = as_target(np.kron(np.eye(4), np.ones((3, 3))))
-    >>> found = SVD().solve(target, KroneckerShape(((4, 4), (3, 3))), atol=1e-9)
-    >>> found.approximation, found.status.name, found.optimality_gap
+    >>> solution = SVD().solve(target, KroneckerShape(((4, 4), (3, 3))), atol=1e-9)
+    >>> solution.approximation, solution.status.name, solution.optimality_gap
     (SeparatedMatrix(12×12 as 1 × [4×4 ⊗ 3×3], 25 parameters, γ = 1), 'converged', 0.0)
     """
 
@@ -182,10 +182,10 @@ class PairSolution:
     >>> from lsrdecomp.solvers import JointALS
     >>> i, k = np.arange(16.0), np.arange(1.0, 5.0)
     >>> pair = LowRank(np.cos(np.outer(i, k)), np.sin(np.outer(k, i)))         # 16 × 4 and 4 × 16
-    >>> found = JointALS().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 2)
-    >>> found.product
+    >>> solution = JointALS().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 2)
+    >>> solution.product
     SeparatedProduct(16×16 as 2 × [4×2 ⊗ 4×2] times 2 × [2×4 ⊗ 2×4], 64 parameters)
-    >>> found.relative_error < found.start_error < 1.0
+    >>> solution.relative_error < solution.start_error < 1.0
     True
     """
 

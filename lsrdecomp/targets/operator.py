@@ -72,8 +72,8 @@ class Operator:
     >>> from lsrdecomp import decompose
     >>> from scipy.sparse.linalg import LinearOperator
     >>> reverse = LinearOperator((12, 12), matvec=lambda x: x[::-1], dtype=float)  # the identity upside down
-    >>> found = decompose(Operator(reverse), "4x4, 3x3", rtol=1e-9)
-    >>> found.separation_rank, round(found.relative_error, 9)
+    >>> result = decompose(Operator(reverse), "4x4, 3x3", rtol=1e-9)
+    >>> result.separation_rank, round(result.relative_error, 9)
     (1, 0.0)
     """
 

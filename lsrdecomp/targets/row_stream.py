@@ -37,8 +37,8 @@ class RowStream:
     >>> import numpy as np
     >>> from lsrdecomp import decompose
     >>> blocks = lambda: (np.kron(row[None, :], np.ones((3, 3))) for row in np.eye(4))  # three rows at a time
-    >>> found = decompose(RowStream(blocks, (12, 12)), "4x4, 3x3", rtol=1e-9)
-    >>> found.separation_rank, round(found.relative_error, 9)
+    >>> result = decompose(RowStream(blocks, (12, 12)), "4x4, 3x3", rtol=1e-9)
+    >>> result.separation_rank, round(result.relative_error, 9)
     (1, 0.0)
     """
 

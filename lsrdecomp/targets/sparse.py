@@ -34,8 +34,8 @@ class Sparse:
     >>> import scipy.sparse
     >>> from lsrdecomp import decompose
     >>> line = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=(-1, 0, 1), shape=(30, 30))
-    >>> one = scipy.sparse.eye_array(30)
-    >>> square = scipy.sparse.kron(line, one) + scipy.sparse.kron(one, line)
+    >>> identity = scipy.sparse.eye_array(30)
+    >>> square = scipy.sparse.kron(line, identity) + scipy.sparse.kron(identity, line)
     >>> decompose(Sparse(square), "30x30, 30x30", rtol=1e-9).separation_rank       # a Laplacian of 900 points
     2
     """

@@ -121,8 +121,8 @@ def read_record(directory: str | Path) -> Record:
 def versions() -> dict[str, str]:
     """Versions of what computes."""
     installed = {package: installed_version(package) for package in PACKAGES}
-    found = {package: version for package, version in installed.items() if version != "unknown"}
-    return {"python": platform.python_version()} | found
+    known = {package: version for package, version in installed.items() if version != "unknown"}
+    return {"python": platform.python_version()} | known
 
 
 def commit() -> str | None:

@@ -42,8 +42,8 @@ class TensorLyCP(MatrixSolver):
     >>> import numpy as np
     >>> from lsrdecomp import decompose
     >>> matrix = np.kron(np.kron(np.eye(4), np.ones((3, 3))), np.eye(2))
-    >>> found = decompose(matrix, "4x4, 3x3, 2x2", rank=1, solver=TensorLyCP())
-    >>> found.parameters, round(found.relative_error, 9)
+    >>> result = decompose(matrix, "4x4, 3x3, 2x2", rank=1, solver=TensorLyCP())
+    >>> result.parameters, round(result.relative_error, 9)
     (29, 0.0)
     """
 
@@ -84,8 +84,8 @@ class TensorLyCP(MatrixSolver):
         terms = most if atol is None else 1
         while True:
             columns = self._columns(tensor / size, terms, progress)
-            found = CPTerms.of(packed.expand([like(column, packed.core) for column in columns]))
-            approximation = found.to_separated(shape, size)
+            expanded = CPTerms.of(packed.expand([like(column, packed.core) for column in columns]))
+            approximation = expanded.to_separated(shape, size)
             if atol is None:
                 return Solution(approximation, Status.rank_reached, progress.sweeps)
             error = target.residual_norm(approximation)

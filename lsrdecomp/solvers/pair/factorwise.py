@@ -39,10 +39,10 @@ class FactorwiseSVD:
     >>> import numpy as np
     >>> from lsrdecomp import LowRank, ProductShape
     >>> pair = LowRank(np.kron(np.eye(4, 2), np.ones((4, 2))), np.kron(np.ones((2, 4)), np.eye(2, 4)))
-    >>> found = FactorwiseSVD().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 1)
-    >>> found.product
+    >>> solution = FactorwiseSVD().solve(pair, ProductShape(out=(4, 4), inner=(2, 2), into=(4, 4)), 1)
+    >>> solution.product
     SeparatedProduct(16×16 as 1 × [4×2 ⊗ 4×2] times 1 × [2×4 ⊗ 2×4], 32 parameters)
-    >>> round(found.relative_error, 6)
+    >>> round(solution.relative_error, 6)
     0.0
     """
 

@@ -80,8 +80,8 @@ class BatchedKrylov(MatrixSolver):
     >>> from lsrdecomp import KroneckerShape
     >>> i = np.arange(64.0)
     >>> matrices = [1.0 / (start + i[:, None] + i[None, :]) for start in (1, 2, 3)]
-    >>> found = BatchedKrylov().solve_batch(matrices, KroneckerShape(((8, 8), (8, 8))), rank=2)
-    >>> [np.round(one.approximation.weights, 3).tolist() for one in found]
+    >>> solutions = BatchedKrylov().solve_batch(matrices, KroneckerShape(((8, 8), (8, 8))), rank=2)
+    >>> [np.round(solution.approximation.weights, 3).tolist() for solution in solutions]
     [[2.149, 0.65], [1.81, 0.377], [1.652, 0.262]]
     """
 

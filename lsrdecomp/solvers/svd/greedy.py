@@ -80,8 +80,8 @@ class MixedSolution(Solution):
     >>> from lsrdecomp import KroneckerShape
     >>> from lsrdecomp.targets import as_target
     >>> target = as_target(np.kron(np.eye(4), np.ones((3, 3))))
-    >>> found = Greedy().solve(target, KroneckerShape(((4, 4), (3, 3))), rank=1)
-    >>> found.status.name, round(found.relative_error, 9), found.approximation.parameters
+    >>> solution = Greedy().solve(target, KroneckerShape(((4, 4), (3, 3))), rank=1)
+    >>> solution.status.name, round(solution.relative_error, 9), solution.approximation.parameters
     ('rank_reached', 0.0, 25)
     """
 
@@ -125,8 +125,8 @@ class Greedy:
     >>> i = np.arange(12.0)
     >>> matrix = np.kron(np.eye(4), np.ones((3, 3))) + np.outer(i, i) ** 2 / 400.0
     >>> kronecker, low_rank = KroneckerShape(((4, 4), (3, 3))), KroneckerShape(((12, 1), (1, 12)))
-    >>> found = Greedy(shapes=[low_rank]).solve(as_target(matrix), kronecker, atol=1e-3)
-    >>> found.approximation
+    >>> solution = Greedy(shapes=[low_rank]).solve(as_target(matrix), kronecker, atol=1e-3)
+    >>> solution.approximation
     MixedSum(12×12 as 2 × [12×1 ⊗ 1×12] + 1 × [4×4 ⊗ 3×3], 73 parameters)
     >>> [decompose(matrix, shape, atol=1e-3).parameters for shape in (kronecker, low_rank)]
     [200, 120]

@@ -22,7 +22,7 @@ from lsrdecomp.targets.sparse import Sparse
 FINEST = 1e-7
 """The least excess over the optimum that a certificate in single precision is asked for."""
 
-HELD = 2**22
+BOTH_PRECISIONS = 2**22
 """Entries of a matrix up to which its rearrangement in double precision is held beside that in single: 32 MiB."""
 
 SMALLEST = 2**20
@@ -56,7 +56,7 @@ def in_double(target: Widened, shape: KroneckerShape) -> Rearranged:
         return LowRank(as_double(target.left), as_double(target.right)).rearranged(shape)
     if isinstance(target, Separated):
         return Separated(target.matrix.in_double()).rearranged(shape)
-    if math.prod(target.shape) > HELD:
+    if math.prod(target.shape) > BOTH_PRECISIONS:
         return target.streamed(shape)
     return RearrangedDense(as_double(target.rearranged(shape).matrix))
 
