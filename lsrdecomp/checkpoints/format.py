@@ -122,20 +122,18 @@ PREFIX = "base_model.model."
 PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 
-DORA = (
-    "DoRA rescales every row by the norm of the base weights, which are not in this file: merge it into its base, or "
-    "train it again as plain LoRA"
-)
-WITHOUT = "merge the file into its base, or save the pairs without such tensors and compress those"
+DORA = "DoRA rescales every row by the norm of the base weights, which are not in this file"
+NOT_READ = "such an adapter is not read: merge it into its base, or train it again without"
+WITHOUT = "(what is left of the file when such tensors are taken out is read)"
 
 # Parts of other methods that change the forward pass; dropping them silently would change the model.
 OTHER_METHODS = {
     ".dora_scale": DORA,
     ".lora_magnitude_vector": DORA,
     ".lora_magnitude_vector.weight": DORA,
-    ".diff": f"a full-size difference, no LoRA: {WITHOUT}",
-    ".diff_b": f"the difference of a bias, no LoRA: {WITHOUT}",
-    ".set_weight": f"a full-size weight, no LoRA: {WITHOUT}",
+    ".diff": f"a full-size difference, no LoRA {WITHOUT}",
+    ".diff_b": f"the difference of a bias, no LoRA {WITHOUT}",
+    ".set_weight": f"a full-size weight, no LoRA {WITHOUT}",
     ".oft_blocks": "OFT rotates the base weights",
     ".oft_diag": "OFT rotates the base weights",
     ".on_input": "IA3 scales activations",
@@ -195,7 +193,7 @@ def refuse_fields(config: Config, reasons: Mapping[str, str]) -> None:
     """Raise `UnsupportedError` if a field is set that changes the update beyond what the records express."""
     for field, reason in reasons.items():
         if config.raw.get(field):
-            raise UnsupportedError(f"{field} is set: {reason}; such an adapter is not read", path=config.path)
+            raise UnsupportedError(f"{field} is set: {reason}; {NOT_READ}", path=config.path)
 
 
 def without_prefix(tensor: StoredTensor) -> str:
@@ -221,7 +219,7 @@ def grouped(
         key = without_prefix(tensor) if prefix else key
         for suffix, reason in OTHER_METHODS.items():
             if key.endswith(suffix) and (not prefix or PART.search(key)):
-                raise UnsupportedError(f"{reason}; such an adapter is not read", path=tensor.path, tensor=tensor.name)
+                raise UnsupportedError(f"{reason}; {NOT_READ}", path=tensor.path, tensor=tensor.name)
         ends = [end for end in suffixes if key.endswith(end) and key != end]
         if not ends:
             if PART.search(key):

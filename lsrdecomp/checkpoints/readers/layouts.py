@@ -18,6 +18,7 @@ from lsrdecomp.checkpoints.experts import INNER, Stacks, expert_layers
 from lsrdecomp.checkpoints.files import parse_json
 from lsrdecomp.checkpoints.format import (
     DORA,
+    NOT_READ,
     PREFIX,
     Bundle,
     Roles,
@@ -357,7 +358,7 @@ def check_supported(config: Config) -> tuple[str, ...]:
     unknown = sorted(field for field, value in config.raw.items() if value and field not in fields)
     switches = [field for field in unknown if field.startswith("use_")]
     if switches:
-        text = f"{switches[0][:60]!r} is set, which this version does not know; such an adapter is not read"
+        text = f"{switches[0][:60]!r} is set, which this version does not know; {NOT_READ}"
         raise UnsupportedError(text, path=config.path)
     notes = [f"config fields not known here, ignored: {', '.join(map(ascii, unknown))[:200]}"] if unknown else []
     return tuple(notes)

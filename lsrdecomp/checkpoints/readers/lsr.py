@@ -13,6 +13,7 @@ import numpy as np
 
 from lsrdecomp.checkpoints.config import Config, Patterns, Scales, check_carried, missing_modules
 from lsrdecomp.checkpoints.format import (
+    NOT_READ,
     PREFIX,
     Bundle,
     finish,
@@ -32,7 +33,7 @@ name = "lsr"
 KEY = re.compile(r"(?P<name>.+)\.lsr_(?P<side>[AB])\.factor_(?P<position>[1-9][0-9]{0,2})")
 DORA = (
     "DoRA rescales every row by the norm of the base weights, which are not in this file "
-    "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA, merge_and_unload into the model)"
+    "(lsrdecomp.adapters.to_lora carries the magnitudes over to LoRA)"
 )
 REFUSED = {
     "use_dora": DORA,
@@ -236,7 +237,7 @@ def _split(
         match = KEY.fullmatch(without_prefix(tensor))
         if match is None:
             if key.endswith(".lsr_magnitude_vector"):
-                raise UnsupportedError(f"{DORA}; such an adapter is not read", path=tensor.path, tensor=key)
+                raise UnsupportedError(f"{DORA}; {NOT_READ}", path=tensor.path, tensor=key)
             if re.search(r"\.lsr_[A-Za-z_]+(\.|$)", key):
                 raise tensor.error("is not lsr_A.factor_N or lsr_B.factor_N; written by a newer version?")
             extras[key] = tensor
