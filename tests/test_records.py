@@ -136,7 +136,18 @@ def lead(method, budget, task="E2E"):
     less, more = (np.mean([row["lost"] for row in rows], axis=0) for rows in (ours, theirs))
     gain = more - less
     without = (gain.sum() - gain) / (effects.sum() - effects)  # the jackknife of a ratio
-    return f"{short(gain.sum() / effects.sum(), 3)} ± {short(np.sqrt((len(gain) - 1) * np.var(without)), 3)}"
+    mean, error = gain.sum() / effects.sum(), np.sqrt((len(gain) - 1) * np.var(without))
+    return f"{'−' if mean < 0.0 else ''}{short(abs(mean), 3)} ± {short(error, 3)}"
+
+
+def ranking(budget, task):
+    """Shares in falling order; in brackets how much more LSR keeps than another."""
+    names = {"LSR": "LSR", "Fisher core": "cores", "Uni-LoRA": "Uni-LoRA", "SVD": "truncated SVD"}
+    shares = {method: fmean(row["kept"] for row in rows) for method in names if (rows := rivals(method, budget, task))}
+    return ", ".join(
+        f"{names[method]} {short(share, 3)}" + ("" if method == "LSR" else f" ({lead(method, budget, task)})")
+        for method, share in sorted(shares.items(), key=lambda each: -each[1])
+    )
 
 
 def in_language_models():
@@ -344,7 +355,29 @@ def of_speech():
     )
 
 
+def on_gemma():
+    """Sentences on the other base: shares of each LoRA, at the best of the rates that it was trained with."""
+    rows = record("rivals-gemma")["rows"]
+
+    def shares(method, budget, task="E2E", key="kept"):
+        of_form = [row for row in rows if (row["method"], row["budget"], row["task"]) == (method, budget, task)]
+        best = {row["seed"]: row[key] for row in sorted(of_form, key=lambda row: row["kept"])}
+        return joined([best[seed] for seed in sorted(best)], 3) if len(best) > 1 else short(*best.values(), 3)
+
+    yield (
+        f"In 3 kB LSR keeps {shares('LSR', 3000)}, truncated SVD in bits {shares('SVD', 3000)}; before training "
+        f"{shares('LSR', 3000, key='before')}, and {shares('SVD', 3000, key='before')}"
+    )
+    yield f"In 10 kB LSR keeps {shares('LSR', 10_000)}, truncated SVD {shares('SVD', 10_000)}"
+    tried = [row["rate"] for row in rows if row["method"] == "Uni-LoRA"]
+    assert sorted(tried) == [0.03, 0.1, 0.3]
+    yield f"Fisher cores keep {shares('Fisher core', 3000)} in 3 kB, Uni-LoRA {shares('Uni-LoRA', 3000)}"
+    yield f"LSR keeps {shares('LSR', 3000, 'sums')} in 3 kB, truncated SVD {shares('SVD', 3000, 'sums')}"
+
+
 def in_small_adapters():
+    yield from on_gemma()
+
     def kept(method, budget, task="E2E"):
         return short(fmean(row["kept"] for row in rivals(method, budget, task)), 3)
 
@@ -358,15 +391,18 @@ def in_small_adapters():
     )
     assert all(first == each for each in others)
     yield (
-        f"LSR keeps {kept('LSR', 30_000)}, truncated SVD in bits {kept('SVD', 30_000)}, Uni-LoRA "
-        f"{kept('Uni-LoRA', 30_000)}, Fisher cores {kept('Fisher core', 30_000)} in "
-        f"{rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
+        f"LSR keeps {kept('LSR', 30_000)}, LoRAQuant's split {kept('LoRAQuant', 30_000)}, truncated SVD in bits "
+        f"{kept('SVD', 30_000)}, Uni-LoRA {kept('Uni-LoRA', 30_000)}, Fisher cores "
+        f"{kept('Fisher core', 30_000)} in {rivals('Fisher core', 30_000)[0]['bytes'] / 1000:.1f} kB"
     )
     yield (
-        f"LSR keeps {kept('LSR', 10_000)}, truncated SVD in bits {kept('SVD', 10_000)}, Uni-LoRA "
-        f"{kept('Uni-LoRA', 10_000)}, Fisher cores {kept('Fisher core', 10_000)}"
+        f"LSR keeps {kept('LSR', 10_000)}, LoRAQuant's split {kept('LoRAQuant', 10_000)}, truncated SVD in bits "
+        f"{kept('SVD', 10_000)}, Uni-LoRA {kept('Uni-LoRA', 10_000)}, Fisher cores {kept('Fisher core', 10_000)}"
     )
-    yield f"LSR is ahead of truncated SVD by {lead('SVD', 10_000)}"
+    yield (
+        f"LSR is ahead of LoRAQuant's split by {lead('LoRAQuant', 10_000)} of the same held-out texts, of truncated "
+        f"SVD by {lead('SVD', 10_000)}"
+    )
     cores = kept("Fisher core", 3000)
     yield f"LSR keeps {kept('LSR', 3000)}, Fisher cores {cores}: apart by {lead('Fisher core', 3000)}"
     yield f"Uni-LoRA ({kept('Uni-LoRA', 3000)}) is behind LSR by {lead('Uni-LoRA', 3000)}"
@@ -377,35 +413,21 @@ def in_small_adapters():
         f"Cores keep {kept('Fisher core', 1000)}, Uni-LoRA {kept('Uni-LoRA', 1000)}, LSR {kept('LSR', 1000)}. What "
         f"opens an LSR directory takes 419 of its {rivals('LSR', 1000)[0]['bytes']} bytes"
     )
-    small = sorted({kept(name, 3000, "sums") for name in ("LSR", "Fisher core", "Uni-LoRA")})
-    yield f"all three keep {' or '.join(small)} in 3 kB"
-    tiny = {name: kept(name, 1000, "sums") for name in ("Uni-LoRA", "Fisher core", "LSR")}
-    yield f"Uni-LoRA keeps {tiny['Uni-LoRA']}, cores {tiny['Fisher core']}, LSR {tiny['LSR']}"
+    for task in ("extraction", "sums"):
+        for budget in (10_000, 3000, 1000):
+            yield f"{budget // 1000} kB: {ranking(budget, task)}"
     yield (
-        f"In 10 kB LSR keeps {kept('LSR', 10_000, 'extraction')}, truncated SVD in bits "
-        f"{kept('SVD', 10_000, 'extraction')}, Uni-LoRA {kept('Uni-LoRA', 10_000, 'extraction')} and cores "
-        f"{kept('Fisher core', 10_000, 'extraction')}"
-    )
-    yield (
-        f"In 30 kB LSR keeps {kept('LSR', 30_000, 'extraction')} and truncated SVD "
-        f"{kept('SVD', 30_000, 'extraction')}; before training {before('LSR')} and {before('SVD')}"
-    )
-    yield (
-        f"in 3 kB, three seeds, LSR {kept('LSR', 3000, 'extraction')}, cores {kept('Fisher core', 3000, 'extraction')} "
-        f"({lead('Fisher core', 3000, 'extraction')} apart), Uni-LoRA {kept('Uni-LoRA', 3000, 'extraction')} "
-        f"({lead('Uni-LoRA', 3000, 'extraction')}) and truncated SVD {kept('SVD', 3000, 'extraction')}"
-    )
-    yield (
-        f"in 1 kB cores {kept('Fisher core', 1000, 'extraction')}, Uni-LoRA {kept('Uni-LoRA', 1000, 'extraction')} and "
-        f"LSR {kept('LSR', 1000, 'extraction')}"
+        f"30 kB: LSR {kept('LSR', 30_000, 'extraction')}, truncated SVD {kept('SVD', 30_000, 'extraction')}; before "
+        f"training {before('LSR')} and {before('SVD')}"
     )
     names = {"XS": "LoRA-XS", "LoRAQuant": "LoRAQuant's split", "Rank one": "a LoRA of rank one in int4"}
-    behind = [
-        (kept(name, 3000), names.get(name, name)) for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA")
-    ]
-    (share, name), *more, (least, last) = sorted(behind, reverse=True)
-    between = ", ".join(f"{name} {share}" for share, name in more)
-    yield f"In 3 kB of E2E {name} keeps {share}, {between} and {last} {least}, with one seed each"
+    for budget, task in ((3000, "E2E"), (10_000, "E2E")):
+        methods = [name for name in (*names, "VeRA", "TinyLoRA", "FourierFT", "VB-LoRA") if rivals(name, budget, task)]
+        methods = [name for name in methods if (name, budget) != ("LoRAQuant", 10_000)]
+        behind = [(kept(name, budget, task), names.get(name, name)) for name in methods]
+        (share, name), *more, (least, last) = sorted(behind, reverse=True)
+        between = ", ".join(f"{name} {share}" for share, name in more)
+        yield f"In {budget // 1000} kB of {task} {name} keeps {share}, {between} and {last} {least}"
     rows = [row for row in record("rivals")["rows"] if row["task"] == "E2E"]
 
     def at(method, rate, budget=3000):

@@ -212,6 +212,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], Table]]] = {
     }.items()
 } | {
     "small-adapters": ("rivals.json", rivals),
+    "small-adapters-gemma": ("rivals-gemma.json", rivals),
     "from-lora": ("from_lora.json", from_lora),
     "dialled": ("speech.json", dialled),
 }
