@@ -123,8 +123,8 @@ PART = re.compile(r"\.(lora|hada|lokr|oft|glora)[._]")
 Roles = dict[str, StoredTensor]
 
 DORA = "DoRA rescales every row by the norm of the base weights, which are not in this file"
-NOT_READ = "such an adapter is not read: merge it into its base, or train it again without"
-WITHOUT = "(what is left of the file when such tensors are taken out is read)"
+NOT_READ = "such an adapter is not read: merge it into its base, or train it again as plain LoRA"
+WITHOUT = "(the rest of the file is read, if such tensors are taken out of it)"
 
 # Parts of other methods that change the forward pass; dropping them silently would change the model.
 OTHER_METHODS = {

@@ -131,7 +131,7 @@ def run_fleet(
     ...         _ = copytree(files("lsrdecomp.cli") / "demo_adapter", Path(folder) / "in" / name)
     ...     plan = CompressionPlan(separation_rank=1)
     ...     done = run_fleet(Path(folder) / "in", Path(folder) / "out", plan, runner=joblib_runner(1))
-    >>> [(each.name, each.state, each.parameters_before // each.parameters) for each in done]
+    >>> [(end.name, end.state, end.parameters_before // end.parameters) for end in done]
     [('first', 'done', 24), ('second', 'done', 24)]
     """
     folder, out = Path(folder).resolve(), Path(out).resolve()

@@ -30,12 +30,12 @@ def krylov(
     import scipy.sparse.linalg as sparse
 
     chosen = choose(matrix) if method in ("auto", "exact") else method
-    size = matrix.norm or 1.0
-    matrix = matrix * (1.0 / size)  # MINRES of SciPy gives up on matrices as small as 1e-14
+    norm = matrix.norm or 1.0
+    matrix = matrix * (1.0 / norm)  # SciPy's MINRES compares with absolute numbers: at 1e-14 it gives up
     if isinstance(preconditioner, str) and preconditioner == "auto":
         preconditioner = automatic(matrix, chosen)
     elif preconditioner is not None:
-        preconditioner = sparse.aslinearoperator(preconditioner) * size
+        preconditioner = sparse.aslinearoperator(preconditioner) * norm
     operator = matrix.to_linear_operator()
     count = 0
 
@@ -53,7 +53,7 @@ def krylov(
         count = 0
         columns.append(_column(counted, column, rtol, chosen, preconditioner, max_iterations, used))
         worst = max(worst, count)
-    return np.stack(columns, axis=1).reshape(b.shape) / size, chosen, max(worst, 1)
+    return np.stack(columns, axis=1).reshape(b.shape) / norm, chosen, max(worst, 1)
 
 
 def choose(matrix: SeparatedMatrix) -> str:

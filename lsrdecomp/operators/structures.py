@@ -35,7 +35,7 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     Raises
     ------
     ShapeError
-        If a part is not square.
+        If a part is not a square matrix.
 
     Examples
     --------
@@ -43,11 +43,13 @@ def kronecker_sum(*parts: Any) -> SeparatedMatrix:
     >>> kronecker_sum(second, second, second)                                   # the Laplacian of a 3 × 3 × 3 grid
     SeparatedMatrix(27×27 as 3 × [3×3 ⊗ 3×3 ⊗ 3×3], 81 parameters, γ = 0.632)
     """
+    for i, part in enumerate(parts, 1):
+        if isinstance(part, list | tuple) and any(np.ndim(row) == 2 for row in part):
+            raise ShapeError(f"part {i} of a Kronecker sum is a list of matrices; write kronecker_sum(A, B)")
     matrices = [np.asarray(part.toarray() if hasattr(part, "toarray") else part) for part in parts]
     for i, matrix in enumerate(matrices, 1):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-            hint = "" if matrix.ndim == 2 else ": name each matrix on its own, as in kronecker_sum(A, B)"
-            raise ShapeError(f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}{hint}")
+            raise ShapeError(f"part {i} of a Kronecker sum must be square, it has shape {matrix.shape}")
     kind = np.result_type(*matrices, np.float32)
     stacks = [
         np.stack([matrix if k == i else np.eye(len(matrix)) for k in range(len(matrices))]).astype(kind)

@@ -184,7 +184,7 @@ OTHERS = {
     [
         ("lokr", "one Kronecker product already, which is not made smaller here: keep it"),
         ("loha", "is LoHa, read as the LoRA of the same ΔW, so that it is not given back as it came: make LSR of it"),
-        ("dora", "merge it into its base, or train it again without"),
+        ("dora", "merge it into its base, or train it again as plain LoRA"),
     ],
 )
 def test_what_is_no_file_of_pairs_is_told_why_and_what_to_do(kind, words, tmp_path):

@@ -412,9 +412,8 @@ def test_the_logarithm_of_a_negative_determinant_is_refused():
 
 
 def test_a_kronecker_sum_takes_its_matrices_one_by_one():
-    with pytest.raises(
-        ShapeError, match=r"shape \(2, 3, 3\): name each matrix on its own, as in kronecker_sum\(A, B\)"
-    ):
-        ops.kronecker_sum([np.eye(3), np.eye(3)])
+    for matrices in ([np.eye(3), np.eye(3)], [np.eye(3), np.eye(4)], [scipy.sparse.eye_array(3), np.eye(4)]):
+        with pytest.raises(ShapeError, match=r"part 1 .* is a list of matrices; write kronecker_sum\(A, B\)"):
+            ops.kronecker_sum(matrices)
     with pytest.raises(ShapeError, match=r"part 2 .* has shape \(2, 3\)$"):
         ops.kronecker_sum(np.eye(3), np.ones((2, 3)))
